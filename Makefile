@@ -1,0 +1,90 @@
+# Every target sets up what it needs, in $(VENV), and is quick when that is there. The documentation
+# has an environment of its own: its tools need no torch, and the tests should not find them.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+DOCS := $(VENV)-docs
+# The constraints keep torch at the version that is tested. Without build isolation, the pinned
+# build backend is used and pip makes no second environment.
+INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-build-isolation
+
+.PHONY: help
+help: ## Show this help
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12   the interpreter that makes the environment, or that has CUDA"
+	@echo "  ARGS='-k name -x'   more arguments for pytest, the demo or the benchmark"
+
+.PHONY: demo
+demo: $(VENV)/.installed ## Train a small transformer plain and with each engine, and compare
+	$(BIN)/python examples/demo.py $(ARGS)
+
+.PHONY: test
+test: check ## Run the checks and all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.installed ## Lint, formatting, strict types and the layer rule
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_layers.py
+
+.PHONY: format
+format: $(VENV)/.installed ## Format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: bench
+bench: $(VENV)/.installed ## Measure what checkpointing adds to a step, against torch's and the floor
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+.PHONY: docs
+docs: $(DOCS)/.installed ## Build the documentation into site/, warnings being errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "built site/index.html"
+
+# A machine with a GPU often has its own torch and allows no installs: the first interpreter
+# that has pytest and sees a CUDA device is used, with the package straight from src.
+.PHONY: test-gpu
+test-gpu: ## Run the tests that need a GPU, on PYTHON or else the virtual environment
+	@for python in $(PYTHON) $(BIN)/python; do \
+	    if command -v "$$python" >/dev/null && "$$python" -c \
+	        'import pytest, sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	    then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found-}" ]; then \
+	    echo "make test-gpu: neither $(PYTHON) nor $(BIN)/python has pytest and a torch that sees a" \
+	        "CUDA device; name one that does: make test-gpu PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	fi; \
+	set -x; \
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" "$$found" -m pytest -m gpu $(ARGS)
+
+.PHONY: clean
+clean: ## Remove everything that make and the tools have made
+	rm -rf $(VENV) $(DOCS) site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing recollect and its development tools into $(VENV) (minutes the first time)"
+	$(BIN)/python $(INSTALL) hatchling editables
+	$(BIN)/python $(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(DOCS)/.installed: docs/requirements.txt constraints.txt | $(DOCS)/bin/python
+	@echo "installing the documentation tools into $(DOCS)"
+	$(DOCS)/bin/python $(INSTALL) --requirement docs/requirements.txt
+	@touch $@
+
+%/bin/python:
+	$(PYTHON) -m venv $*

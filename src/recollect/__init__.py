@@ -1,0 +1,55 @@
+"""recollect: activation checkpointing for PyTorch.
+
+It forgets activations in forward and recollects them in backward. ``recollect.checkpoint`` and
+``recollect.checkpointed`` are the place to start; ``recollect.install()`` puts recollect in the place
+of ``torch.utils.checkpoint``.
+"""
+
+from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
+from recollect.engines.groups import GraphExecGroup
+from recollect.engines.reentrant import (
+    CheckpointFunction,
+    check_backward_validity,
+    detach_variable,
+)
+from recollect.errors import CheckpointError
+from recollect.install import install, installed, uninstall
+from recollect.options import noop_context_fn
+from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.region import create_selective_checkpoint_contexts
+from recollect.selective import SAC_IGNORED_OPS
+from recollect.settings import (
+    is_recomputing,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+from recollect.state.devices import DefaultDeviceType
+from recollect.state.rng import get_device_states, set_device_states
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpointed",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "install",
+    "installed",
+    "is_recomputing",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+    "uninstall",
+    "unwrap",
+]

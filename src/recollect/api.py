@@ -1,0 +1,169 @@
+"""The modern surface: ``checkpoint``, ``checkpointed``, ``checkpoint_sequential``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from recollect.checks.determinism import Describe
+from recollect.engines.rerun import Contexts
+from recollect.modules import unwrap_module, wrap_module
+from recollect.options import DEFAULTS, Options, noop_context_fn
+from recollect.region import run_region
+from recollect.sequential import as_functions, balanced, run_segments
+from recollect.torch_private import hide_from_dynamo
+
+__all__ = ["checkpoint", "checkpoint_sequential", "checkpointed", "unwrap"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str | Describe = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    policy: Any = None,
+    engine: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` without keeping its activations for backward.
+
+    What backward needs of them is computed again when it is needed. Gradients, random streams and
+    the result are those of a plain call.
+
+    Args:
+        function: What to run. Anything callable: a module, a bound method, a lambda.
+        *args: Its positional arguments.
+        use_reentrant: Use the reentrant engine; the same as ``engine="reentrant"``.
+        context_fn: Returns two context managers: forward runs under the first, the recomputation
+            under the second.
+        determinism_check: How recomputed tensors are compared with the originals: ``"default"``
+            (shape, dtype, device), ``"none"``, or a function from a tensor to something comparable.
+        debug: On a mismatch show the ops of both runs and where they part.
+        early_stop: End the recomputation as soon as everything needed is there.
+        preserve_rng_state: Give the recomputation the random numbers of forward.
+        policy: Keep some results instead of recomputing them: a list of ops (packets such as
+            ``torch.ops.aten.mm`` stand for all their overloads), or a policy function.
+        engine: ``"rerun"`` (the default) or ``"reentrant"``.
+        **kwargs: Keyword arguments of ``function``.
+
+    Example::
+
+        hidden = recollect.checkpoint(block, hidden, mask=mask)
+    """
+    if (
+        use_reentrant is False
+        and context_fn is noop_context_fn
+        and determinism_check == "default"
+        and debug is False
+        and early_stop is True
+        and preserve_rng_state is True
+        and policy is None
+        and engine is None
+    ):
+        options = DEFAULTS
+    else:
+        options = Options(
+            use_reentrant,
+            context_fn,
+            determinism_check,
+            debug,
+            early_stop,
+            preserve_rng_state,
+            policy,
+            engine,
+        )
+    return run_region(function, args, kwargs, options)
+
+
+@overload
+def checkpointed(function_or_module: C, /, **options: Any) -> C: ...
+
+
+@overload
+def checkpointed(**options: Any) -> Callable[[C], C]: ...
+
+
+def checkpointed(function_or_module: Any = None, /, **options: Any) -> Any:
+    """Make a function or module that is checkpointed whenever it is called.
+
+    All keyword arguments of a call go to the function; options of ``checkpoint`` are given here,
+    once. A module is returned as the same object with its ``forward`` checkpointed: names of
+    parameters, ``state_dict``, hooks, copying and pickling are as before. ``unwrap`` undoes it.
+
+    Works as a decorator, with and without options::
+
+        for block in model.blocks:
+            recollect.checkpointed(block)
+
+        @recollect.checkpointed(early_stop=False)
+        def step(x, *, debug): ...
+    """
+    checked = Options.from_keywords(options)
+    if function_or_module is None:
+        return functools.partial(_checkpointed, options=checked)
+    return _checkpointed(function_or_module, checked)
+
+
+def _checkpointed(target: Any, options: Options) -> Any:
+    if isinstance(target, nn.Module):
+        return wrap_module(target, options)
+    if not callable(target):
+        raise TypeError(
+            f"function_or_module should be a callable or an nn.Module, but got {target!r}"
+        )
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_region(target, args, kwargs, options)
+
+    call._recollect_options = options  # type: ignore[attr-defined]
+    return hide_from_dynamo(call)
+
+
+def unwrap(function_or_module: Any) -> Any:
+    """Undo ``checkpointed``: the same module with its own ``forward``, or the bare function."""
+    if isinstance(function_or_module, nn.Module):
+        return unwrap_module(function_or_module)
+    if not isinstance(getattr(function_or_module, "_recollect_options", None), Options):
+        raise ValueError(f"{function_or_module!r} is not checkpointed: there is nothing to unwrap")
+    return function_or_module.__wrapped__
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Iterable[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    **options: Any,
+) -> Any:
+    """Run ``functions`` one after the other, checkpointed in ``segments`` parts.
+
+    The parts are as equal in length as can be, the earlier ones longer. The last part is run
+    plainly: its activations are the first that backward needs. ``options`` are those of
+    ``checkpoint``.
+
+    Example::
+
+        out = recollect.checkpoint_sequential(model.layers, 4, x)
+    """
+    checked = Options.from_keywords(options)
+    steps = as_functions(functions)
+    if isinstance(segments, bool) or not isinstance(segments, int):
+        raise TypeError(f"segments should be an int, but got {segments!r}")
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
+            f"{segments}"
+        )
+    return run_segments(steps, balanced(len(steps), segments), input, checked)
+
+
+hide_from_dynamo(checkpoint)

@@ -1,0 +1,1 @@
+"""Telling whether a recomputation did what forward did."""

@@ -1,0 +1,100 @@
+"""Comparing what a recomputation saved with what forward saved.
+
+A check is a function from a tensor to anything comparable. It is called on each tensor that
+autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
+dtype and device: wrong ones would make backward fail or, worse, broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recollect.errors import RecomputeMismatch
+
+__all__ = [
+    "Describe",
+    "Difference",
+    "count_mismatch",
+    "metadata",
+    "metadata_mismatch",
+    "resolve_check",
+    "too_many_saved",
+]
+
+Describe = Callable[[torch.Tensor], Any]
+#: Position among the saved tensors, its description in forward, its description when recomputed.
+Difference = tuple[int, Any, Any]
+
+_HINT = """
+To see where the two runs part, pass `debug=True` to `checkpoint(...)`, or put the forward inside
+`with set_checkpoint_debug_enabled(True):`; the error then shows the ops of both.
+
+If the region calls code compiled with automatic dynamic shapes, forward and recomputation may have
+been served by two different graphs (a static one, then a dynamic one). Either
+  - Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions of the inputs, so that
+    one dynamic graph serves from the start, or
+  - Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering, so that
+    both runs find the same graph first.
+"""
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The default check."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+_NAMED_CHECKS: dict[str, Describe | None] = {"default": metadata, "none": None}
+
+
+def resolve_check(check: str | Describe) -> Describe | None:
+    """The function behind ``determinism_check=``; None compares nothing."""
+    if check == "default":
+        return metadata
+    if callable(check):
+        return check
+    if not isinstance(check, str) or check not in _NAMED_CHECKS:
+        raise ValueError(
+            f"determinism_check should be one of {list(_NAMED_CHECKS)} or a function from a tensor "
+            f"to something comparable, but got {check!r}"
+        )
+    return _NAMED_CHECKS[check]
+
+
+def count_mismatch(in_forward: int, in_recompute: int) -> RecomputeMismatch:
+    return RecomputeMismatch(
+        "torch.utils.checkpoint: A different number of tensors was saved during the original "
+        "forward and recomputation.\n"
+        f"Number of tensors saved during forward: {in_forward}\n"
+        f"Number of tensors saved during recomputation: {in_recompute}\n"
+        f"{_HINT}"
+    )
+
+
+def too_many_saved(in_forward: int) -> RecomputeMismatch:
+    return RecomputeMismatch(
+        "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
+        f"original forward pass, which saved {in_forward}.\n{_HINT}"
+    )
+
+
+def metadata_mismatch(differences: list[Difference]) -> RecomputeMismatch:
+    lines = "".join(
+        f"tensor at position {position}:\n"
+        f"saved metadata: {_readable(before)}\n"
+        f"recomputed metadata: {_readable(after)}\n"
+        for position, before, after in differences
+    )
+    return RecomputeMismatch(
+        "torch.utils.checkpoint: Recomputed values for the following tensors have different "
+        f"metadata than during the forward pass.\n{lines}{_HINT}"
+    )
+
+
+def _readable(description: Any) -> Any:
+    match description:
+        case (torch.Size() as shape, torch.dtype() as dtype, torch.device() as device):
+            return {"shape": shape, "dtype": dtype, "device": device}
+    return description

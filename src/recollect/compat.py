@@ -1,0 +1,194 @@
+"""``torch.utils.checkpoint``, name by name.
+
+Signatures, defaults, warnings and error types are torch's; the code behind them is recollect's.
+Where recollect lifts a limitation of torch, ``docs/guide/drop-in.md`` lists it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from recollect.engines.groups import GraphExecGroup
+from recollect.engines.reentrant import (
+    CheckpointFunction,
+    check_backward_validity,
+    detach_variable,
+)
+from recollect.errors import CheckpointError
+from recollect.options import DEFAULTS, Options, noop_context_fn
+from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.region import enter_region, run_region
+from recollect.selective import SAC_IGNORED_OPS, selective_contexts
+from recollect.sequential import as_functions, run_segments
+from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from recollect.state.devices import DefaultDeviceType
+from recollect.state.devices import infer_device_type as _infer_device_type
+from recollect.state.rng import get_device_states, set_device_states
+from recollect.torch_private import hide_from_dynamo
+
+__all__ = [
+    "checkpoint",
+    "checkpoint_sequential",
+    "CheckpointError",
+    "CheckpointFunction",
+    "check_backward_validity",
+    "detach_variable",
+    "get_device_states",
+    "set_device_states",
+    "noop_context_fn",
+    "set_checkpoint_early_stop",
+    "DefaultDeviceType",
+    "set_checkpoint_debug_enabled",
+    "CheckpointPolicy",
+    "SelectiveCheckpointContext",
+    "create_selective_checkpoint_contexts",
+    "SAC_IGNORED_OPS",
+    "GraphExecGroup",
+]
+
+_DEFAULT_DETERMINISM_MODE = "default"
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_REENTRANT = Options(use_reentrant=True)
+_REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], _Contexts] = noop_context_fn,
+    determinism_check: str = _DEFAULT_DETERMINISM_MODE,
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)``, recomputing its activations in backward.
+
+    The drop-in for ``torch.utils.checkpoint.checkpoint``: ``use_reentrant`` is to be passed, and
+    ``preserve_rng_state`` is taken from ``kwargs``. See ``recollect.checkpoint`` for the options.
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("torch.utils.checkpoint")
+        use_reentrant = True
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if use_reentrant:
+        if context_fn is not noop_context_fn or debug is not False:
+            raise ValueError(
+                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            )
+        options = _REENTRANT if preserve_rng_state else _REENTRANT_NO_RNG
+    else:
+        options = _rerun_options(
+            preserve_rng_state, context_fn, determinism_check, debug, early_stop
+        )
+    return run_region(function, args, kwargs, options, read_once=True)
+
+
+def _rerun_options(
+    preserve_rng_state: Any,
+    context_fn: Callable[[], _Contexts],
+    determinism_check: Any,
+    debug: Any,
+    early_stop: Any,
+) -> Options:
+    if (
+        preserve_rng_state is True
+        and context_fn is noop_context_fn
+        and determinism_check == _DEFAULT_DETERMINISM_MODE
+        and debug is False
+        and early_stop is True
+    ):
+        return DEFAULTS
+    return Options(
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=bool(debug),
+        early_stop=bool(early_stop),
+        preserve_rng_state=bool(preserve_rng_state),
+    )
+
+
+def checkpoint_sequential(
+    functions: Any,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``functions`` in sequence, all ``segments`` but the last one checkpointed.
+
+    Segments are cut as torch cuts them: equal ones of ``len(functions) // segments``, and the rest
+    in the last, which is run plainly. ``recollect.checkpoint_sequential`` balances them.
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("torch.utils.checkpoint.checkpoint_sequential")
+        use_reentrant = True
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
+    steps = as_functions(functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
+            f"{segments}"
+        )
+    size = len(steps) // segments
+    boundaries = [*range(0, size * segments, size), len(steps)]
+    options = Options(
+        use_reentrant=use_reentrant, preserve_rng_state=bool(preserve_rng_state)
+    )
+    return run_segments(steps, boundaries, input, options, read_once=True)
+
+
+def _warn_use_reentrant(name: str) -> None:
+    warnings.warn(
+        f"{name}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is "
+        "recommended; True is what not passing it means. torch announces that leaving it out will "
+        "become an error.",
+        stacklevel=3,
+    )
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
+    """Two contexts for ``context_fn=`` that keep the results of some ops.
+
+    Takes ops with their overload, or a policy function, and gives each kept result out once, as
+    torch does; ``recollect.create_selective_checkpoint_contexts`` has neither limit.
+    """
+    return selective_contexts(
+        policy_fn_or_list, allow_mutation=allow_cache_entry_mutation, packets=False, once=True
+    )
+
+
+def _checkpoint_without_reentrant_generator(
+    fn: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], _Contexts] = noop_context_fn,
+    determinism_check: str = _DEFAULT_DETERMINISM_MODE,
+    debug: bool = False,
+    early_stop: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Generator[None, None, None]:
+    """A region around a forward that somebody else calls, between two steps of this generator.
+
+    torch's composable checkpoint enters and leaves regions from module hooks with it.
+    """
+    options = _rerun_options(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    if not torch.is_grad_enabled():
+        yield
+        return
+    with enter_region(fn, args, kwargs, options, True):
+        yield
+
+
+for _hidden in (checkpoint, checkpoint_sequential):
+    hide_from_dynamo(_hidden)

@@ -1,0 +1,1 @@
+"""Ways to give backward the tensors that forward did not keep."""

@@ -1,0 +1,112 @@
+"""The reentrant engine: one autograd node around a region whose forward records nothing.
+
+Forward runs under ``no_grad``; backward runs the function again with grad and starts a backward of
+its own on the result. Simple, and as fast as rerunning can be, at the price of the limits listed in
+``docs/guide/engines.md``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from recollect.settings import recomputing
+from recollect.state.ambient import Ambient, enter_ambient
+from recollect.state.rng import RngSnapshot
+from recollect.torch_private import any_autocast_enabled, backward_allows_reentrant
+
+__all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``inputs`` with each tensor detached, requiring grad if it did; the rest as it is."""
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(
+            "Only tuple of tensors is supported. Got Unsupported input type: "
+            f"{type(inputs).__name__}"
+        )
+    return tuple(_detached(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    alias = tensor.detach()
+    alias.requires_grad = tensor.requires_grad
+    return alias
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no tensor in ``inputs`` requires grad: the reentrant engine then gives none."""
+    if not any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor)):
+        warnings.warn(
+            "None of the inputs have requires_grad=True. Gradients will be None",
+            stacklevel=2,
+        )
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The autograd node: ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
+        check_backward_validity(args)
+        ctx.run_function = run_function
+        ctx.rng = RngSnapshot.take() if preserve_rng_state else None
+        ctx.ambient = Ambient.capture()
+        # Tensors go through save_for_backward, which guards their versions; None holds their place.
+        ctx.inputs = [None if isinstance(x, torch.Tensor) else x for x in args]
+        ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
+        with torch.no_grad():
+            outputs = run_function(*args)
+        if ctx.rng is not None:
+            ctx.rng.settle()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not backward_allows_reentrant():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
+                "passing an `inputs` parameter to .backward(). Use the default engine "
+                "(use_reentrant=False), or call .backward() without `inputs`."
+            )
+        inputs = list(ctx.inputs)
+        for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
+            inputs[index] = _detached(tensor)
+        outputs = _rerun(ctx, inputs)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        if not pairs:
+            raise RuntimeError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inputs)
+
+
+def _rerun(ctx: Any, inputs: list[Any]) -> Any:
+    rng = ctx.rng
+    outside = rng.swap_in() if rng is not None else None
+    recomputing.depth += 1
+    try:
+        with torch.enable_grad():
+            if ctx.ambient is None and not any_autocast_enabled():
+                return ctx.run_function(*inputs)
+            with ExitStack() as stack:
+                enter_ambient(ctx.ambient, stack)
+                return ctx.run_function(*inputs)
+    finally:
+        recomputing.depth -= 1
+        if outside is not None:
+            outside.write()

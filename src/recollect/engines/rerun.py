@@ -1,0 +1,447 @@
+"""The rerun engine: forget what autograd saves, run the function again when backward asks.
+
+    forward                                     backward
+
+    (1) Frame: inputs, RNG, ambient modes
+    (2) function runs under pack and unpack     (5) unpack(n): first of this backward?
+    (3) of each saved tensor autograd gets          rerun the function with the state of (1)
+        its number, the frame a description;    (6) the n-th tensor saved now is checked against
+        the tensor itself is let go                 (3) and put into the n-th place of a Pass
+    (4) settle: drop state that did             (7) all places filled: stop the rerun early
+        not matter                              (8) unpack takes the tensor out of its place
+
+A tensor leaves its place as it is unpacked, also with ``retain_graph``: recomputed memory shrinks as
+backward goes, and a second backward reruns. A pass belongs to one backward (a graph task of
+autograd's, or the ``GraphExecGroup`` around several): two that run interleaved, one inside the other
+or in two threads, do not see each other's tensors.
+
+The graph that a rerun builds holds numbers in turn, good for as long as the rerun lasts (the
+function may go backward inside); afterwards the tensors are cut off from it. Nothing here refers to
+a graph that refers back: there are no cycles.
+
+The hooks run three times for every saved tensor of a model; they are written for speed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from recollect.checks.determinism import (
+    Describe,
+    count_mismatch,
+    metadata,
+    metadata_mismatch,
+    too_many_saved,
+)
+from recollect.checks.trace import OpLog, explain
+from recollect.errors import AlreadyUnpacked, CheckpointError, InputChanged, StopRecompute
+from recollect.selective import ReplayMode
+from recollect.settings import recomputing
+from recollect.state.ambient import Ambient, enter_ambient
+from recollect.state.inputs import Inputs
+from recollect.state.rng import RngSnapshot
+from recollect.torch_private import (
+    TorchDispatchMode,
+    any_autocast_enabled,
+    at_end_of_backward,
+    backward_allows_reentrant,
+    backward_keeps_graph,
+    current_graph_task,
+    dynamo_is_watching,
+    get_graph_exec_group,
+    hide_from_dynamo,
+    is_tracing,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    run_without_dynamo,
+    set_grad_enabled,
+)
+
+__all__ = ["Contexts", "Frame", "make_contexts"]
+
+#: What ``context_fn`` returns: one context for forward, one for the rerun.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
+    """Call ``context_fn`` and check what it gives before anything is entered."""
+    contexts = context_fn()
+    if not isinstance(contexts, tuple) or len(contexts) != 2:
+        raise TypeError(
+            "context_fn should return a tuple of two context managers, one for forward and one "
+            f"for the recomputation, but returned {contexts!r}"
+        )
+    for context in contexts:
+        if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
+            raise TypeError(
+                "context_fn should return a tuple of two context managers, but "
+                f"{context!r} of type {type(context).__name__} is none"
+            )
+    if is_tracing() and not all(isinstance(c, TorchDispatchMode) for c in contexts):
+        raise AssertionError(
+            "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` must "
+            "generate a tuple of two `TorchDispatchMode`s."
+        )
+    return contexts
+
+
+class Pass:
+    """The recomputed tensors of a frame, for one backward."""
+
+    __slots__ = ("frees_graph", "tensors", "versions")
+
+    def __init__(
+        self, tensors: list[torch.Tensor | None], versions: list[int], *, frees_graph: bool
+    ) -> None:
+        #: By number; None once unpacked, or where nobody can ask any more.
+        self.tensors = tensors
+        self.versions = versions
+        #: Whether a tensor that was unpacked can never be asked for again.
+        self.frees_graph = frees_graph
+
+
+class Frame:
+    """One call of a checkpointed function. Enter it to run the function's forward inside."""
+
+    __slots__ = (
+        "__weakref__",
+        "ambient",
+        "contexts",
+        "describe",
+        "descriptions",
+        "early_stop",
+        "forward_log",
+        "function",
+        "inputs",
+        "locks",
+        "passes",
+        "read_once",
+        "rng",
+        "running",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        contexts: Contexts | None,
+        describe: Describe | None,
+        early_stop: bool,
+        debug: bool,
+        read_once: bool,
+    ) -> None:
+        self.function = function
+        self.inputs = Inputs(args, kwargs)
+        self.rng = RngSnapshot.take() if preserve_rng_state else None
+        self.ambient = Ambient.capture()
+        self.contexts = contexts
+        self.describe = describe
+        self.early_stop = early_stop
+        self.forward_log = OpLog() if debug else None
+        self.read_once = read_once
+        self.running = True
+        #: One for each saved tensor; the numbers that autograd holds are positions in it.
+        self.descriptions: list[Any] = []
+        #: By backward.
+        self.passes: dict[Any, Pass] = {}
+        self.locks: dict[Any, threading.RLock] = {}
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        push_saved_tensor_hooks(self._pack_hook(), self.unpack)
+        if self.contexts is None and self.forward_log is None:
+            return
+        try:
+            if self.contexts is not None:
+                self.contexts[0].__enter__()
+            if self.forward_log is not None:
+                self.forward_log.__enter__()
+        except BaseException:
+            pop_saved_tensor_hooks()
+            raise
+
+    def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
+        try:
+            if self.forward_log is not None:
+                self.forward_log.__exit__(exc_type, exc, traceback)
+            if self.contexts is not None:
+                swallowed = self.contexts[0].__exit__(exc_type, exc, traceback)
+                if swallowed and exc is not None:
+                    raise RuntimeError(
+                        "the forward context given by context_fn suppressed an exception of the "
+                        f"checkpointed function: {exc!r}. There is no result to return then; let "
+                        "its __exit__ return False."
+                    ) from exc
+        finally:
+            pop_saved_tensor_hooks()
+        if exc is None:
+            self.running = False
+            self.inputs.settle()
+            if self.rng is not None:
+                self.rng.settle()
+
+    def _pack_hook(self) -> Callable[[torch.Tensor], int]:
+        descriptions = self.descriptions
+        describe = self.describe
+
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(descriptions)
+            # ``metadata`` written out: the call would cost as much as what it does.
+            descriptions.append((tensor.shape, tensor.dtype, tensor.device))
+            return number
+
+        def pack_described(tensor: torch.Tensor) -> int:
+            number = len(descriptions)
+            descriptions.append(None if describe is None else describe(tensor))
+            return number
+
+        return pack if describe is metadata else pack_described
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """The saved-tensor hook by which autograd asks for a tensor back."""
+        passed = self.passes.get(current_graph_task())
+        if passed is None or (tensor := passed.tensors[number]) is None:
+            passed, tensor = self._recall(number)
+        passed.tensors[number] = None
+        if tensor._version != passed.versions[number]:
+            raise InputChanged(_CHANGED_WHEN_SAVED.format(shape=list(tensor.shape)))
+        return tensor
+
+    def _recall(self, number: int) -> tuple[Pass, torch.Tensor]:
+        """The pass of this backward, made now if there is none, and the tensor."""
+        backward = get_graph_exec_group()
+        if backward is None:
+            backward = current_graph_task()
+            if backward == _OUTSIDE:
+                # Asked for outside of backward (node._saved_self): nothing stays behind.
+                passed = Rerun(self).run(frees_graph=False)
+                return passed, _present(passed, number)
+        # Two threads of one backward may ask at once: one reruns, the other waits for it.
+        with self.locks.setdefault(backward, threading.RLock()):
+            before = self.passes.get(backward)
+            if before is not None:
+                tensor = before.tensors[number] if number < len(before.tensors) else None
+                if tensor is not None:
+                    return before, tensor
+                self._check_reread(in_group=type(backward) is not int)
+            passed = Rerun(self).run(frees_graph=self._begin_pass(backward, again=before is not None))
+            self.passes[backward] = passed
+        return passed, _present(passed, number)
+
+    def _begin_pass(self, backward: Any, *, again: bool) -> bool:
+        """Whether ``backward`` frees the graph it goes through."""
+        if type(backward) is not int:
+            return False
+        frees_graph = not backward_keeps_graph()
+        if again or not frees_graph or not backward_allows_reentrant():
+            # Tensors may be left behind that nobody asks for. (A backward over the whole graph that
+            # frees it takes the frame along.)
+            at_end_of_backward(partial(_forget_pass, ref(self), backward))
+        return frees_graph
+
+    def released(self) -> set[int]:
+        """Numbers that nobody can ask for again: an earlier backward has used and freed them."""
+        return {
+            number
+            for passed in self.passes.values()
+            if passed.frees_graph
+            for number, tensor in enumerate(passed.tensors)
+            if tensor is None
+        }
+
+    def _check_reread(self, *, in_group: bool) -> None:
+        if in_group:
+            raise AlreadyUnpacked(
+                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
+                "unpacked once. Performing two backward calls that overlap (i.e. require the same "
+                "saved activation) is not allowed under one GraphExecGroup: it recomputes at most "
+                "once. Run the second backward outside of the group."
+            )
+        if self.read_once:
+            raise AlreadyUnpacked(
+                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
+                "unpacked once. Read ctx.saved_tensors once in backward and keep the result, or "
+                "use recollect.checkpoint, which recomputes for every further read."
+            )
+
+
+#: The graph task outside of backward.
+_OUTSIDE = -1
+
+_CHANGED_WHEN_SAVED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: a tensor of shape {shape} inside a checkpointed region was changed after an "
+    "operation had saved it for backward. Without checkpointing this is an error as well. Replace "
+    "the in-place operation."
+)
+
+
+def _present(passed: Pass, number: int) -> torch.Tensor:
+    tensor = passed.tensors[number]
+    assert tensor is not None, "a tensor is asked for that an earlier backward has freed"
+    return tensor
+
+
+def _forget_pass(frame: ReferenceType[Frame], backward: int) -> None:
+    alive = frame()
+    if alive is not None:
+        alive.passes.pop(backward, None)
+        alive.locks.pop(backward, None)
+
+
+class Rerun:
+    """One run of a frame's function in backward."""
+
+    __slots__ = ("_expected", "_frame", "_log", "_stopped", "_surplus", "_tensors", "_versions")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._expected = len(frame.descriptions)
+        self._tensors: list[Any] = []
+        self._versions: list[int] = []
+        self._stopped = False
+        self._surplus = False
+        self._log = OpLog() if frame.forward_log is not None else None
+
+    def run(self, *, frees_graph: bool) -> Pass:
+        """Recompute the tensors that forward saved, or say what is different."""
+        try:
+            self._run()
+            self._verify()
+            # Here in one loop, and not one by one in the hook: the code is warm then, and no
+            # dispatch mode looks on.
+            tensors = [t if t.grad_fn is None else t.detach() for t in self._tensors]
+        except CheckpointError as error:
+            log = self._frame.forward_log
+            if log is not None and self._log is not None:
+                raise explain(error, log, self._log) from error
+            raise
+        finally:
+            # The graph of the rerun holds on to the hooks, which hold this list.
+            self._tensors.clear()
+        if self._frame.passes:
+            for number in self._frame.released():
+                tensors[number] = None
+        return Pass(tensors, self._versions, frees_graph=frees_graph)
+
+    def _run(self) -> None:
+        frame = self._frame
+        args, kwargs = frame.inputs.recall()
+        rng = frame.rng
+        outside = rng.swap_in() if rng is not None else None
+        grad_was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        recomputing.depth += 1
+        push_saved_tensor_hooks(self._pack_hook(), partial(_unpack_inside, self._tensors))
+        try:
+            if dynamo_is_watching():
+                run_without_dynamo(self._call, args, kwargs)
+            else:
+                self._call(args, kwargs)
+        except StopRecompute as stop:
+            if stop.args[0] is not self:
+                raise
+        finally:
+            pop_saved_tensor_hooks()
+            recomputing.depth -= 1
+            set_grad_enabled(grad_was_enabled)
+            if outside is not None:
+                outside.write()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = self._frame
+        if (
+            frame.contexts is None
+            and frame.ambient is None
+            and self._log is None
+            and not any_autocast_enabled()
+        ):
+            frame.function(*args, **kwargs)
+            return
+        with ExitStack() as stack:
+            enter_ambient(frame.ambient, stack)
+            if frame.contexts is not None:
+                stack.enter_context(frame.contexts[1])
+            if self._log is not None:
+                stack.enter_context(self._log)
+            frame.function(*args, **kwargs)
+
+    def _pack_hook(self) -> Callable[[torch.Tensor], int]:
+        tensors = self._tensors
+        versions = self._versions
+        #: The first number at which there is something to do beside noting the tensor.
+        limit = self._expected - 1 if self._frame.early_stop else self._expected
+
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(tensors)
+            tensors.append(tensor)
+            versions.append(tensor._version)
+            if number >= limit:
+                self._reach_limit(number)
+            return number
+
+        def pack_detached(tensor: torch.Tensor) -> int:
+            return pack(tensor if tensor.grad_fn is None else tensor.detach())
+
+        # A context of the user's may be a dispatch mode: it sees a detach for each saved tensor, as
+        # it does under torch, and not one after it has been left.
+        contexts = self._frame.contexts
+        return pack if contexts is None or isinstance(contexts[1], ReplayMode) else pack_detached
+
+    def _reach_limit(self, number: int) -> None:
+        if number + 1 == self._expected:
+            self._stopped = True
+        elif self._stopped:
+            pass  # user code has swallowed the signal to stop: give it again
+        elif self._frame.running:
+            # The function goes backward inside forward, which has not saved all it will save.
+            return
+        else:
+            # Not an error raised here and now, which user code could swallow as well.
+            self._surplus = True
+        raise StopRecompute(self)
+
+    def _verify(self) -> None:
+        frame = self._frame
+        expected = self._expected
+        if self._surplus:
+            raise too_many_saved(expected)
+        if len(self._tensors) < expected and not frame.running:
+            raise count_mismatch(expected, len(self._tensors))
+        describe = frame.describe
+        if describe is None:
+            return
+        descriptions = [describe(tensor) for tensor in self._tensors[:expected]]
+        if descriptions != frame.descriptions[:expected]:
+            pairs = enumerate(zip(frame.descriptions, descriptions, strict=False))
+            raise metadata_mismatch([(n, a, b) for n, (a, b) in pairs if a != b])
+
+
+def _unpack_inside(tensors: list[torch.Tensor], number: int) -> torch.Tensor:
+    """The unpack hook of the graph that a rerun builds."""
+    if not tensors:
+        raise CheckpointError(
+            "backward was called on a graph that a recomputation had built, after the recomputation "
+            "was over. Keep results of the first run of a checkpointed function, not of the second: "
+            "see recollect.is_recomputing()."
+        )
+    return tensors[number]
+
+
+# Dynamo must not look into the hook: a region that ran in eager is recomputed in eager.
+Frame.unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+for _hidden in (Frame.unpack, Frame._recall, Rerun.run, Rerun._run, Rerun._call):
+    hide_from_dynamo(_hidden)

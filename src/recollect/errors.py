@@ -1,0 +1,55 @@
+"""What recollect raises, and the one signal it uses internally.
+
+    RuntimeError
+    └── torch.utils.checkpoint.CheckpointError
+        └── CheckpointError             root of everything raised in backward
+            ├── RecomputeMismatch       the recomputation saved other tensors than forward did
+            ├── InputChanged            an input was modified in place between forward and backward
+            ├── KeptTensorError         a tensor kept by selective checkpointing cannot be used
+            └── AlreadyUnpacked         a saved tensor was asked for again where that is not allowed
+    BaseException
+    └── StopRecompute                   internal: everything needed has been recomputed
+
+``CheckpointError`` derives from torch's class of the same name, so that code which catches torch's
+keeps working while only part of a program uses recollect.
+"""
+
+from __future__ import annotations
+
+from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
+
+__all__ = [
+    "AlreadyUnpacked",
+    "CheckpointError",
+    "InputChanged",
+    "KeptTensorError",
+    "RecomputeMismatch",
+    "StopRecompute",
+]
+
+
+class CheckpointError(_TorchCheckpointError):
+    """Backward could not get a tensor back as forward had it."""
+
+
+class RecomputeMismatch(CheckpointError):
+    """The recomputation saved other tensors than the original forward."""
+
+
+class InputChanged(CheckpointError):
+    """An input of a region was modified in place before backward used it."""
+
+
+class KeptTensorError(CheckpointError):
+    """Selective checkpointing cannot give back a tensor it kept."""
+
+
+class AlreadyUnpacked(CheckpointError):
+    """A saved tensor was asked for a second time where each may be read once."""
+
+
+class StopRecompute(BaseException):
+    """Raised inside a recomputation once every needed tensor is there.
+
+    Not an ``Exception``: user code that catches those must never see it.
+    """

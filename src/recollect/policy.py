@@ -1,0 +1,124 @@
+"""What to do with the result of an op: decisions, and the functions that take them.
+
+Pure: nothing here runs an op or holds a tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy as TorchCheckpointPolicy
+
+from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = [
+    "CheckpointPolicy",
+    "OpList",
+    "PolicyFunction",
+    "SelectiveCheckpointContext",
+    "as_decision",
+    "check_ops",
+    "expand_packets",
+    "is_kept",
+]
+
+
+class CheckpointPolicy(enum.Enum):
+    """What selective checkpointing does with the result of an op.
+
+    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again,
+    ``CPU_OFFLOAD`` keeps it in host memory. ``MUST_`` binds the compiler as well; with ``PREFER_``
+    it may decide otherwise.
+
+    Saving everything is not the same as not checkpointing: autograd alone keeps only what
+    backward needs.
+    """
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_CPU_OFFLOAD = 4
+    PREFER_CPU_OFFLOAD = 5
+
+
+_BY_VALUE = tuple(CheckpointPolicy)
+
+
+class SelectiveCheckpointContext:
+    """Handed to a policy function with each op.
+
+    ``op_output`` is what the op returned. A policy is asked in forward only, so ``is_recompute``
+    is always False; it is there for older policies that read it. The object is valid during the
+    call it is passed to.
+    """
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+PolicyFunction = Callable[..., Any]
+
+
+class OpList:
+    """The policy "save these ops, recompute the others"."""
+
+    __slots__ = ("ops",)
+
+    def __init__(self, ops: Iterable[Any]) -> None:
+        self.ops = frozenset(ops)
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op in self.ops:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def as_decision(value: Any, op: Any) -> CheckpointPolicy:
+    """What a policy function returned, as a decision; anything else is refused."""
+    if type(value) is CheckpointPolicy:
+        return value
+    if value is True or value is False:
+        return CheckpointPolicy.MUST_SAVE if value else CheckpointPolicy.PREFER_RECOMPUTE
+    # torch's own enum of the same name and values, from somebody who imported it there.
+    if type(value) is TorchCheckpointPolicy:
+        return _BY_VALUE[value._value_]
+    raise TypeError(
+        f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
+        "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
+    )
+
+
+def is_kept(decision: CheckpointPolicy) -> bool:
+    """Whether the result stays until backward."""
+    return decision is CheckpointPolicy.MUST_SAVE or decision is CheckpointPolicy.PREFER_SAVE
+
+
+def check_ops(ops: Iterable[Any]) -> None:
+    """Refuse whatever in ``ops`` is not an op with its overload."""
+    for op in ops:
+        if isinstance(op, (OpOverload, HigherOrderOperator)):
+            continue
+        hint = ""
+        if isinstance(op, OpOverloadPacket):
+            hint = (
+                " Please update the OpOverloadPacket to a specific OpOverload: "
+                f"torch.ops.{op}.default rather than torch.ops.{op}."
+            )
+        raise ValueError(
+            f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}.{hint}"
+        )
+
+
+def expand_packets(ops: Iterable[Any]) -> list[Any]:
+    """``ops`` with every packet (``torch.ops.aten.mm``) replaced by all its overloads."""
+    expanded: list[Any] = []
+    for op in ops:
+        if isinstance(op, OpOverloadPacket):
+            expanded += [getattr(op, name) for name in op.overloads()]
+        else:
+            expanded.append(op)
+    return expanded

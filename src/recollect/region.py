@@ -1,0 +1,120 @@
+"""Running a region: pick the engine, or leave the region to the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from recollect.engines.reentrant import CheckpointFunction
+from recollect.engines.rerun import Frame, make_contexts
+from recollect.options import Options, noop_context_fn
+from recollect.selective import selective_contexts
+from recollect.settings import resolve_debug, resolve_early_stop
+from recollect.torch_private import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
+
+__all__ = ["create_selective_checkpoint_contexts", "enter_region", "run_region"]
+
+
+def run_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    *,
+    read_once: bool = False,
+) -> Any:
+    """Run a region with checked options. ``read_once``: refuse to recompute for a second read."""
+    if not callable(function):
+        raise TypeError(f"function should be callable, but got {function!r}")
+    if torch.compiler.is_dynamo_compiling():
+        return _run_compiled(function, args, kwargs, options)
+    if dynamo_is_watching():
+        # A graph break has left this call to eager code.
+        return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
+    if options.reentrant:
+        return _run_reentrant(function, args, kwargs, options)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    with enter_region(function, args, kwargs, options, read_once):
+        return function(*args, **kwargs)
+
+
+def enter_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    read_once: bool,
+) -> Frame:
+    """A context of the rerun engine, inside which the caller runs the function's forward."""
+    return Frame(
+        function,
+        args,
+        kwargs,
+        options.preserve_rng_state,
+        None if options.contexts is None else make_contexts(options.contexts),
+        options.describe,
+        resolve_early_stop(options.early_stop),
+        resolve_debug(options.debug),
+        read_once,
+    )
+
+
+def _run_reentrant(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    if kwargs:
+        raise ValueError(
+            f"Unexpected keyword arguments: {','.join(kwargs)}. The reentrant engine passes "
+            "positional arguments only; use the default engine (use_reentrant=False)"
+        )
+    return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+
+def _run_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    # Dynamo knows torch's function by identity and turns the call into a node of its graph; what is
+    # recomputed is then up to the compiler. RNG, ambient state and checks have no meaning there.
+    torch_checkpoint = torch.utils.checkpoint.checkpoint
+    if options.policy is not None:
+        context_fn = partial(create_selective_checkpoint_contexts, options.policy)
+        return torch_checkpoint(
+            function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
+        )
+    if options.context_fn is not noop_context_fn:
+        return torch_checkpoint(
+            function, *args, use_reentrant=False, context_fn=options.context_fn, **kwargs
+        )
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
+    """Two contexts for ``context_fn=`` that keep the results of some ops.
+
+    Args:
+        policy_fn_or_list: A list of ops whose results are kept; a packet (``torch.ops.aten.mm``)
+            stands for all its overloads. Or a function called as ``policy(ctx, op, *args,
+            **kwargs)`` for each op of forward, which returns a ``CheckpointPolicy``.
+        allow_cache_entry_mutation: Do not raise when a kept tensor was changed in place.
+
+    Example::
+
+        context_fn = functools.partial(
+            recollect.create_selective_checkpoint_contexts, [torch.ops.aten.mm]
+        )
+        out = recollect.checkpoint(block, x, context_fn=context_fn)
+    """
+    return selective_contexts(
+        policy_fn_or_list, allow_mutation=allow_cache_entry_mutation, packets=True, once=False
+    )
+
+
+for _hidden in (run_region, enter_region, _run_reentrant):
+    hide_from_dynamo(_hidden)

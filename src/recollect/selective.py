@@ -1,0 +1,295 @@
+"""Selective checkpointing: keep the results of some ops, recompute the others.
+
+Two dispatch modes share a store. ``RecordMode`` runs in forward, asks the policy about each op and
+appends to the store what it decided: the result, or that there is none. ``ReplayMode`` runs in the
+recomputation, where the n-th call of an op finds the n-th entry: a kept result is handed out
+instead of running the op, and is then forgotten.
+
+Under a compiler nothing is recomputed here. ``RecordMode`` tags the traced nodes with the decisions
+and keeps every result, ``ReplayMode`` hands them all out, and the compiler's partitioner places the
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recollect.errors import KeptTensorError
+from recollect.policy import (
+    CheckpointPolicy,
+    OpList,
+    PolicyFunction,
+    SelectiveCheckpointContext,
+    as_decision,
+    check_ops,
+    expand_packets,
+    is_kept,
+)
+from recollect.torch_private import (
+    DispatchMode,
+    OpOverload,
+    bare_op,
+    detach_below_autograd,
+    inductor_region_key,
+    is_tracing,
+    metadata_ops,
+    tag_recompute_nodes,
+    traced_graph,
+    tree_map_only,
+)
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "RecordMode",
+    "ReplayMode",
+    "selective_contexts",
+]
+
+#: Ops that no policy is asked about. Forward and recomputation detach a different number of times,
+#: and our own checks read the metadata of tensor subclasses through ops.
+SAC_IGNORED_OPS: set[Any] = {
+    torch.ops.aten.detach.default,
+    torch.ops.prim.device.default,
+} | metadata_ops()
+
+_CAUSE = (
+    "The region ran other operations than in forward: it is nondeterministic, or depends on "
+    "global state that has changed since."
+)
+
+
+class Kept:
+    """A tensor kept from forward, with the version it had."""
+
+    __slots__ = ("val", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.val = detach_below_autograd(tensor)
+        self.version = self.val._version
+
+
+class _Marker:
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+#: Entries of the store that hold no result.
+RECOMPUTE = _Marker("<recompute>")
+CONSUMED = _Marker("<consumed>")
+
+#: For each op, what became of each of its calls, in order.
+Store = defaultdict[Any, list[Any]]
+
+
+def _keep(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return Kept(out)
+    return tree_map_only(torch.Tensor, Kept, out)
+
+
+def _key(func: Any, args: tuple[Any, ...]) -> Any:
+    return func if type(func) is OpOverload else inductor_region_key(func, args)
+
+
+#: How to call an op; its entries, if it is not ignored; whether it is kept, if that is known.
+_Recorded = tuple[Callable[..., Any], list[Any] | None, bool | None]
+
+
+class RecordMode(DispatchMode):
+    """Runs in forward: keeps what the policy says."""
+
+    def __init__(
+        self, policy_fn: PolicyFunction, storage: Store, ac_graph_id: int | None = None
+    ) -> None:
+        super().__init__()
+        self.policy_fn = policy_fn
+        self.storage = storage
+        #: Set by the compiler, which tells the regions of a graph apart by it.
+        self.ac_graph_id = ac_graph_id
+        self._context = SelectiveCheckpointContext(is_recompute=False)
+        self._tracing = False
+        #: By id of the op: ops hash slowly, and each would be looked up three times.
+        self._known: dict[int, _Recorded] = {}
+
+    def __enter__(self) -> RecordMode:
+        self._tracing = is_tracing()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._tracing:
+            return self._trace(func, args, kwargs or {})
+        call, entries, kept = self._known.get(id(func)) or self._look_up(func, args)
+        out = call(*args, **kwargs) if kwargs else call(*args)
+        if entries is not None:
+            if kept is None:
+                kept = is_kept(self._decide(out, func, args, kwargs or {}))
+            entries.append(_keep(out) if kept else RECOMPUTE)
+        return out
+
+    def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Recorded:
+        if func in SAC_IGNORED_OPS:
+            known: _Recorded = (bare_op(func), None, None)
+        else:
+            policy = self.policy_fn
+            kept = func in policy.ops if isinstance(policy, OpList) else None
+            known = (bare_op(func), self.storage[_key(func, args)], kept)
+        if type(func) is OpOverload:  # the key of others depends on their arguments
+            self._known[id(func)] = known
+        return known
+
+    def _decide(
+        self, out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CheckpointPolicy:
+        context = self._context
+        context.op_output = out
+        try:
+            return as_decision(self.policy_fn(context, func, *args, **kwargs), func)
+        finally:
+            # The context outlives the call; the result must not be held by it.
+            context.op_output = None
+
+    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph = traced_graph()
+        before = len(graph.nodes) if graph is not None else 0
+        out = func(*args, **kwargs)
+        decision = CheckpointPolicy.PREFER_RECOMPUTE
+        if func not in SAC_IGNORED_OPS:
+            decision = self._decide(out, func, args, kwargs)
+            self.storage[_key(func, args)].append(_keep(out))
+        if graph is not None:
+            added = len(graph.nodes) - before
+            nodes = [node for node, _ in zip(reversed(graph.nodes), range(added), strict=False)]
+            tag_recompute_nodes(nodes, decision.name, self.ac_graph_id)
+        return out
+
+
+class _Calls:
+    """How far the recomputation has come in the entries of one op."""
+
+    __slots__ = ("call", "entries", "key", "position")
+
+    def __init__(self, func: Any, key: Any, entries: list[Any] | None) -> None:
+        self.call = bare_op(func)
+        self.key = key
+        self.entries = entries
+        self.position = 0
+
+    def surplus(self) -> KeptTensorError:
+        return KeptTensorError(
+            f"{self.key} invocation index {self.position} encountered during backward but not "
+            f"found in storage. {_CAUSE}"
+        )
+
+
+class ReplayMode(DispatchMode):
+    """Runs in the recomputation: hands out what was kept."""
+
+    def __init__(
+        self,
+        policy_fn: PolicyFunction | None,
+        storage: Store,
+        allow_cache_entry_mutation: bool = False,
+        *,
+        once: bool = True,
+    ) -> None:
+        super().__init__()
+        self.storage = storage
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        #: Whether a second recomputation is refused. Otherwise it runs the op again.
+        self._once = once
+        #: By id of the op.
+        self._known: dict[int, _Calls] = {}
+
+    def __enter__(self) -> ReplayMode:
+        self._known = {}
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        calls = self._known.get(id(func)) or self._look_up(func, args)
+        entries = calls.entries
+        if entries is not None:
+            position = calls.position
+            if position >= len(entries):
+                raise calls.surplus()
+            calls.position = position + 1
+            entry = entries[position]
+            if entry is not RECOMPUTE and (entry is not CONSUMED or self._once):
+                entries[position] = CONSUMED
+                return self._hand_out(entry)
+        return calls.call(*args, **kwargs) if kwargs else calls.call(*args)
+
+    def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Calls:
+        if func in SAC_IGNORED_OPS:
+            calls = _Calls(func, func, None)
+            self._known[id(func)] = calls
+            return calls
+        key = _key(func, args)
+        entries = self.storage.get(key)
+        if entries is None:
+            raise KeptTensorError(
+                f"{key} encountered during backward but not found in storage. {_CAUSE}"
+            )
+        # A compiled region is looked up by its key each time, and goes on where it was.
+        calls = self._known.get(id(entries)) or _Calls(func, key, entries)
+        self._known[id(func) if type(func) is OpOverload else id(entries)] = calls
+        return calls
+
+    def _hand_out(self, entry: Any) -> Any:
+        if entry is CONSUMED:
+            raise KeptTensorError(
+                "Trying to backward an extra time. A region under selective checkpointing gives "
+                "out what it kept once. Use recollect.create_selective_checkpoint_contexts (or "
+                "policy=), which recomputes it for every further backward."
+            )
+        if type(entry) is Kept:
+            return self._checked(entry)
+        return tree_map_only(Kept, self._checked, entry)
+
+    def _checked(self, kept: Kept) -> torch.Tensor:
+        if kept.val._version != kept.version and not self.allow_cache_entry_mutation:
+            raise KeptTensorError(
+                "Tensor cached during selective activation checkpoint has been mutated: a tensor "
+                f"of shape {list(kept.val.shape)} that the policy keeps was changed in place "
+                "afterwards. Recompute that op, or replace the in-place operation that follows it."
+            )
+        return kept.val
+
+
+def selective_contexts(
+    policy: Any, *, allow_mutation: bool, packets: bool, once: bool
+) -> tuple[RecordMode, ReplayMode]:
+    """The two modes for one region. ``packets``: whether ops without overload are accepted."""
+    function = _policy_function(policy, packets=packets)
+    storage: Store = defaultdict(list)
+    return (
+        RecordMode(function, storage),
+        ReplayMode(None, storage, allow_mutation, once=once),
+    )
+
+
+def _policy_function(policy: Any, *, packets: bool) -> Callable[..., Any]:
+    if isinstance(policy, (list, tuple, set, frozenset) if packets else list):
+        ops = expand_packets(policy) if packets else policy
+        check_ops(ops)
+        return OpList(ops)
+    if callable(policy):
+        return policy  # type: ignore[no-any-return]
+    raise TypeError(
+        "policy_fn_or_list must be either a function or a list of ops. "
+        f"Got {policy!r} of type {type(policy).__name__}"
+    )

@@ -1,0 +1,94 @@
+"""Switches that a user sets around code, and the flag that code may ask for.
+
+The two switches live in context variables: setting one in a thread or an asyncio task changes
+nothing for the others. Whether a region is being rerun is a fact about a thread, not about a
+context (a rerun restores the context of forward), so that flag is thread-local.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = [
+    "is_recomputing",
+    "recomputing",
+    "resolve_debug",
+    "resolve_early_stop",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+]
+
+_early_stop: ContextVar[bool | None] = ContextVar("recollect.early_stop", default=None)
+_debug: ContextVar[bool | None] = ContextVar("recollect.debug", default=None)
+
+
+class _Recomputing(threading.local):
+    depth: int = 0
+
+
+recomputing = _Recomputing()
+
+
+def is_recomputing() -> bool:
+    """Whether the calling thread is rerunning a checkpointed region.
+
+    Use it to keep side effects to the first run::
+
+        def forward(self, x):
+            if not recollect.is_recomputing():
+                self.calls += 1
+            return self.inner(x)
+    """
+    return recomputing.depth > 0
+
+
+def _check_switch(name: str, value: object, *, optional: bool) -> None:
+    if value is True or value is False or (optional and value is None):
+        return
+    allowed = "True, False or None" if optional else "True or False"
+    raise TypeError(f"{name} should be {allowed}, but got {value!r}")
+
+
+@contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+    """Decide for every region entered inside whether its recomputation may stop early.
+
+    By default a recomputation ends as soon as backward has all it needs. The setting takes
+    precedence over ``early_stop=`` of the call; it is read when a region runs forward and need
+    not be active during backward. The innermost of several nested settings counts.
+    """
+    _check_switch("enable", enable, optional=False)
+    token = _early_stop.set(enable)
+    try:
+        yield
+    finally:
+        _early_stop.reset(token)
+
+
+@contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+    """Turn debug traces on or off for every region entered inside.
+
+    Takes precedence over ``debug=`` of the call; ``None`` leaves the decision to the call.
+    """
+    _check_switch("enabled", enabled, optional=True)
+    token = _debug.set(enabled)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
+
+
+def resolve_early_stop(requested: bool) -> bool:
+    """The early-stop setting in force for a call that asked for ``requested``."""
+    setting = _early_stop.get()
+    return requested if setting is None else setting
+
+
+def resolve_debug(requested: bool) -> bool:
+    """The debug setting in force for a call that asked for ``requested``."""
+    setting = _debug.get()
+    return requested if setting is None else setting
