@@ -1,8 +1,8 @@
 """recollect: activation checkpointing for PyTorch.
 
 It forgets activations in forward and recollects them in backward. ``recollect.checkpoint`` and
-``recollect.checkpointed`` are the place to start; ``recollect.install()`` puts recollect in the place
-of ``torch.utils.checkpoint``.
+``recollect.checkpointed`` are the place to start; ``recollect.install()`` puts recollect in the
+place of ``torch.utils.checkpoint``.
 """
 
 from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
@@ -16,8 +16,7 @@ from recollect.errors import CheckpointError
 from recollect.install import install, installed, uninstall
 from recollect.options import noop_context_fn
 from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.region import create_selective_checkpoint_contexts
-from recollect.selective import SAC_IGNORED_OPS
+from recollect.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from recollect.settings import (
     is_recomputing,
     set_checkpoint_debug_enabled,

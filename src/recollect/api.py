@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
 from recollect.checks.determinism import Describe
 from recollect.engines.rerun import Contexts
-from recollect.modules import unwrap_module, wrap_module
+from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS, Options, noop_context_fn
-from recollect.region import run_region
+from recollect.region import run_compiled, run_region
+from recollect.selective import create_selective_checkpoint_contexts
 from recollect.sequential import as_functions, balanced, run_segments
 from recollect.torch_private import hide_from_dynamo
 
@@ -59,6 +61,12 @@ def checkpoint(
 
         hidden = recollect.checkpoint(block, hidden, mask=mask)
     """
+    if torch.compiler.is_dynamo_compiling():
+        if policy is not None:
+            context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+        return run_compiled(
+            function, args, kwargs, None if context_fn is noop_context_fn else context_fn
+        )
     if (
         use_reentrant is False
         and context_fn is noop_context_fn
@@ -104,6 +112,7 @@ def checkpointed(function_or_module: Any = None, /, **options: Any) -> Any:
         for block in model.blocks:
             recollect.checkpointed(block)
 
+
         @recollect.checkpointed(early_stop=False)
         def step(x, *, debug): ...
     """
@@ -125,15 +134,15 @@ def _checkpointed(target: Any, options: Options) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return run_region(target, args, kwargs, options)
 
-    call._recollect_options = options  # type: ignore[attr-defined]
-    return hide_from_dynamo(call)
+    vars(call)[OPTIONS] = options
+    return call
 
 
 def unwrap(function_or_module: Any) -> Any:
     """Undo ``checkpointed``: the same module with its own ``forward``, or the bare function."""
     if isinstance(function_or_module, nn.Module):
         return unwrap_module(function_or_module)
-    if not isinstance(getattr(function_or_module, "_recollect_options", None), Options):
+    if not isinstance(getattr(function_or_module, OPTIONS, None), Options):
         raise ValueError(f"{function_or_module!r} is not checkpointed: there is nothing to unwrap")
     return function_or_module.__wrapped__
 

@@ -22,12 +22,11 @@ from recollect.engines.reentrant import (
 from recollect.errors import CheckpointError
 from recollect.options import DEFAULTS, Options, noop_context_fn
 from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.region import enter_region, run_region
-from recollect.selective import SAC_IGNORED_OPS, selective_contexts
+from recollect.region import enter_region, run_compiled, run_region
+from recollect.selective import SAC_IGNORED_OPS, policy_function, selective_contexts
 from recollect.sequential import as_functions, run_segments
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from recollect.state.devices import DefaultDeviceType
-from recollect.state.devices import infer_device_type as _infer_device_type
+from recollect.state.devices import DefaultDeviceType, infer_device_type
 from recollect.state.rng import get_device_states, set_device_states
 from recollect.torch_private import hide_from_dynamo
 
@@ -51,6 +50,8 @@ __all__ = [
     "GraphExecGroup",
 ]
 
+# Private in torch, and taken from there by others all the same.
+_infer_device_type = infer_device_type
 _DEFAULT_DETERMINISM_MODE = "default"
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -73,6 +74,11 @@ def checkpoint(
     The drop-in for ``torch.utils.checkpoint.checkpoint``: ``use_reentrant`` is to be passed, and
     ``preserve_rng_state`` is taken from ``kwargs``. See ``recollect.checkpoint`` for the options.
     """
+    if torch.compiler.is_dynamo_compiling():
+        kwargs.pop("preserve_rng_state", None)
+        return run_compiled(
+            function, args, kwargs, None if context_fn is noop_context_fn else context_fn
+        )
     if use_reentrant is None:
         _warn_use_reentrant("torch.utils.checkpoint")
         use_reentrant = True
@@ -140,9 +146,7 @@ def checkpoint_sequential(
         )
     size = len(steps) // segments
     boundaries = [*range(0, size * segments, size), len(steps)]
-    options = Options(
-        use_reentrant=use_reentrant, preserve_rng_state=bool(preserve_rng_state)
-    )
+    options = Options(use_reentrant=use_reentrant, preserve_rng_state=bool(preserve_rng_state))
     return run_segments(steps, boundaries, input, options, read_once=True)
 
 
@@ -164,7 +168,9 @@ def create_selective_checkpoint_contexts(
     torch does; ``recollect.create_selective_checkpoint_contexts`` has neither limit.
     """
     return selective_contexts(
-        policy_fn_or_list, allow_mutation=allow_cache_entry_mutation, packets=False, once=True
+        policy_function(policy_fn_or_list, packets=False),
+        allow_mutation=allow_cache_entry_mutation,
+        once=True,
     )
 
 

@@ -1,6 +1,6 @@
 """Putting recollect in the place of ``torch.utils.checkpoint``, and taking it out again.
 
-A name taken with ``from torch.utils.checkpoint import checkpoint`` lives in the importing module, so
+A name taken with ``from torch.utils.checkpoint import checkpoint`` lives in the importing module:
 every loaded module is searched for torch's objects, under whatever name it has them. Modules loaded
 later find ours in torch's module.
 """
@@ -22,21 +22,25 @@ from recollect import compat, selective
 
 __all__ = ["install", "installed", "uninstall"]
 
-#: Names that others take from torch's module although they are private.
-_PRIVATE = {
-    "_infer_device_type": compat._infer_device_type,
-    "_checkpoint_without_reentrant_generator": compat._checkpoint_without_reentrant_generator,
+#: What others take from torch's module: its public names, and these.
+_NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]
+
+_OURS: dict[str, Any] = {name: getattr(compat, name) for name in _NAMES} | {
     "_CachingTorchDispatchMode": selective.RecordMode,
     "_CachedTorchDispatchMode": selective.ReplayMode,
 }
-
-_OURS: dict[str, Any] = {name: getattr(compat, name) for name in compat.__all__} | _PRIVATE
 _THEIRS: dict[str, Any] = {name: getattr(torch_checkpoint, name) for name in _OURS}
 
+
+class _State:
+    """Whether recollect is installed, for the whole process."""
+
+    active = False
+    #: Module and attribute of what held our objects before: it asked for ours.
+    held_before: frozenset[tuple[str, str]] = frozenset()
+
+
 _lock = threading.RLock()
-_active = False
-#: (module, attribute) pairs that held our objects before ``install``: they asked for ours.
-_held_before: set[tuple[str, str]] = set()
 
 
 def install() -> None:
@@ -46,34 +50,33 @@ def install() -> None:
     earlier keep what they were made with: a ``functools.partial`` of torch's ``checkpoint`` (as
     transformers' ``gradient_checkpointing_enable`` creates) calls torch's, so install first.
     """
-    global _active
     with _lock:
-        if _active:
+        if _State.active:
             return
-        _held_before.clear()
-        _held_before.update((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))
+        _State.held_before = frozenset((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))
         for module, attribute, name in _occurrences(_THEIRS):
             setattr(module, attribute, _OURS[name])
-        _active = True
+        _State.active = True
 
 
 def uninstall() -> None:
     """Undo ``install``, in the modules loaded since as well; without one, do nothing."""
-    global _active
     with _lock:
-        if not _active:
+        if not _State.active:
             return
-        for module, attribute, name in _occurrences(_OURS):
-            held = (module.__name__, attribute) in _held_before
-            if not held and not _imported_from_recollect(module, attribute):
+        occurrences = _occurrences(_OURS)
+        wanted = {m: _taken_from_recollect(m) for m in {module for module, _, _ in occurrences}}
+        for module, attribute, name in occurrences:
+            held = (module.__name__, attribute) in _State.held_before
+            if not held and attribute not in wanted[module]:
                 setattr(module, attribute, _THEIRS[name])
-        _active = False
+        _State.active = False
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """``install`` for the duration of a ``with`` block; inside another one it changes nothing."""
-    was_active = _active
+    was_active = _State.active
     install()
     try:
         yield
@@ -94,16 +97,17 @@ def _occurrences(objects: dict[str, Any]) -> list[tuple[ModuleType, str, str]]:
     ]
 
 
-def _imported_from_recollect(module: ModuleType, attribute: str) -> bool:
-    """Whether the source of ``module`` takes ``attribute`` from recollect by its own will."""
+def _taken_from_recollect(module: ModuleType) -> set[str]:
+    """The names that the source of ``module`` imports from recollect of its own will."""
+    if module is torch_checkpoint:
+        return set()
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
-        return False
-    return any(
-        (alias.asname or alias.name) == attribute
+        return set()
+    return {
+        alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").partition(".")[0] == "recollect"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "recollect"
         for alias in node.names
-    )
+    }

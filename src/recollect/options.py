@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from recollect.checks.determinism import Describe, resolve_check
 from recollect.engines.rerun import Contexts
-from recollect.selective import selective_contexts
+from recollect.selective import (
+    create_selective_checkpoint_contexts,
+    policy_function,
+    selective_contexts,
+)
 
 __all__ = ["DEFAULTS", "Options", "noop_context_fn"]
 
@@ -22,67 +26,57 @@ def noop_context_fn() -> Contexts:
     return nullcontext(), nullcontext()
 
 
-@dataclass(frozen=True)
 class Options:
-    """How to run a region. Creating one checks every value and names the one that is wrong."""
+    """How to run a region. Making one checks every value and names the one that is wrong.
 
-    use_reentrant: bool = False
-    context_fn: Callable[[], Contexts] = noop_context_fn
-    determinism_check: str | Describe = "default"
-    debug: bool = False
-    early_stop: bool = True
-    preserve_rng_state: bool = True
-    policy: Any = None
-    engine: str | None = None
+    Not to be changed once made. A plain class, since a call with options makes one each time and a
+    frozen dataclass costs several microseconds.
+    """
 
-    #: Derived: what the engines ask for on every call.
-    reentrant: bool = field(init=False, repr=False)
-    describe: Describe | None = field(init=False, repr=False, compare=False)
-    contexts: Callable[[], Contexts] | None = field(init=False, repr=False, compare=False)
+    __slots__ = (
+        "context_fn",
+        "debug",
+        "describe",
+        "early_stop",
+        "make_contexts",
+        "preserve_rng_state",
+        "reentrant",
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("use_reentrant", "debug", "early_stop", "preserve_rng_state"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} should be True or False, but got {value!r}")
-        if not callable(self.context_fn):
-            raise TypeError(
-                "context_fn should be a function that returns two context managers, but got "
-                f"{self.context_fn!r}"
-            )
-        self._check_engine()
-        derive = partial(object.__setattr__, self)  # the class is frozen
-        derive("reentrant", self.use_reentrant or self.engine == "reentrant")
-        derive("describe", resolve_check(self.determinism_check))
-        derive("contexts", None if self.context_fn is noop_context_fn else self.context_fn)
-        if self.policy is not None:
-            self._check_policy()
+    def __init__(
+        self,
+        use_reentrant: bool = False,
+        context_fn: Callable[[], Contexts] = noop_context_fn,
+        determinism_check: str | Describe = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        preserve_rng_state: bool = True,
+        policy: Any = None,
+        engine: str | None = None,
+    ) -> None:
+        if use_reentrant is not False or engine is not None:
+            self.reentrant = _is_reentrant(use_reentrant, engine)
+        else:
+            self.reentrant = False
+        self.debug = _checked_bool("debug", debug)
+        self.early_stop = _checked_bool("early_stop", early_stop)
+        self.preserve_rng_state = _checked_bool("preserve_rng_state", preserve_rng_state)
+        #: What describes a saved tensor, to be compared; None compares nothing.
+        self.describe = resolve_check(determinism_check)
+        #: What makes the two contexts of a call, None if there are none; in a form that dynamo can
+        #: take as a constant, and with the policy ready for use.
+        self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy)
         if self.reentrant:
-            self._check_reentrant()
+            self._check_reentrant(determinism_check)
 
-    def _check_engine(self) -> None:
-        if self.engine is not None and self.engine not in ENGINES:
-            raise ValueError(f"engine should be one of {list(ENGINES)}, but got {self.engine!r}")
-        if self.use_reentrant and self.engine == "rerun":
-            raise ValueError(
-                "use_reentrant=True contradicts engine='rerun'; leave out one of the two"
-            )
-
-    def _check_policy(self) -> None:
-        if self.context_fn is not noop_context_fn:
-            raise ValueError(
-                "policy and context_fn cannot be combined: policy= is short for context_fn="
-                "functools.partial(create_selective_checkpoint_contexts, policy)"
-            )
-        make = partial(
-            selective_contexts, self.policy, allow_mutation=False, packets=True, once=False
-        )
-        make()  # and drop: a bad policy is refused here, not in the call
-        object.__setattr__(self, "contexts", make)
-
-    def _check_reentrant(self) -> None:
-        for name in ("context_fn", "policy", "debug", "determinism_check"):
-            if getattr(self, name) != getattr(DEFAULTS, name):
+    def _check_reentrant(self, determinism_check: Any) -> None:
+        given = {
+            "context_fn or policy": self.context_fn is not None,
+            "debug": self.debug,
+            "determinism_check": determinism_check not in ("default", "none"),
+        }
+        for name, is_given in given.items():
+            if is_given:
                 raise ValueError(
                     f"{name} has no effect with the reentrant engine; leave it out, or use the "
                     "default engine (use_reentrant=False)"
@@ -91,11 +85,53 @@ class Options:
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> Options:
         """Options by name; a name that is none of them is refused."""
-        known = [f.name for f in fields(cls) if f.init]
         for name in keywords:
-            if name not in known:
-                raise TypeError(f"unknown option {name!r}; the options are {', '.join(known)}")
+            if name not in _NAMES:
+                raise TypeError(f"unknown option {name!r}; the options are {', '.join(_NAMES)}")
         return cls(**keywords)
+
+
+_NAMES = tuple(inspect.signature(Options).parameters)
+
+
+def _checked_bool(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    raise TypeError(f"{name} should be True or False, but got {value!r}")
+
+
+def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
+    _checked_bool("use_reentrant", use_reentrant)
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine should be one of {list(ENGINES)}, but got {engine!r}")
+    if use_reentrant and engine == "rerun":
+        raise ValueError("use_reentrant=True contradicts engine='rerun'; leave out one of the two")
+    return bool(use_reentrant) or engine == "reentrant"
+
+
+_Maker = Callable[[], Contexts] | None
+
+
+def _checked_contexts(context_fn: Any, policy: Any) -> tuple[_Maker, _Maker]:
+    if policy is None:
+        if context_fn is noop_context_fn:
+            return None, None
+        if callable(context_fn):
+            return context_fn, context_fn
+        raise TypeError(
+            "context_fn should be a function that returns two context managers, but got "
+            f"{context_fn!r}"
+        )
+    if context_fn is not noop_context_fn:
+        raise ValueError(
+            "policy and context_fn cannot be combined: policy= is short for context_fn="
+            "functools.partial(create_selective_checkpoint_contexts, policy)"
+        )
+    function = policy_function(policy, packets=True)
+    return (
+        partial(create_selective_checkpoint_contexts, policy),
+        partial(selective_contexts, function, allow_mutation=False, once=False),
+    )
 
 
 DEFAULTS = Options()

@@ -44,9 +44,6 @@ class CheckpointPolicy(enum.Enum):
     PREFER_CPU_OFFLOAD = 5
 
 
-_BY_VALUE = tuple(CheckpointPolicy)
-
-
 class SelectiveCheckpointContext:
     """Handed to a policy function with each op.
 
@@ -83,22 +80,34 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
         return value
     if value is True or value is False:
         return CheckpointPolicy.MUST_SAVE if value else CheckpointPolicy.PREFER_RECOMPUTE
-    # torch's own enum of the same name and values, from somebody who imported it there.
+    # torch's own enum of the same name, from somebody who imported it there.
     if type(value) is TorchCheckpointPolicy:
-        return _BY_VALUE[value._value_]
+        return CheckpointPolicy[value.name]
     raise TypeError(
         f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
         "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
     )
 
 
-def is_kept(decision: CheckpointPolicy) -> bool:
-    """Whether the result stays until backward."""
-    return decision is CheckpointPolicy.MUST_SAVE or decision is CheckpointPolicy.PREFER_SAVE
+def is_kept(value: Any, op: Any) -> bool:
+    """Whether what a policy function returned means that the result stays until backward."""
+    kept = _IS_KEPT.get(id(value))
+    if kept is None:
+        as_decision(value, op)  # raises
+    return bool(kept)
 
 
-def check_ops(ops: Iterable[Any]) -> None:
-    """Refuse whatever in ``ops`` is not an op with its overload."""
+_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+#: For everything that a policy function may return. By id, since enum members hash slowly.
+_IS_KEPT = {
+    id(value): as_decision(value, None) in _SAVE
+    for value in (*CheckpointPolicy, *TorchCheckpointPolicy, True, False)
+}
+
+
+def check_ops(ops: Iterable[Any], name: str) -> None:
+    """Refuse whatever in ``ops`` (to the user: ``name``) is not an op with its overload."""
     for op in ops:
         if isinstance(op, (OpOverload, HigherOrderOperator)):
             continue
@@ -109,7 +118,7 @@ def check_ops(ops: Iterable[Any]) -> None:
                 f"torch.ops.{op}.default rather than torch.ops.{op}."
             )
         raise ValueError(
-            f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}.{hint}"
+            f"Expected op in {name} to be an OpOverload but got: {op} of type {type(op)}.{hint}"
         )
 
 

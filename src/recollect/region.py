@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from recollect.engines.reentrant import CheckpointFunction
-from recollect.engines.rerun import Frame, make_contexts
-from recollect.options import Options, noop_context_fn
-from recollect.selective import selective_contexts
+from recollect.engines.rerun import Contexts, Frame, make_contexts
+from recollect.options import Options
 from recollect.settings import resolve_debug, resolve_early_stop
 from recollect.torch_private import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
 
-__all__ = ["create_selective_checkpoint_contexts", "enter_region", "run_region"]
+__all__ = ["enter_region", "run_compiled", "run_region"]
 
 
 def run_region(
@@ -28,10 +26,10 @@ def run_region(
     read_once: bool = False,
 ) -> Any:
     """Run a region with checked options. ``read_once``: refuse to recompute for a second read."""
+    if torch.compiler.is_dynamo_compiling():
+        return run_compiled(function, args, kwargs, options.context_fn)
     if not callable(function):
         raise TypeError(f"function should be callable, but got {function!r}")
-    if torch.compiler.is_dynamo_compiling():
-        return _run_compiled(function, args, kwargs, options)
     if dynamo_is_watching():
         # A graph break has left this call to eager code.
         return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
@@ -56,7 +54,7 @@ def enter_region(
         args,
         kwargs,
         options.preserve_rng_state,
-        None if options.contexts is None else make_contexts(options.contexts),
+        None if options.make_contexts is None else make_contexts(options.make_contexts),
         options.describe,
         resolve_early_stop(options.early_stop),
         resolve_debug(options.debug),
@@ -75,45 +73,21 @@ def _run_reentrant(
     return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
 
-def _run_compiled(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+def run_compiled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], Contexts] | None,
 ) -> Any:
-    # Dynamo knows torch's function by identity and turns the call into a node of its graph; what is
-    # recomputed is then up to the compiler. RNG, ambient state and checks have no meaning there.
-    torch_checkpoint = torch.utils.checkpoint.checkpoint
-    if options.policy is not None:
-        context_fn = partial(create_selective_checkpoint_contexts, options.policy)
-        return torch_checkpoint(
-            function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
-        )
-    if options.context_fn is not noop_context_fn:
-        return torch_checkpoint(
-            function, *args, use_reentrant=False, context_fn=options.context_fn, **kwargs
-        )
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    """Leave a region to the compiler that is tracing this call.
 
-
-def create_selective_checkpoint_contexts(
-    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
-) -> tuple[Any, Any]:
-    """Two contexts for ``context_fn=`` that keep the results of some ops.
-
-    Args:
-        policy_fn_or_list: A list of ops whose results are kept; a packet (``torch.ops.aten.mm``)
-            stands for all its overloads. Or a function called as ``policy(ctx, op, *args,
-            **kwargs)`` for each op of forward, which returns a ``CheckpointPolicy``.
-        allow_cache_entry_mutation: Do not raise when a kept tensor was changed in place.
-
-    Example::
-
-        context_fn = functools.partial(
-            recollect.create_selective_checkpoint_contexts, [torch.ops.aten.mm]
-        )
-        out = recollect.checkpoint(block, x, context_fn=context_fn)
+    Dynamo knows torch's function by identity and turns the call into a node of its graph; what is
+    recomputed is then up to the compiler. RNG, ambient state and checks have no meaning there.
     """
-    return selective_contexts(
-        policy_fn_or_list, allow_mutation=allow_cache_entry_mutation, packets=True, once=False
-    )
+    torch_checkpoint = torch.utils.checkpoint.checkpoint
+    if context_fn is None:
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 for _hidden in (run_region, enter_region, _run_reentrant):

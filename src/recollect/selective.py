@@ -46,6 +46,8 @@ __all__ = [
     "SAC_IGNORED_OPS",
     "RecordMode",
     "ReplayMode",
+    "create_selective_checkpoint_contexts",
+    "policy_function",
     "selective_contexts",
 ]
 
@@ -110,7 +112,7 @@ class RecordMode(DispatchMode):
     def __init__(
         self, policy_fn: PolicyFunction, storage: Store, ac_graph_id: int | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.policy_fn = policy_fn
         self.storage = storage
         #: Set by the compiler, which tells the regions of a graph apart by it.
@@ -122,7 +124,7 @@ class RecordMode(DispatchMode):
 
     def __enter__(self) -> RecordMode:
         self._tracing = is_tracing()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
@@ -134,7 +136,7 @@ class RecordMode(DispatchMode):
         out = call(*args, **kwargs) if kwargs else call(*args)
         if entries is not None:
             if kept is None:
-                kept = is_kept(self._decide(out, func, args, kwargs or {}))
+                kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
             entries.append(_keep(out) if kept else RECOMPUTE)
         return out
 
@@ -149,13 +151,12 @@ class RecordMode(DispatchMode):
             self._known[id(func)] = known
         return known
 
-    def _decide(
-        self, out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CheckpointPolicy:
+    def _ask(self, out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the policy says about a call."""
         context = self._context
         context.op_output = out
         try:
-            return as_decision(self.policy_fn(context, func, *args, **kwargs), func)
+            return self.policy_fn(context, func, *args, **kwargs)
         finally:
             # The context outlives the call; the result must not be held by it.
             context.op_output = None
@@ -166,7 +167,7 @@ class RecordMode(DispatchMode):
         out = func(*args, **kwargs)
         decision = CheckpointPolicy.PREFER_RECOMPUTE
         if func not in SAC_IGNORED_OPS:
-            decision = self._decide(out, func, args, kwargs)
+            decision = as_decision(self._ask(out, func, args, kwargs), func)
             self.storage[_key(func, args)].append(_keep(out))
         if graph is not None:
             added = len(graph.nodes) - before
@@ -204,7 +205,7 @@ class ReplayMode(DispatchMode):
         *,
         once: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storage = storage
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
         #: Whether a second recomputation is refused. Otherwise it runs the op again.
@@ -214,7 +215,7 @@ class ReplayMode(DispatchMode):
 
     def __enter__(self) -> ReplayMode:
         self._known = {}
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
@@ -270,26 +271,48 @@ class ReplayMode(DispatchMode):
         return kept.val
 
 
-def selective_contexts(
-    policy: Any, *, allow_mutation: bool, packets: bool, once: bool
-) -> tuple[RecordMode, ReplayMode]:
-    """The two modes for one region. ``packets``: whether ops without overload are accepted."""
-    function = _policy_function(policy, packets=packets)
-    storage: Store = defaultdict(list)
-    return (
-        RecordMode(function, storage),
-        ReplayMode(None, storage, allow_mutation, once=once),
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
+    """Two contexts for ``context_fn=`` that keep the results of some ops.
+
+    Args:
+        policy_fn_or_list: A list of ops whose results are kept; a packet (``torch.ops.aten.mm``)
+            stands for all its overloads. Or a function called as ``policy(ctx, op, *args,
+            **kwargs)`` for each op of forward, which returns a ``CheckpointPolicy``.
+        allow_cache_entry_mutation: Do not raise when a kept tensor was changed in place.
+
+    Example::
+
+        context_fn = functools.partial(
+            recollect.create_selective_checkpoint_contexts, [torch.ops.aten.mm]
+        )
+        out = recollect.checkpoint(block, x, context_fn=context_fn)
+    """
+    return selective_contexts(
+        policy_function(policy_fn_or_list, packets=True),
+        allow_mutation=allow_cache_entry_mutation,
+        once=False,
     )
 
 
-def _policy_function(policy: Any, *, packets: bool) -> Callable[..., Any]:
+def selective_contexts(
+    policy: PolicyFunction, *, allow_mutation: bool, once: bool
+) -> tuple[RecordMode, ReplayMode]:
+    """The two modes for one region. ``once``: refuse to recompute what was kept and given out."""
+    storage: Store = defaultdict(list)
+    return RecordMode(policy, storage), ReplayMode(None, storage, allow_mutation, once=once)
+
+
+def policy_function(policy: Any, *, packets: bool) -> PolicyFunction:
+    """A policy as a function. ``packets``: accept ops without their overload."""
     if isinstance(policy, (list, tuple, set, frozenset) if packets else list):
-        ops = expand_packets(policy) if packets else policy
-        check_ops(ops)
+        ops = expand_packets(policy) if packets else list(policy)
+        check_ops(ops, "policy" if packets else "`op_list`")
         return OpList(ops)
     if callable(policy):
         return policy  # type: ignore[no-any-return]
     raise TypeError(
         "policy_fn_or_list must be either a function or a list of ops. "
-        f"Got {policy!r} of type {type(policy).__name__}"
+        f"Got {policy!r} of type {type(policy).__name__} as the policy"
     )

@@ -45,6 +45,7 @@ __all__ = [
     "is_tracing",
     "metadata_ops",
     "nested_trace_policy",
+    "never_traced",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "run_without_dynamo",
@@ -76,7 +77,7 @@ push_saved_tensor_hooks: Callable[..., None] = _autograd._push_saved_tensors_def
 pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
-#: False inside ``autograd.grad`` and ``backward(inputs=)``, where a nested backward would go astray.
+#: False inside ``autograd.grad`` and ``backward(inputs=)``: a nested backward would go astray.
 backward_allows_reentrant: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 #: Whether the current backward was started with ``retain_graph`` or ``create_graph``.
@@ -84,13 +85,16 @@ backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_kee
 
 #: Runs a callable when the current backward is over.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback
 )
+
+
+_top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 
 
 def saved_tensor_hooks_active() -> bool:
     """Whether a tensor saved now would pass through somebody's saved-tensor hooks."""
-    return _autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_saved_tensor_hooks(True) is not None
 
 
 class _InputSaver(torch.autograd.Function):
@@ -107,15 +111,16 @@ class _InputSaver(torch.autograd.Function):
 
 
 class _SavedByNode:
-    __slots__ = ("_node",)
+    __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The anchor makes autograd build a node even when the tensor itself needs no gradient.
+        # The anchor makes autograd build a node even when the tensor itself needs no gradient. The
+        # output is what keeps the node alive.
         anchor = torch.empty(0, requires_grad=True, device="cpu")
-        self._node: Any = _InputSaver.apply(anchor, tensor).grad_fn  # type: ignore[no-untyped-call]
+        self._output: Any = _InputSaver.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 
     def unpack(self) -> torch.Tensor:
-        (tensor,) = self._node.saved_tensors
+        (tensor,) = self._output.grad_fn.saved_tensors
         return tensor  # type: ignore[no-any-return]
 
 
@@ -147,7 +152,7 @@ def current_device_context() -> AbstractContextManager[Any] | None:
         return None
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
-            return mode  # type: ignore[no-any-return]
+            return mode
     return None
 
 
@@ -173,21 +178,24 @@ class DispatchMode(TorchDispatchMode):
 
 def bare_op(op: Any) -> Callable[..., Any]:
     """What calling ``op`` comes down to, without the method of ``OpOverload`` around it."""
-    return op._op if type(op) is OpOverload else op  # type: ignore[no-any-return]
+    return op._op if type(op) is OpOverload else op
 
 
-_below_autograd = torch._C._SetExcludeDispatchKeyGuard
-_ADINPLACEORVIEW = torch._C.DispatchKey.ADInplaceOrView
+_set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of ``tensor`` without history that shares its version counter.
 
-    Called inside a dispatch mode, where autograd and version tracking of views are switched off:
-    the latter is needed here so that a later in-place change can be noticed.
+    To be called inside a dispatch mode, where autograd and the version tracking of views are
+    switched off: the latter is switched on here, so that a later in-place change can be noticed.
     """
-    with _below_autograd(_ADINPLACEORVIEW, False):
+    _set_key_excluded(_VERSIONS_OF_VIEWS, False)
+    try:
         return tensor.detach()
+    finally:
+        _set_key_excluded(_VERSIONS_OF_VIEWS, True)
 
 
 def metadata_ops() -> frozenset[Any]:
@@ -214,13 +222,22 @@ def hide_from_dynamo(function: F) -> F:
     return function
 
 
+def never_traced(function: F) -> F:
+    """Keep dynamo from looking into ``function`` at all: it is called as it is."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hide_from_dynamo(function)
+
+
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
 
 
+_eval_frame_callback = _eval_frame.get_eval_frame_callback
+
+
 def dynamo_is_watching() -> bool:
     """Whether dynamo would compile a new frame if it met one now."""
-    return _eval_frame.get_eval_frame_callback() is not None
+    return _eval_frame_callback() is not None
 
 
 def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -260,14 +277,14 @@ def traced_graph() -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.graph  # type: ignore[union-attr]
+    return None if mode is None else mode.tracer.graph
 
 
 def compiler_policy(name: str) -> Any:
     """The member called ``name`` of the policy enum that the graph partitioner compares with."""
-    import torch._functorch.partitioners as partitioners
+    from torch._functorch import partitioners
 
-    return getattr(partitioners.CheckpointPolicy, name)
+    return getattr(vars(partitioners)["CheckpointPolicy"], name)
 
 
 def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> None:
@@ -285,7 +302,7 @@ def inductor_region_key(op: Any, args: tuple[Any, ...]) -> Any:
     All compiled regions are calls of one higher-order op (torch >= 2.12); each is a queue of its
     own, or skipping one in the recomputation would shift the results of the others.
     """
-    import torch._higher_order_ops.wrap as wrap
+    from torch._higher_order_ops import wrap
 
     compiled = getattr(wrap, "inductor_compiled_code", None)
     if compiled is None or op is not compiled or not args:

@@ -18,6 +18,7 @@ __all__ = [
     "Describe",
     "Difference",
     "count_mismatch",
+    "cpu_metadata",
     "metadata",
     "metadata_mismatch",
     "resolve_check",
@@ -46,13 +47,18 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-_NAMED_CHECKS: dict[str, Describe | None] = {"default": metadata, "none": None}
+def cpu_metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The default check where there is no accelerator: all data is on the CPU then."""
+    return tensor.shape, tensor.dtype
+
+
+default_check = cpu_metadata if torch.accelerator.current_accelerator() is None else metadata
+
+_NAMED_CHECKS: dict[str, Describe | None] = {"default": default_check, "none": None}
 
 
 def resolve_check(check: str | Describe) -> Describe | None:
     """The function behind ``determinism_check=``; None compares nothing."""
-    if check == "default":
-        return metadata
     if callable(check):
         return check
     if not isinstance(check, str) or check not in _NAMED_CHECKS:
@@ -64,6 +70,7 @@ def resolve_check(check: str | Describe) -> Describe | None:
 
 
 def count_mismatch(in_forward: int, in_recompute: int) -> RecomputeMismatch:
+    """The error for a recomputation that saved fewer tensors."""
     return RecomputeMismatch(
         "torch.utils.checkpoint: A different number of tensors was saved during the original "
         "forward and recomputation.\n"
@@ -74,6 +81,7 @@ def count_mismatch(in_forward: int, in_recompute: int) -> RecomputeMismatch:
 
 
 def too_many_saved(in_forward: int) -> RecomputeMismatch:
+    """The error for a recomputation that saved more tensors."""
     return RecomputeMismatch(
         "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
         f"original forward pass, which saved {in_forward}.\n{_HINT}"
@@ -81,6 +89,7 @@ def too_many_saved(in_forward: int) -> RecomputeMismatch:
 
 
 def metadata_mismatch(differences: list[Difference]) -> RecomputeMismatch:
+    """The error for a recomputation that saved other tensors."""
     lines = "".join(
         f"tensor at position {position}:\n"
         f"saved metadata: {_readable(before)}\n"
@@ -95,6 +104,6 @@ def metadata_mismatch(differences: list[Difference]) -> RecomputeMismatch:
 
 def _readable(description: Any) -> Any:
     match description:
-        case (torch.Size() as shape, torch.dtype() as dtype, torch.device() as device):
-            return {"shape": shape, "dtype": dtype, "device": device}
+        case (torch.Size() as shape, torch.dtype() as dtype, *device):
+            return {"shape": shape, "dtype": dtype, "device": device[0] if device else "cpu"}
     return description

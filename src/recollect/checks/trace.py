@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from recollect.errors import CheckpointError, RecomputeMismatch
-from recollect.torch_private import DispatchMode, tree_leaves
+from recollect.errors import CheckpointError
+from recollect.torch_private import DispatchMode
 
 __all__ = ["OpLog", "explain"]
 
@@ -34,7 +35,7 @@ class OpLog(DispatchMode):
     """Writes down every op that runs under it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
 
     def __torch_dispatch__(
@@ -75,35 +76,32 @@ def _brief(value: Any) -> str:
 
 def _user_stack() -> Stack:
     frames = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(_HIDDEN):
             frames.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(frames)
 
 
 def explain(error: CheckpointError, forward: OpLog, recompute: OpLog) -> CheckpointError:
     """``error`` with both logs, starting where they part."""
     first = _first_difference(forward.entries, recompute.entries)
-    message = "\n".join(
-        [
-            str(error),
-            "You are seeing this error because you passed `debug=True` to checkpoint (or enabled it"
-            " with set_checkpoint_debug_enabled). The region did not run the same way twice.",
-            "",
-            *_verdict(first, forward.entries, recompute.entries),
-            "",
-            "Operations executed during the original forward:",
-            *_listing(forward.entries, first),
-            "",
-            "Operations executed during recomputation (it may end early, as soon as all is there):",
-            *_listing(recompute.entries, first),
-        ]
-    )
-    explained = (type(error) if isinstance(error, RecomputeMismatch) else CheckpointError)(message)
-    return explained
+    lines = [
+        str(error),
+        "You are seeing this error because you passed `debug=True` to checkpoint, or set it",
+        "with set_checkpoint_debug_enabled. The region did not run the same way twice.",
+        "",
+        *_verdict(first, forward.entries, recompute.entries),
+        "",
+        "Operations executed during the original forward:",
+        *_listing(forward.entries, first),
+        "",
+        "Operations executed during recomputation (it ends once all that is needed is there):",
+        *_listing(recompute.entries, first),
+    ]
+    return type(error)("\n".join(lines))
 
 
 def _without_detach(entries: list[Entry]) -> list[Entry]:
@@ -124,12 +122,12 @@ def _verdict(first: int | None, forward: list[Entry], recompute: list[Entry]) ->
         return ["Both runs executed the same operations on the same shapes."]
     lines = [f"First difference, at operation {first + 1}:"]
     for label, entries in (("forward  ", forward), ("recompute", recompute)):
-        entries = _without_detach(entries)
-        if first >= len(entries):
+        ops = _without_detach(entries)
+        if first >= len(ops):
             lines.append(f"  {label}: (no more operations)")
             continue
-        lines.append(f"  {label}: {entries[first].line}")
-        lines += [f"      {file}:{line} in {name}" for file, line, name in entries[first].stack]
+        lines.append(f"  {label}: {ops[first].line}")
+        lines += [f"      {file}:{line} in {name}" for file, line, name in ops[first].stack]
     return lines
 
 

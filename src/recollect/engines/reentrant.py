@@ -16,7 +16,7 @@ import torch
 
 from recollect.settings import recomputing
 from recollect.state.ambient import Ambient, enter_ambient
-from recollect.state.rng import RngSnapshot
+from recollect.state.rng import read_rng, settle_rng, swap_rng, write_rng
 from recollect.torch_private import any_autocast_enabled, backward_allows_reentrant
 
 __all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
@@ -56,7 +56,7 @@ class CheckpointFunction(torch.autograd.Function):
     ) -> Any:
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.rng = RngSnapshot.take() if preserve_rng_state else None
+        ctx.rng = read_rng() if preserve_rng_state else None
         ctx.ambient = Ambient.capture()
         # Tensors go through save_for_backward, which guards their versions; None holds their place.
         ctx.inputs = [None if isinstance(x, torch.Tensor) else x for x in args]
@@ -65,7 +65,7 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad():
             outputs = run_function(*args)
         if ctx.rng is not None:
-            ctx.rng.settle()
+            ctx.rng = settle_rng(ctx.rng)
         return outputs
 
     @staticmethod
@@ -96,8 +96,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:
-    rng = ctx.rng
-    outside = rng.swap_in() if rng is not None else None
+    outside = None if ctx.rng is None else swap_rng(ctx.rng)
     recomputing.depth += 1
     try:
         with torch.enable_grad():
@@ -109,4 +108,4 @@ def _rerun(ctx: Any, inputs: list[Any]) -> Any:
     finally:
         recomputing.depth -= 1
         if outside is not None:
-            outside.write()
+            write_rng(outside)

@@ -10,14 +10,14 @@
     (4) settle: drop state that did             (7) all places filled: stop the rerun early
         not matter                              (8) unpack takes the tensor out of its place
 
-A tensor leaves its place as it is unpacked, also with ``retain_graph``: recomputed memory shrinks as
-backward goes, and a second backward reruns. A pass belongs to one backward (a graph task of
-autograd's, or the ``GraphExecGroup`` around several): two that run interleaved, one inside the other
-or in two threads, do not see each other's tensors.
+A tensor leaves its place as it is unpacked, also with ``retain_graph``: recomputed memory shrinks
+as backward goes, and a second backward reruns. A pass belongs to one backward (a graph task of
+autograd's, or the ``GraphExecGroup`` around several): two that run interleaved, one inside the
+other or in two threads, do not see each other's tensors.
 
 The graph that a rerun builds holds numbers in turn, good for as long as the rerun lasts (the
-function may go backward inside); afterwards the tensors are cut off from it. Nothing here refers to
-a graph that refers back: there are no cycles.
+function may go backward inside). So recomputed tensors can keep their history, which saves
+detaching them: it holds no tensor, and nothing of this module. There are no cycles.
 
 The hooks run three times for every saved tensor of a model; they are written for speed.
 """
@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -36,6 +37,7 @@ import torch
 from recollect.checks.determinism import (
     Describe,
     count_mismatch,
+    cpu_metadata,
     metadata,
     metadata_mismatch,
     too_many_saved,
@@ -46,18 +48,19 @@ from recollect.selective import ReplayMode
 from recollect.settings import recomputing
 from recollect.state.ambient import Ambient, enter_ambient
 from recollect.state.inputs import Inputs
-from recollect.state.rng import RngSnapshot
+from recollect.state.rng import read_rng, settle_rng, swap_rng, write_rng
 from recollect.torch_private import (
     TorchDispatchMode,
     any_autocast_enabled,
     at_end_of_backward,
-    backward_allows_reentrant,
     backward_keeps_graph,
     current_graph_task,
+    dispatch_modes_active,
     dynamo_is_watching,
     get_graph_exec_group,
     hide_from_dynamo,
     is_tracing,
+    never_traced,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     run_without_dynamo,
@@ -95,16 +98,12 @@ def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
 class Pass:
     """The recomputed tensors of a frame, for one backward."""
 
-    __slots__ = ("frees_graph", "tensors", "versions")
+    __slots__ = ("tensors", "versions")
 
-    def __init__(
-        self, tensors: list[torch.Tensor | None], versions: list[int], *, frees_graph: bool
-    ) -> None:
-        #: By number; None once unpacked, or where nobody can ask any more.
+    def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
+        #: By number; None once unpacked, or where nobody is expected to ask.
         self.tensors = tensors
         self.versions = versions
-        #: Whether a tensor that was unpacked can never be asked for again.
-        self.frees_graph = frees_graph
 
 
 class Frame:
@@ -118,6 +117,7 @@ class Frame:
         "descriptions",
         "early_stop",
         "forward_log",
+        "freed",
         "function",
         "inputs",
         "locks",
@@ -141,7 +141,7 @@ class Frame:
     ) -> None:
         self.function = function
         self.inputs = Inputs(args, kwargs)
-        self.rng = RngSnapshot.take() if preserve_rng_state else None
+        self.rng = read_rng() if preserve_rng_state else None
         self.ambient = Ambient.capture()
         self.contexts = contexts
         self.describe = describe
@@ -154,6 +154,8 @@ class Frame:
         #: By backward.
         self.passes: dict[Any, Pass] = {}
         self.locks: dict[Any, threading.RLock] = {}
+        #: Numbers that earlier backwards have asked for and freed with their part of the graph.
+        self.freed: set[int] = set()
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -165,38 +167,58 @@ class Frame:
             if self.contexts is not None:
                 self.contexts[0].__enter__()
             if self.forward_log is not None:
-                self.forward_log.__enter__()
+                self.forward_log.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             pop_saved_tensor_hooks()
             raise
 
-    def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
-            if self.forward_log is not None:
-                self.forward_log.__exit__(exc_type, exc, traceback)
-            if self.contexts is not None:
-                swallowed = self.contexts[0].__exit__(exc_type, exc, traceback)
-                if swallowed and exc is not None:
-                    raise RuntimeError(
-                        "the forward context given by context_fn suppressed an exception of the "
-                        f"checkpointed function: {exc!r}. There is no result to return then; let "
-                        "its __exit__ return False."
-                    ) from exc
+            if self.contexts is not None or self.forward_log is not None:
+                self._exit_contexts(exc_type, exc, traceback)
         finally:
             pop_saved_tensor_hooks()
         if exc is None:
             self.running = False
             self.inputs.settle()
             if self.rng is not None:
-                self.rng.settle()
+                self.rng = settle_rng(self.rng)
+
+    def _exit_contexts(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.forward_log is not None:
+            self.forward_log.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        if self.contexts is None:
+            return
+        swallowed = self.contexts[0].__exit__(exc_type, exc, traceback)
+        if swallowed and exc is not None:
+            raise RuntimeError(
+                "the forward context given by context_fn suppressed an exception of the "
+                f"checkpointed function: {exc!r}. There is no result to return then; let its "
+                "__exit__ return False."
+            ) from exc
 
     def _pack_hook(self) -> Callable[[torch.Tensor], int]:
         descriptions = self.descriptions
         describe = self.describe
 
+        # The two default checks are written out: a call would cost as much as what it does.
+        def pack_on_cpu(tensor: torch.Tensor) -> int:
+            number = len(descriptions)
+            descriptions.append((tensor.shape, tensor.dtype))
+            return number
+
         def pack(tensor: torch.Tensor) -> int:
             number = len(descriptions)
-            # ``metadata`` written out: the call would cost as much as what it does.
             descriptions.append((tensor.shape, tensor.dtype, tensor.device))
             return number
 
@@ -205,6 +227,8 @@ class Frame:
             descriptions.append(None if describe is None else describe(tensor))
             return number
 
+        if describe is cpu_metadata:
+            return pack_on_cpu
         return pack if describe is metadata else pack_described
 
     # --- backward ---------------------------------------------------------------------------------
@@ -220,49 +244,47 @@ class Frame:
         return tensor
 
     def _recall(self, number: int) -> tuple[Pass, torch.Tensor]:
-        """The pass of this backward, made now if there is none, and the tensor."""
+        """The pass of this backward, made now if need be, and the tensor."""
         backward = get_graph_exec_group()
         if backward is None:
             backward = current_graph_task()
-            if backward == _OUTSIDE:
-                # Asked for outside of backward (node._saved_self): nothing stays behind.
-                passed = Rerun(self).run(frees_graph=False)
-                return passed, _present(passed, number)
-        # Two threads of one backward may ask at once: one reruns, the other waits for it.
-        with self.locks.setdefault(backward, threading.RLock()):
-            before = self.passes.get(backward)
-            if before is not None:
-                tensor = before.tensors[number] if number < len(before.tensors) else None
-                if tensor is not None:
-                    return before, tensor
-                self._check_reread(in_group=type(backward) is not int)
-            passed = Rerun(self).run(frees_graph=self._begin_pass(backward, again=before is not None))
-            self.passes[backward] = passed
-        return passed, _present(passed, number)
+        if backward == _OUTSIDE:
+            # Asked for outside of backward (node._saved_self): nothing stays behind.
+            passed = Rerun(self).run()
+        else:
+            # Two threads of one backward may ask at once: one reruns, the other waits for it.
+            with self.locks.setdefault(backward, threading.RLock()):
+                passed = self._pass_with(number, backward)
+        tensor = passed.tensors[number]
+        assert tensor is not None
+        return passed, tensor
 
-    def _begin_pass(self, backward: Any, *, again: bool) -> bool:
-        """Whether ``backward`` frees the graph it goes through."""
+    def _pass_with(self, number: int, backward: Any) -> Pass:
+        """The pass of ``backward``, rerunning the function if it does not hold ``number``."""
+        passed = self.passes.get(backward)
+        if passed is not None and number < len(passed.tensors):
+            if passed.tensors[number] is not None:
+                return passed
+            if number not in self.freed:
+                self._check_reread(backward)
+        elif passed is None and type(backward) is int:
+            at_end_of_backward(
+                partial(_end_pass, ref(self), backward, frees_graph=not backward_keeps_graph())
+            )
+        if number in self.freed:
+            self.freed.clear()  # what is asked for cannot have been freed
+        passed = self.passes[backward] = Rerun(self).run()
+        return passed
+
+    def end_pass(self, backward: int, *, frees_graph: bool) -> None:
+        """Forget what was recomputed for a backward that is over, and was not asked for."""
+        self.locks.pop(backward, None)
+        passed = self.passes.pop(backward, None)
+        if passed is not None and frees_graph:
+            self.freed.update(n for n, tensor in enumerate(passed.tensors) if tensor is None)
+
+    def _check_reread(self, backward: Any) -> None:
         if type(backward) is not int:
-            return False
-        frees_graph = not backward_keeps_graph()
-        if again or not frees_graph or not backward_allows_reentrant():
-            # Tensors may be left behind that nobody asks for. (A backward over the whole graph that
-            # frees it takes the frame along.)
-            at_end_of_backward(partial(_forget_pass, ref(self), backward))
-        return frees_graph
-
-    def released(self) -> set[int]:
-        """Numbers that nobody can ask for again: an earlier backward has used and freed them."""
-        return {
-            number
-            for passed in self.passes.values()
-            if passed.frees_graph
-            for number, tensor in enumerate(passed.tensors)
-            if tensor is None
-        }
-
-    def _check_reread(self, *, in_group: bool) -> None:
-        if in_group:
             raise AlreadyUnpacked(
                 "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
                 "unpacked once. Performing two backward calls that overlap (i.e. require the same "
@@ -288,23 +310,26 @@ _CHANGED_WHEN_SAVED = (
 )
 
 
-def _present(passed: Pass, number: int) -> torch.Tensor:
-    tensor = passed.tensors[number]
-    assert tensor is not None, "a tensor is asked for that an earlier backward has freed"
-    return tensor
-
-
-def _forget_pass(frame: ReferenceType[Frame], backward: int) -> None:
+def _end_pass(frame: ReferenceType[Frame], backward: int, *, frees_graph: bool) -> None:
+    # A backward over the whole graph has freed the frame with it.
     alive = frame()
     if alive is not None:
-        alive.passes.pop(backward, None)
-        alive.locks.pop(backward, None)
+        alive.end_pass(backward, frees_graph=frees_graph)
 
 
 class Rerun:
     """One run of a frame's function in backward."""
 
-    __slots__ = ("_expected", "_frame", "_log", "_stopped", "_surplus", "_tensors", "_versions")
+    __slots__ = (
+        "_expected",
+        "_frame",
+        "_log",
+        "_raised",
+        "_stopped",
+        "_surplus",
+        "_tensors",
+        "_versions",
+    )
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -313,34 +338,33 @@ class Rerun:
         self._versions: list[int] = []
         self._stopped = False
         self._surplus = False
+        self._raised: str | None = None
         self._log = OpLog() if frame.forward_log is not None else None
 
-    def run(self, *, frees_graph: bool) -> Pass:
+    def run(self) -> Pass:
         """Recompute the tensors that forward saved, or say what is different."""
         try:
             self._run()
             self._verify()
-            # Here in one loop, and not one by one in the hook: the code is warm then, and no
-            # dispatch mode looks on.
-            tensors = [t if t.grad_fn is None else t.detach() for t in self._tensors]
+            tensors = self._tensors[: self._expected]
         except CheckpointError as error:
             log = self._frame.forward_log
             if log is not None and self._log is not None:
                 raise explain(error, log, self._log) from error
             raise
         finally:
-            # The graph of the rerun holds on to the hooks, which hold this list.
+            frame = self._frame
+            # The graph of the rerun holds on to the hooks, and they to this object.
             self._tensors.clear()
-        if self._frame.passes:
-            for number in self._frame.released():
-                tensors[number] = None
-        return Pass(tensors, self._versions, frees_graph=frees_graph)
+            del self._frame
+        for number in frame.freed:
+            tensors[number] = None
+        return Pass(tensors, self._versions)
 
     def _run(self) -> None:
         frame = self._frame
         args, kwargs = frame.inputs.recall()
-        rng = frame.rng
-        outside = rng.swap_in() if rng is not None else None
+        rng_outside = None if frame.rng is None else swap_rng(frame.rng)
         grad_was_enabled = torch.is_grad_enabled()
         set_grad_enabled(True)
         recomputing.depth += 1
@@ -357,8 +381,8 @@ class Rerun:
             pop_saved_tensor_hooks()
             recomputing.depth -= 1
             set_grad_enabled(grad_was_enabled)
-            if outside is not None:
-                outside.write()
+            if rng_outside is not None:
+                write_rng(rng_outside)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
@@ -376,7 +400,22 @@ class Rerun:
                 stack.enter_context(frame.contexts[1])
             if self._log is not None:
                 stack.enter_context(self._log)
-            frame.function(*args, **kwargs)
+            self._call_noting_errors(args, kwargs)
+        if self._raised is not None:
+            raise CheckpointError(
+                "the recompute context given by context_fn suppressed an exception of the "
+                f"checkpointed function: {self._raised}. Let its __exit__ return False."
+            )
+
+    def _call_noting_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._frame.function(*args, **kwargs)
+        except StopRecompute:
+            raise
+        except BaseException as error:
+            # Not the error itself: its traceback refers to this object.
+            self._raised = repr(error)
+            raise
 
     def _pack_hook(self) -> Callable[[torch.Tensor], int]:
         tensors = self._tensors
@@ -395,10 +434,11 @@ class Rerun:
         def pack_detached(tensor: torch.Tensor) -> int:
             return pack(tensor if tensor.grad_fn is None else tensor.detach())
 
-        # A context of the user's may be a dispatch mode: it sees a detach for each saved tensor, as
-        # it does under torch, and not one after it has been left.
+        # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
+        # detach for each saved tensor, as it does with torch.
         contexts = self._frame.contexts
-        return pack if contexts is None or isinstance(contexts[1], ReplayMode) else pack_detached
+        has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
+        return pack_detached if has_modes or dispatch_modes_active() else pack
 
     def _reach_limit(self, number: int) -> None:
         if number + 1 == self._expected:
@@ -423,25 +463,33 @@ class Rerun:
         describe = frame.describe
         if describe is None:
             return
-        descriptions = [describe(tensor) for tensor in self._tensors[:expected]]
-        if descriptions != frame.descriptions[:expected]:
+        # Here in one loop, and not in the hook one by one: the code is warm then.
+        tensors = self._tensors
+        if describe is cpu_metadata:
+            descriptions: list[Any] = [(t.shape, t.dtype) for t in tensors]
+        else:
+            descriptions = [describe(t) for t in tensors]
+        if descriptions != frame.descriptions:
+            # One list is longer than the other where the function goes backward inside forward.
             pairs = enumerate(zip(frame.descriptions, descriptions, strict=False))
-            raise metadata_mismatch([(n, a, b) for n, (a, b) in pairs if a != b])
+            differences = [(n, before, after) for n, (before, after) in pairs if before != after]
+            if differences:
+                raise metadata_mismatch(differences)
 
 
 def _unpack_inside(tensors: list[torch.Tensor], number: int) -> torch.Tensor:
     """The unpack hook of the graph that a rerun builds."""
     if not tensors:
         raise CheckpointError(
-            "backward was called on a graph that a recomputation had built, after the recomputation "
-            "was over. Keep results of the first run of a checkpointed function, not of the second: "
-            "see recollect.is_recomputing()."
+            "backward was called on a graph that a recomputation had built, after the "
+            "recomputation was over. Keep results of the first run of a checkpointed function, "
+            "not of the second: see recollect.is_recomputing()."
         )
     return tensors[number]
 
 
-# Dynamo must not look into the hook: a region that ran in eager is recomputed in eager.
-Frame.unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
+# A region that ran in eager is recomputed in eager, whoever runs backward.
+never_traced(Frame.unpack)
 
-for _hidden in (Frame.unpack, Frame._recall, Rerun.run, Rerun._run, Rerun._call):
+for _hidden in (Frame._recall, Rerun.run, Rerun._run, Rerun._call):
     hide_from_dynamo(_hidden)

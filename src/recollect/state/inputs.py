@@ -44,8 +44,7 @@ class Inputs:
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []
-        if args:
-            _guard(args, self._guards)
+        _guard(args, self._guards)
         if kwargs:
             _guard(kwargs.values(), self._guards)
 
@@ -71,9 +70,7 @@ class Inputs:
         if not self._saved:
             return self._args, self._kwargs
         args = tuple(a.handle.unpack() if type(a) is _Saved else a for a in self._args)
-        kwargs = {
-            k: v.handle.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()
-        }
+        kwargs = {k: v.handle.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
     def _describe_change(self, tensor: _Tensor, version: int, when: str) -> str:

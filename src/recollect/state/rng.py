@@ -1,9 +1,9 @@
 """Random streams: where they stood when a region began, and standing there again for a rerun.
 
 A CPU generator is 5 KB of state and a microsecond to read; a CUDA generator is a seed and an
-offset, two integers. Both are read before the region runs. Afterwards ``settle`` forgets the
-accelerators whose streams the region did not advance. For the CPU, finding that out would cost more
-than restoring a stream that nobody draws from.
+offset, two integers. Both are read before the region runs. Afterwards ``settle_rng`` forgets the
+streams that the region did not advance: a region that draws nothing holds nothing, and its rerun
+restores nothing.
 
 Streams of all visible accelerators are read, not only those of the arguments: it costs two
 integers a device, and a region may reach any device through a closure or a parameter.
@@ -11,7 +11,9 @@ integers a device, and a region may reach any device through a closure or a para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,15 @@ import torch
 from recollect.state.devices import DefaultDeviceType, device_module, infer_device_type
 from recollect.torch_private import tree_leaves
 
-__all__ = ["RngSnapshot", "get_device_states", "set_device_states"]
+__all__ = [
+    "RngState",
+    "get_device_states",
+    "read_rng",
+    "set_device_states",
+    "settle_rng",
+    "swap_rng",
+    "write_rng",
+]
 
 _cpu = torch.default_generator
 
@@ -42,7 +52,11 @@ class _CudaStreams:
         return cls([(g, g.initial_seed(), 0) for g in torch.cuda.default_generators])
 
     def advanced(self) -> _CudaStreams | None:
-        moved = [s for s in self._states if s[0].initial_seed() != s[1] or s[0].get_offset() != s[2]]
+        moved = [
+            (generator, seed, offset)
+            for generator, seed, offset in self._states
+            if generator.get_offset() != offset or generator.initial_seed() != seed
+        ]
         return _CudaStreams(moved) if moved else None
 
     def current(self) -> _CudaStreams:
@@ -107,41 +121,60 @@ def _read_accelerator() -> _Streams | None:
     return _OtherStreams.read(module)
 
 
-class RngSnapshot:
-    """The random streams at one moment."""
+#: The CPU's stream and those of the accelerators, each None where it does not matter.
+RngState = tuple[torch.Tensor | None, _Streams | None]
 
-    __slots__ = ("_cpu_state", "_streams")
 
-    def __init__(self, cpu_state: torch.Tensor, streams: _Streams | None) -> None:
-        self._cpu_state = cpu_state
-        self._streams = streams
+def read_rng() -> RngState:
+    """Where all streams stand."""
+    return _cpu.get_state(), None if _accelerator is None else _read_accelerator()
 
-    @classmethod
-    def take(cls) -> RngSnapshot:
-        """Read all streams."""
-        return cls(_cpu.get_state(), None if _accelerator is None else _read_accelerator())
 
-    def settle(self) -> None:
-        """Forget the accelerator streams that have not moved since."""
-        if _accelerator is None:
-            return
-        if self._streams is not None:
-            self._streams = self._streams.advanced()
-        elif torch.cuda.is_initialized():
-            self._streams = _CudaStreams.as_first_initialised().advanced()
+def settle_rng(state: RngState) -> RngState | None:
+    """``state`` without the streams that have not moved since; None if none has."""
+    cpu, streams = state
+    if cpu is not None and _same_bytes(cpu, _cpu.get_state()):
+        cpu = None
+    if streams is not None:
+        streams = streams.advanced()
+    elif _accelerator is not None and torch.cuda.is_initialized():
+        streams = _CudaStreams.as_first_initialised().advanced()
+    return None if cpu is None and streams is None else (cpu, streams)
 
-    def swap_in(self) -> RngSnapshot:
-        """Put the streams back to this snapshot; the result has them as they were before."""
-        streams = self._streams
-        current = RngSnapshot(_cpu.get_state(), None if streams is None else streams.current())
-        self.write()
-        return current
 
-    def write(self) -> None:
-        """Put the streams back to this snapshot."""
-        _cpu.set_state(self._cpu_state)
-        if self._streams is not None:
-            self._streams.write()
+def swap_rng(state: RngState) -> RngState:
+    """Put the streams of ``state`` back to it; the result has them as they were before."""
+    cpu, streams = state
+    before = (
+        None if cpu is None else _cpu.get_state(),
+        None if streams is None else streams.current(),
+    )
+    write_rng(state)
+    return before
+
+
+def write_rng(state: RngState) -> None:
+    """Put the streams of ``state`` back to it."""
+    cpu, streams = state
+    if cpu is not None:
+        _cpu.set_state(cpu)
+    if streams is not None:
+        streams.write()
+
+
+def _find_memcmp() -> Callable[[int, int, int], int]:
+    library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+    memcmp: Any = library.memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return memcmp  # type: ignore[no-any-return]
+
+
+_memcmp = _find_memcmp()
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Not torch.equal: that is an op, and a dispatch mode of the user's would see it.
+    return _memcmp(a.data_ptr(), b.data_ptr(), a.numel()) == 0
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:

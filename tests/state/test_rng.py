@@ -1,0 +1,237 @@
+"""Random streams: the recomputation draws what forward drew, and nobody else notices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import recollect
+from tests._support import Run, assert_identical, assert_transparent, leaf, plain, reentrant, rerun
+
+ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def noisy(x: Tensor) -> Tensor:
+    return F.dropout(x.sin(), 0.5).exp() * torch.rand_like(x)
+
+
+@ENGINES
+def test_streams_stand_where_plain_leaves_them(run: Run) -> None:
+    """After forward, between draws of the user's own, and after backward."""
+
+    def train(run: Run) -> Any:
+        x = leaf(50)
+        torch.rand(3)
+        out = run(noisy, x)
+        after_forward = torch.get_rng_state()
+        torch.rand(7)
+        out.sum().backward()
+        return out, x.grad, after_forward, torch.get_rng_state(), torch.rand(2)
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_stream_is_restored_when_the_recomputation_draws_otherwise(run: Run) -> None:
+    """A region that draws more, or reseeds, in its recomputation still disturbs nobody."""
+
+    def reseeds(x: Tensor) -> Tensor:
+        if recollect.is_recomputing():
+            torch.manual_seed(123)
+        return F.dropout(x.sin(), 0.5)
+
+    out = run(reseeds, leaf(50))
+    before = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@ENGINES
+def test_backward_twice_draws_the_same_twice(run: Run) -> None:
+    x = leaf(50)
+    out = run(noisy, x).sum()
+    slopes = []
+    for _ in range(2):
+        x.grad = None
+        out.backward(retain_graph=True)
+        slopes.append(x.grad)
+        torch.rand(5)
+    assert torch.equal(*slopes)
+
+
+@ENGINES
+def test_two_regions_draw_different_numbers(run: Run) -> None:
+    def train(run: Run) -> Any:
+        x = leaf(50)
+        first, second = run(noisy, x), run(noisy, x)
+        second.sum().backward()
+        middle = x.grad.clone()
+        first.sum().backward()
+        return first, second, middle, x.grad
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_without_preserving_the_recomputation_draws_on(run: Run) -> None:
+    def gradient(run: Run) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = leaf(50)
+        run(lambda x: F.dropout(x, 0.5) * x, x).sum().backward()
+        return x.grad, torch.get_rng_state()
+
+    expected_slope, expected_stream = gradient(plain)
+    slope, stream = gradient(partial(run, preserve_rng_state=False))
+    assert not torch.equal(slope, expected_slope)
+    assert not torch.equal(stream, expected_stream)
+
+
+@ENGINES
+def test_without_preserving_a_region_that_draws_nothing_is_right(run: Run) -> None:
+    def train(run: Run) -> Any:
+        x = leaf(5)
+        run(lambda x: x.sin().exp(), x).sum().backward()
+        return x.grad
+
+    assert_transparent(train, partial(run, preserve_rng_state=False))
+
+
+@ENGINES
+def test_seed_set_inside_the_region(run: Run) -> None:
+    def train(run: Run) -> Any:
+        def seeded(x: Tensor) -> Tensor:
+            torch.manual_seed(7)
+            return F.dropout(x.sin(), 0.5)
+
+        x = leaf(50)
+        out = run(seeded, x)
+        after_forward = torch.get_rng_state()
+        out.sum().backward()
+        return out, x.grad, after_forward
+
+    assert_transparent(train, run)
+
+
+# --- get_device_states, set_device_states ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
+def test_cpu_and_meta_tensors_have_no_device_states(module: Any) -> None:
+    tensors = [torch.ones(2), {"a": torch.ones(2, device="meta")}, 3]
+    assert module.get_device_states(*tensors) == ([], [])
+    assert module.get_device_states() == ([], [])
+
+
+@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
+def test_setting_no_states_changes_nothing(module: Any) -> None:
+    before = torch.get_rng_state()
+    for device_type in ("cpu", "meta", None):
+        module.set_device_states([], [], device_type=device_type)
+    module.set_device_states([0], [torch.zeros(1)], device_type="meta")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+class OnCuda:
+    pytestmark = needs_cuda
+
+    @pytest.fixture(autouse=True)
+    def started(self) -> None:
+        torch.cuda.init()
+
+    @staticmethod
+    def assert_transparent(scenario: Any, run: Run) -> None:
+        def with_stream(run: Run) -> Any:
+            torch.cuda.manual_seed_all(0)
+            return scenario(run), torch.cuda.get_rng_state()
+
+        assert_transparent(with_stream, run)
+
+
+class TestCuda(OnCuda):
+    @ENGINES
+    def test_argument_on_the_device(self, run: Run) -> None:
+        def train(run: Run) -> Any:
+            x = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(noisy, x)
+            after_forward = torch.cuda.get_rng_state()
+            torch.rand(7, device="cuda")
+            out.sum().backward()
+            return out, x.grad, after_forward
+
+        self.assert_transparent(train, run)
+
+    def test_tensor_in_a_closure_only(self) -> None:
+        def train(run: Run) -> Any:
+            weight = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(lambda: noisy(weight))
+            torch.rand(7, device="cuda")
+            out.sum().backward()
+            return out, weight.grad
+
+        self.assert_transparent(train, rerun)
+
+    def test_tensor_in_keyword_arguments_only(self) -> None:
+        def train(run: Run) -> Any:
+            x = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(lambda *, items: noisy(items["x"]), items={"x": x})
+            torch.rand(7, device="cuda")
+            out.sum().backward()
+            return out, x.grad
+
+        self.assert_transparent(train, rerun)
+
+    @ENGINES
+    def test_both_streams_in_one_region(self, run: Run) -> None:
+        def train(run: Run) -> Any:
+            x = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(lambda x: noisy(x) * F.dropout(torch.ones(1000), 0.5).cuda(), x)
+            torch.rand(7, device="cuda")
+            torch.rand(7)
+            out.sum().backward()
+            return out, x.grad
+
+        self.assert_transparent(train, run)
+
+    def test_seed_set_inside_the_region(self) -> None:
+        def train(run: Run) -> Any:
+            def seeded(x: Tensor) -> Tensor:
+                first = F.dropout(x, 0.5)
+                torch.cuda.manual_seed(7)
+                return F.dropout(first.sin(), 0.5)
+
+            x = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(seeded, x)
+            after_forward = torch.cuda.get_rng_state()
+            out.sum().backward()
+            return out, x.grad, after_forward
+
+        self.assert_transparent(train, rerun)
+
+    def test_nested_regions(self) -> None:
+        def train(run: Run) -> Any:
+            x = torch.randn(1000, device="cuda", requires_grad=True)
+            out = run(lambda x: noisy(run(noisy, noisy(x))), x)
+            out.sum().backward()
+            return out, x.grad
+
+        self.assert_transparent(train, rerun)
+
+    def test_device_states_round_trip(self) -> None:
+        x = torch.ones(2, device="cuda")
+        devices, states = recollect.get_device_states([x], {"x": x})
+        assert devices == [x.get_device()] * 2
+        drawn = torch.rand(5, device="cuda")
+        recollect.set_device_states(devices, states, device_type="cuda")
+        assert_identical(torch.rand(5, device="cuda"), drawn)

@@ -1,0 +1,78 @@
+"""The public surface: complete, honest, and free of side effects on import."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+from torch.utils import checkpoint as torch_checkpoint
+
+import recollect
+
+MODULES = sorted(info.name for info in pkgutil.walk_packages(recollect.__path__, "recollect."))
+
+MODERN = {
+    "checkpointed",
+    "install",
+    "installed",
+    "is_recomputing",
+    "uninstall",
+    "unwrap",
+}
+
+
+def test_the_package_exports_the_contract():
+    assert set(recollect.__all__) == set(torch_checkpoint.__all__) | MODERN
+
+
+def test_everything_public_in_the_package_is_exported():
+    public = {
+        name
+        for name, value in vars(recollect).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(recollect.__all__)
+
+
+def test_install_stays_a_function_though_a_module_has_its_name():
+    importlib.import_module("recollect.install")
+    assert isinstance(recollect.install, FunctionType)
+
+
+@pytest.mark.parametrize("name", ["recollect", *MODULES])
+def test_all_is_complete_and_without_repeats(name):
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", [])
+    assert len(exported) == len(set(exported))
+    assert [each for each in exported if not hasattr(module, each)] == []
+
+
+@pytest.mark.parametrize("name", recollect.__all__)
+def test_exported_names_are_documented(name):
+    value = getattr(recollect, name)
+    if name != "SAC_IGNORED_OPS":  # a set of ops
+        assert value.__doc__
+
+
+def test_version_is_that_of_the_project():
+    tomllib = pytest.importorskip("tomllib")
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == recollect.__version__
+
+
+def test_importing_changes_nothing_and_loads_no_compiler():
+    script = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch, torch.utils.checkpoint as ckpt
+before, modules = dict(vars(ckpt)), set(sys.modules)
+import recollect
+assert dict(vars(ckpt)) == before
+heavy = ("torch._dynamo", "torch._inductor")
+added = [name for name in set(sys.modules) - modules if name.startswith(heavy)]
+assert not added, added
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,123 @@
+"""The layers of docs/internals.md, checked by reading the imports of every module."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "recollect"
+INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
+
+LAYERS = [
+    {"errors", "settings", "torch_private"},
+    {"state", "checks", "policy"},
+    {"selective"},
+    {"engines"},
+    {"options", "region", "modules", "sequential"},
+    {"api", "compat", "install"},
+    {"__init__"},
+]
+
+PATHS = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")
+}
+TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+
+#: Private for torch's taste, yet documented: the version counter of a tensor.
+PUBLIC_IN_SPITE_OF_THEIR_NAME = {"_version"}
+
+
+def layer(name):
+    """The number of the layer that holds the module ``name``, such as ``state/rng``."""
+    first = name.partition("/")[0]
+    (number,) = [number for number, names in enumerate(LAYERS) if first in names]
+    return number
+
+
+def imports(name):
+    """The modules of recollect that the module ``name`` imports, at whatever depth of its code."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {_module(n) for n in names if n.partition(".")[0] == "recollect"}
+    return found
+
+
+def _module(dotted):
+    """The module behind a dotted name, whose last part may be something inside the module."""
+    path = dotted.removeprefix("recollect").removeprefix(".").replace(".", "/")
+    while path and path not in TREES and f"{path}/__init__" not in TREES:
+        path = path.rpartition("/")[0]
+    return path if path in TREES else f"{path}/__init__".removeprefix("/")
+
+
+def test_every_module_has_a_layer():
+    assert {name.partition("/")[0] for name in TREES} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_a_module_imports_from_its_own_layer_and_below(name):
+    assert [other for other in imports(name) if layer(other) > layer(name)] == []
+
+
+def test_imports_make_no_circle():
+    order = list(TopologicalSorter({name: imports(name) for name in TREES}).static_order())
+    assert set(order) == set(TREES)
+
+
+def test_the_table_in_the_docs_is_the_one_that_is_enforced():
+    rows = re.findall(r"^\| (\d) \| `([\w/]+)` \|", INTERNALS.read_text(), re.MULTILINE)
+    documented = {(int(number), name) for number, name in rows}
+    names = {name for name in TREES if name.rpartition("/")[2] != "__init__"}
+    assert documented == {(layer(name), name) for name in names}
+
+
+def private_uses(tree):
+    """Dotted names below ``torch`` with a private part, and attributes such as _torchdynamo_..."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            dotted = [ast.unparse(node)]
+        else:
+            continue
+        for name in dotted:
+            parts = name.split(".")
+            of_torch = parts[0].startswith("torch") and any(map(_is_private, parts))
+            # Beside torch's own names, marks that it looks for on objects of others.
+            if of_torch or parts[-1].startswith("_torch"):
+                yield name
+
+
+def _is_private(part):
+    dunder = part.startswith("__") and part.endswith("__")
+    return part.startswith("_") and not dunder and part not in PUBLIC_IN_SPITE_OF_THEIR_NAME
+
+
+@pytest.mark.parametrize("name", sorted(set(TREES) - {"torch_private"}))
+def test_private_names_of_torch_are_used_in_torch_private_only(name):
+    assert list(private_uses(TREES[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch._ops", {"torch._ops"}),
+        ("from torch.overrides import _x", {"torch.overrides._x"}),
+        ("torch._C.f()", {"torch._C", "torch._C.f"}),
+        ("f._torchdynamo_x = 1", {"f._torchdynamo_x"}),
+        ("torch.Tensor.__add__, tensor._version, self._own", set()),
+    ],
+)
+def test_the_search_for_private_names_finds_them(source, found):
+    assert set(private_uses(ast.parse(source))) == found

@@ -1,0 +1,72 @@
+"""Decisions about ops: pure, so checked without running any."""
+
+import pytest
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from recollect import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.policy import OpList, as_decision, check_ops, expand_packets, is_kept
+
+aten = torch.ops.aten
+
+
+def test_members_have_the_names_and_values_of_torch():
+    ours = {member.name: member.value for member in CheckpointPolicy}
+    assert ours == {member.name: member.value for member in torch_checkpoint.CheckpointPolicy}
+
+
+@pytest.mark.parametrize("member", CheckpointPolicy)
+def test_both_enums_are_understood(member):
+    assert as_decision(member, aten.mm.default) is member
+    assert as_decision(torch_checkpoint.CheckpointPolicy[member.name], aten.mm.default) is member
+
+
+@pytest.mark.parametrize(
+    ("value", "decision"),
+    [(True, CheckpointPolicy.MUST_SAVE), (False, CheckpointPolicy.PREFER_RECOMPUTE)],
+)
+def test_bools_are_short_for_decisions(value, decision):
+    assert as_decision(value, aten.mm.default) is decision
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "MUST_SAVE", CheckpointPolicy])
+def test_anything_else_is_refused_with_the_name_of_the_op(value):
+    with pytest.raises(TypeError, match=r"returned .* for aten\.mm\.default"):
+        as_decision(value, aten.mm.default)
+    with pytest.raises(TypeError, match=r"returned .* for aten\.mm\.default"):
+        is_kept(value, aten.mm.default)
+
+
+def test_only_saving_keeps():
+    for policies in (CheckpointPolicy, torch_checkpoint.CheckpointPolicy):
+        kept = [member for member in policies if is_kept(member, aten.mm.default)]
+        assert kept == [policies.MUST_SAVE, policies.PREFER_SAVE]
+    assert is_kept(True, aten.mm.default)
+    assert not is_kept(False, aten.mm.default)
+
+
+def test_an_op_list_saves_what_it_names():
+    policy = OpList([aten.mm.default])
+    context = SelectiveCheckpointContext(is_recompute=False)
+    assert policy(context, aten.mm.default, 1, 2) is CheckpointPolicy.MUST_SAVE
+    assert policy(context, aten.sin.default, out=None) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_packets_are_expanded_in_place():
+    expanded = expand_packets([aten.sin.default, aten.clamp, aten.mm.default])
+    clamps = [getattr(aten.clamp, name) for name in aten.clamp.overloads()]
+    assert aten.clamp.Tensor in clamps
+    assert expanded == [aten.sin.default, *clamps, aten.mm.default]
+
+
+def test_ops_are_overloads_or_higher_order():
+    check_ops([aten.mm.default, torch.ops.higher_order.cond], "policy")
+    with pytest.raises(ValueError, match=r"got: aten\.mm of type.*torch\.ops\.aten\.mm\.default"):
+        check_ops([aten.mm.default, aten.mm], "policy")
+
+
+def test_the_context_is_made_as_torch_makes_it():
+    context = SelectiveCheckpointContext(is_recompute=True, op_output=3)
+    assert (context.is_recompute, context.op_output) == (True, 3)
+    with pytest.raises(TypeError):
+        SelectiveCheckpointContext(True)

@@ -1,0 +1,310 @@
+"""Private names of torch: a release that drops or changes one fails here, by name."""
+
+import ast
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recollect import torch_private as private
+
+SOURCE = Path(private.__file__).read_text()
+
+#: Looked up with a fallback: absent from torch 2.11.
+OPTIONAL = {
+    "torch._C._autograd._make_saved_tensor",
+    "torch.compiler._is_non_strict_tracing",
+    "torch._higher_order_ops.wrap.inductor_compiled_code",
+}
+
+
+def relied_upon():
+    """Every dotted name below torch that the source of ``torch_private`` uses."""
+    names = set()
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "torch":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            for alias, name in (("_autograd.", "torch._C._autograd."), *ALIASES):
+                if dotted.startswith(alias):
+                    dotted = name + dotted.removeprefix(alias)
+            if dotted.startswith("torch."):
+                names.add(dotted)
+    return sorted(names)
+
+
+ALIASES = (
+    ("_eval_frame.", "torch._C._dynamo.eval_frame."),
+    ("partitioners.", "torch._functorch.partitioners."),
+)
+
+
+def find(dotted):
+    """The object behind a dotted name, importing modules on the way."""
+    found, path = torch, "torch"
+    for part in dotted.split(".")[1:]:
+        path += f".{part}"
+        if not hasattr(found, part):
+            importlib.import_module(path)
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", relied_upon())
+def test_the_name_exists(name):
+    try:
+        find(name)
+    except (AttributeError, ModuleNotFoundError):
+        pytest.fail(f"torch {torch.__version__} has no {name}")
+
+
+def test_the_search_for_names_finds_them():
+    names = relied_upon()
+    assert len(names) > 30
+    assert {
+        "torch._C._set_grad_enabled",
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "torch._ops.OpOverload",
+    } <= set(names)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONAL))
+def test_what_came_with_torch_2_12_is_found_there(name):
+    if torch.__version__ >= "2.12":
+        find(name)
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+class Probe(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.function()
+        return grad, None
+
+
+def in_backward(function, **options):
+    """What ``function`` returns when called in a backward."""
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    Probe.apply(x, lambda: seen.append(function())).backward(**options)
+    (result,) = seen
+    return result
+
+
+def test_graph_tasks_are_numbered():
+    assert private.current_graph_task() == -1
+    first, second = (in_backward(private.current_graph_task) for _ in range(2))
+    assert first >= 0
+    assert second != first
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_whether_backward_keeps_the_graph(retain_graph):
+    kept = in_backward(private.backward_keeps_graph, retain_graph=retain_graph)
+    assert kept is retain_graph
+
+
+def test_whether_a_nested_backward_is_allowed():
+    assert in_backward(private.backward_allows_reentrant) is True
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    out = Probe.apply(x, lambda: seen.append(private.backward_allows_reentrant()))
+    torch.autograd.grad(out, x)
+    assert seen == [False]
+
+
+def test_callbacks_run_at_the_end_of_backward():
+    order = []
+
+    def queue():
+        private.at_end_of_backward(lambda: order.append("end"))
+        order.append("queued")
+
+    in_backward(queue)
+    assert order == ["queued", "end"]
+
+
+def test_saved_tensor_hooks_nest_as_the_public_ones_do():
+    assert not private.saved_tensor_hooks_active()
+    private.push_saved_tensor_hooks(lambda t: t * 2, lambda t: t + 1)
+    try:
+        assert private.saved_tensor_hooks_active()
+        saved = torch.ones(1, requires_grad=True).exp().grad_fn
+    finally:
+        private.pop_saved_tensor_hooks()
+    assert not private.saved_tensor_hooks_active()
+    assert torch.equal(saved._saved_result, torch.ones(1).exp() * 2 + 1)
+
+
+@pytest.mark.parametrize("make", [private.save_tensor, private._SavedByNode])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_is_saved_through_hooks(make, requires_grad):
+    x = torch.ones(2, requires_grad=requires_grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t + 1):
+        saved = make(x)
+    assert torch.equal(saved.unpack(), torch.full((2,), 3.0))
+    assert torch.equal(make(x).unpack(), x)
+
+
+def test_grad_mode_is_set_for_good():
+    private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        private.set_grad_enabled(True)
+
+
+def test_the_group_of_backwards_is_put_down_and_found():
+    assert private.get_graph_exec_group() is None
+    group = object()
+    private.set_graph_exec_group(group)
+    try:
+        assert private.get_graph_exec_group() is group
+    finally:
+        private.set_graph_exec_group(None)
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def test_modes_are_counted():
+    assert (private.function_mode_count(), private.dispatch_modes_active()) == (0, False)
+    with torch.device("cpu"):
+        assert private.function_mode_count() == 1
+    with private.DispatchMode():
+        assert private.dispatch_modes_active()
+
+
+def test_the_innermost_device_is_found():
+    assert private.current_device_context() is None
+    with torch.device("cpu"), torch.device("meta"):
+        mode = private.current_device_context()
+    with mode:
+        assert torch.ones(1).is_meta
+    assert not torch.ones(1).is_meta
+
+
+def test_autocast_of_any_device_is_seen():
+    assert not private.any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert private.any_autocast_enabled()
+
+
+class Log(private.DispatchMode):
+    """Remembers ops, and calls them without their Python wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return private.bare_op(func)(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_ops_and_nests():
+    x = torch.ones(2, requires_grad=True)
+    with Log() as outer, Log() as inner:
+        x.sin().sum()
+    expected = [torch.ops.aten.sin.default, torch.ops.aten.sum.default]
+    assert outer.ops == inner.ops == expected
+    assert issubclass(private.DispatchMode, TorchDispatchMode)
+
+
+def test_a_detached_alias_shares_the_version():
+    x = torch.ones(2)
+    versions = []
+
+    class Detach(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.sin.default:
+                versions.append(private.detach_below_autograd(out))
+            return out
+
+    with Detach():
+        y = x.requires_grad_().sin()
+    (alias,) = versions
+    assert alias._version == 0
+    y.detach().mul_(2)
+    assert (alias._version, alias.requires_grad) == (1, False)
+    assert torch.equal(alias, y)
+
+
+def test_metadata_ops_are_those_that_torch_ignores():
+    assert private.metadata_ops() < torch.utils.checkpoint.SAC_IGNORED_OPS
+    assert torch.ops.aten.sym_size.default in private.metadata_ops()
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiling_here():
+    assert not private.is_tracing()
+    assert not private.is_nonstrict_tracing()
+    assert not private.dynamo_is_watching()
+    assert private.traced_graph() is None
+    assert private.nested_trace_policy() is None
+
+
+def test_tracing_is_noticed():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen = []
+
+    def function(x):
+        seen.append((private.is_tracing(), private.traced_graph() is not None))
+        return x.sin()
+
+    make_fx(function)(torch.ones(2))
+    assert seen == [(True, True)]
+
+
+def test_nodes_are_tagged_for_the_partitioner():
+    from torch._functorch import partitioners
+
+    graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
+    nodes = list(graph.nodes)
+    private.tag_recompute_nodes(nodes[:1], "MUST_SAVE", 7)
+    private.tag_recompute_nodes(nodes[1:2], "PREFER_RECOMPUTE", None)
+    policy = partitioners.CheckpointPolicy
+    assert nodes[0].meta == {"recompute": policy.MUST_SAVE, "ac_graph_id": 7}
+    assert nodes[1].meta["recompute"] is policy.PREFER_RECOMPUTE
+    assert "ac_graph_id" not in nodes[1].meta
+
+
+def test_a_hidden_function_is_run_as_it_is():
+    def function(x):
+        return torch.compiler.is_compiling()
+
+    hidden = private.hide_from_dynamo(function)
+    assert hidden is function
+    assert torch.compile(hidden, backend="eager")(torch.ones(1)) is False
+    torch._dynamo.reset()
+
+
+def test_running_without_dynamo():
+    def add(x, *, other):
+        return x + other
+
+    assert private.run_without_dynamo(add, 1, other=2) == 3
+
+
+def test_an_op_is_known_by_itself():
+    op = torch.ops.higher_order.cond
+    assert private.inductor_region_key(op, (1,)) is op
+    assert private.bare_op(functools.reduce) is functools.reduce
