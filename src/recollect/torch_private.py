@@ -34,6 +34,7 @@ __all__ = [
     "compiler_policy",
     "current_device_context",
     "current_graph_task",
+    "current_operation",
     "detach_below_autograd",
     "dispatch_modes_active",
     "dynamo_is_watching",
@@ -68,6 +69,9 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 #: Number of the backward that the calling thread works for, -1 outside of backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+#: Changes with every node that autograd makes: tensors saved at one number are saved by one op.
+current_operation: Callable[[], int] = _autograd._get_sequence_nr
 
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group

@@ -42,16 +42,10 @@ REFUSED_BY_RERUN = {
     "place, as arguments: the inputs are guarded against that",
 }
 
-WRONG = {
-    "nn.functional.rrelu": "saves its noise before drawing it: early stop gives what memory held "
-    "(https://github.com/pytorch/pytorch/issues/193671)",
-}
-
 OPS = [
     pytest.param(
         op,
         id=op.full_name,
-        marks=pytest.mark.xfail(reason=WRONG[op.name], strict=True) if op.name in WRONG else (),
     )
     for op in op_db
     if torch.float64 in op.supported_backward_dtypes("cpu") and op.name not in NO_ORACLE

@@ -55,6 +55,7 @@ from recollect.torch_private import (
     at_end_of_backward,
     backward_keeps_graph,
     current_graph_task,
+    current_operation,
     dispatch_modes_active,
     dynamo_is_watching,
     get_graph_exec_group,
@@ -328,6 +329,7 @@ class Rerun:
         "_stopped",
         "_surplus",
         "_tensors",
+        "_unwritten_by",
         "_versions",
     )
 
@@ -338,6 +340,8 @@ class Rerun:
         self._versions: list[int] = []
         self._stopped = False
         self._surplus = False
+        #: The operation that may have yet to write what it saves.
+        self._unwritten_by = -1
         self._raised: str | None = None
         self._log = OpLog() if frame.forward_log is not None else None
 
@@ -420,38 +424,57 @@ class Rerun:
     def _pack_hook(self) -> Callable[[torch.Tensor], int]:
         tensors = self._tensors
         versions = self._versions
-        #: The first number at which there is something to do beside noting the tensor.
-        limit = self._expected - 1 if self._frame.early_stop else self._expected
-
-        def pack(tensor: torch.Tensor) -> int:
-            number = len(tensors)
-            tensors.append(tensor)
-            versions.append(tensor._version)
-            if number >= limit:
-                self._reach_limit(number)
-            return number
-
-        def pack_detached(tensor: torch.Tensor) -> int:
-            return pack(tensor if tensor.grad_fn is None else tensor.detach())
-
+        # The first number at which there is something to do beside noting the tensor.
+        limit = self._expected - 2 if self._frame.early_stop else self._expected
         # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
         # detach for each saved tensor, as it does with torch.
         contexts = self._frame.contexts
         has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
-        return pack_detached if has_modes or dispatch_modes_active() else pack
+        detach = has_modes or dispatch_modes_active()
 
-    def _reach_limit(self, number: int) -> None:
-        if number + 1 == self._expected:
-            self._stopped = True
-        elif self._stopped:
-            pass  # user code has swallowed the signal to stop: give it again
-        elif self._frame.running:
-            # The function goes backward inside forward, which has not saved all it will save.
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(tensors)
+            tensors.append(tensor.detach() if detach and tensor.grad_fn is not None else tensor)
+            versions.append(tensor._version)
+            if number >= limit:
+                self._near_end(number, tensor)
+            return number
+
+        return pack
+
+    def _near_end(self, number: int, tensor: torch.Tensor) -> None:
+        missing = self._expected - number - 1
+        if missing >= 0 and self._may_be_unwritten(tensor):
+            self._unwritten_by = current_operation()
+        if missing > 0:
             return
-        else:
-            # Not an error raised here and now, which user code could swallow as well.
+        if missing == 0:
+            self._stopped = True
+            if self._unwritten_by != current_operation():
+                raise StopRecompute(self)
+        elif self._stopped:
+            # The function has gone on: all is there and written, or it swallowed the signal.
+            raise StopRecompute(self)
+        elif not self._frame.running:
+            # Not an error raised here and now, which user code could swallow.
             self._surplus = True
-        raise StopRecompute(self)
+            raise StopRecompute(self)
+        # Otherwise the function goes backward inside forward, which has not saved all it will.
+
+    def _may_be_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether the operation that is saving ``tensor`` could have yet to write it.
+
+        ``rrelu`` saves the buffer for its noise, then its input, and then draws the noise: to stop
+        in between would leave whatever memory held. Such a buffer is new: it has no history, no
+        version and no base, and is none of the inputs.
+        """
+        return (
+            not tensor.requires_grad
+            and tensor.is_floating_point()
+            and tensor._version == 0
+            and tensor._base is None
+            and not self._frame.inputs.has(tensor)
+        )
 
     def _verify(self) -> None:
         frame = self._frame

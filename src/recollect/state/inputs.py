@@ -73,6 +73,10 @@ class Inputs:
         kwargs = {k: v.handle.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
+    def has(self, tensor: _Tensor) -> bool:
+        """Whether ``tensor`` is one of the arguments."""
+        return any(tensor is guarded for guarded, _ in self._guards)
+
     def _describe_change(self, tensor: _Tensor, version: int, when: str) -> str:
         name = _path_to(tensor, self._args, "args") or _path_to(tensor, self._kwargs, "kwargs")
         return (
