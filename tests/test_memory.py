@@ -264,6 +264,61 @@ def views_and_broadcasts() -> Case:
     return Case(lambda run: run(function, x), backward)
 
 
+def dead_branch(retain: bool) -> Callable[[], Case]:
+    """A part of the graph that nobody can go backward through: a metric, computed and detached."""
+
+    def function(x: Tensor) -> Tensor:
+        metric = (x.sigmoid() * x.tanh()).softmax(0).detach().mean()
+        return (x * metric).sin()
+
+    def make() -> Case:
+        x = leaf(4096)
+
+        def forward(run: Run) -> Tensor:
+            out = x
+            for _ in range(4):
+                out = run(function, out)
+            return out.sum()
+
+        def backward(out: Tensor) -> None:
+            out.backward(retain_graph=retain)
+            x.grad = None
+
+        return Case(forward, backward)
+
+    return make
+
+
+class Hoarder(torch.autograd.Function):
+    """Keeps a tensor on its context, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.big = x.sin()
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.exp().sin().cos()
+
+
+def hoarding_nodes() -> Case:
+    x = leaf(4096)
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = Hoarder.apply(x)
+        return x.sin()
+
+    def backward(out: Tensor) -> None:
+        out.backward()
+        x.grad = None
+
+    return Case(lambda run: run(function, run(function, x)).sum(), backward)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "backward": blocks_case(lambda out, x: out.backward()),
     "retain_graph_twice": blocks_case(twice),
@@ -279,6 +334,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "unused_output": unused_output,
     "backward_inside": backward_inside,
     "views_and_broadcasts": views_and_broadcasts,
+    "dead_branch": dead_branch(retain=False),
+    "dead_branch_retained": dead_branch(retain=True),
+    "hoarding_nodes": hoarding_nodes,
 }
 
 

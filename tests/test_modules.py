@@ -581,3 +581,24 @@ def test_a_wrapped_function_dies_when_dropped():
     alive = weakref.ref(recollect.unwrap(wrapped))
     del wrapped
     assert alive() is None
+
+
+def test_a_module_with_a_policy_is_pickled():
+    module = recollect.checkpointed(
+        nn.Linear(3, 3), policy=[torch.ops.aten.addmm], early_stop=False
+    )
+    copy = pickle.loads(pickle.dumps(module))
+    x = torch.ones(2, 3, requires_grad=True)
+    copy(x).sum().backward()
+    expected = torch.autograd.grad(recollect.unwrap(module)(x).sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+    assert type(recollect.unwrap(copy)) is nn.Linear
+
+
+def test_classes_and_generator_functions_are_refused():
+    def steps(x):
+        yield x
+
+    for wrong in (nn.Linear, steps):
+        with pytest.raises(TypeError, match="function_or_module"):
+            recollect.checkpointed(wrong)

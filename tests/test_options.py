@@ -44,7 +44,7 @@ BAD_CONTEXTS = {
     "none": None,
     "one context": nullcontext(),
     "three": (nullcontext(), nullcontext(), nullcontext()),
-    "a list": [nullcontext(), nullcontext()],
+    "a list of three": [nullcontext(), nullcontext(), nullcontext()],
     "no contexts": (1, 2),
     "one that is none": (nullcontext(), None),
 }

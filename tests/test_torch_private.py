@@ -112,12 +112,6 @@ def test_graph_tasks_are_numbered():
     assert second != first
 
 
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_whether_backward_keeps_the_graph(retain_graph):
-    kept = in_backward(private.backward_keeps_graph, retain_graph=retain_graph)
-    assert kept is retain_graph
-
-
 def test_whether_a_nested_backward_is_allowed():
     assert in_backward(private.backward_allows_reentrant) is True
     seen = []

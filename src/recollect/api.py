@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
@@ -125,9 +126,14 @@ def checkpointed(function_or_module: Any = None, /, **options: Any) -> Any:
 def _checkpointed(target: Any, options: Options) -> Any:
     if isinstance(target, nn.Module):
         return wrap_module(target, options)
-    if not callable(target):
+    if not callable(target) or isinstance(target, type):
         raise TypeError(
-            f"function_or_module should be a callable or an nn.Module, but got {target!r}"
+            f"function_or_module should be a function or an nn.Module, but got {target!r}"
+        )
+    if inspect.isgeneratorfunction(target):
+        raise TypeError(
+            f"function_or_module should not be a generator function, as {target!r} is: calling it "
+            "runs nothing that could be checkpointed"
         )
 
     @functools.wraps(target)

@@ -146,7 +146,10 @@ def checkpoint_sequential(
         )
     size = len(steps) // segments
     boundaries = [*range(0, size * segments, size), len(steps)]
-    options = Options(use_reentrant=use_reentrant, preserve_rng_state=bool(preserve_rng_state))
+    options = Options(
+        use_reentrant=bool(use_reentrant) if isinstance(use_reentrant, int) else use_reentrant,
+        preserve_rng_state=bool(preserve_rng_state),
+    )
     return run_segments(steps, boundaries, input, options, read_once=True)
 
 

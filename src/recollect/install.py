@@ -36,6 +36,9 @@ class _State:
     """Whether recollect is installed, for the whole process."""
 
     active = False
+    #: How many ``installed()`` blocks are open, and whether the first one installed.
+    scopes = 0
+    scoped = False
     #: Module and attribute of what held our objects before: it asked for ours.
     held_before: frozenset[tuple[str, str]] = frozenset()
 
@@ -76,13 +79,18 @@ def uninstall() -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """``install`` for the duration of a ``with`` block; inside another one it changes nothing."""
-    was_active = _State.active
-    install()
+    with _lock:
+        _State.scoped = _State.scoped or not _State.active
+        _State.scopes += 1
+        install()
     try:
         yield
     finally:
-        if not was_active:
-            uninstall()
+        with _lock:
+            _State.scopes -= 1
+            if _State.scopes == 0 and _State.scoped:
+                _State.scoped = False
+                uninstall()
 
 
 def _occurrences(objects: dict[str, Any]) -> list[tuple[ModuleType, str, str]]:

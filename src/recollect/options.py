@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
-from recollect.checks.determinism import Describe, resolve_check
+import torch
+
+from recollect.checks.determinism import Describe, default_check, resolve_check
 from recollect.engines.rerun import Contexts
 from recollect.selective import (
     create_selective_checkpoint_contexts,
@@ -90,8 +92,37 @@ class Options:
                 raise TypeError(f"unknown option {name!r}; the options are {', '.join(_NAMES)}")
         return cls(**keywords)
 
+    def __reduce__(self) -> Any:
+        # As it was given: ops cannot be pickled but have names, and the default check is another
+        # one on a machine with another accelerator.
+        checks: dict[Any, Any] = {default_check: "default", None: "none"}
+        context_fn: Any = self.context_fn or noop_context_fn
+        policy = None
+        if isinstance(context_fn, partial) and context_fn.func is _SELECTIVE:
+            context_fn, policy = noop_context_fn, context_fn.args[0]
+            if not callable(policy):
+                policy = [str(op) for op in policy]
+        keywords = {
+            "use_reentrant": self.reentrant,
+            "context_fn": context_fn,
+            "determinism_check": checks.get(self.describe, self.describe),
+            "debug": self.debug,
+            "early_stop": self.early_stop,
+            "preserve_rng_state": self.preserve_rng_state,
+            "policy": policy,
+        }
+        return _unpickle, (keywords,)
+
 
 _NAMES = tuple(inspect.signature(Options).parameters)
+_SELECTIVE = create_selective_checkpoint_contexts
+
+
+def _unpickle(keywords: dict[str, Any]) -> Options:
+    policy = keywords["policy"]
+    if isinstance(policy, list):
+        policy = [reduce(getattr, name.split("."), torch.ops) for name in policy]
+    return Options.from_keywords(keywords | {"policy": policy})
 
 
 def _checked_bool(name: str, value: Any) -> bool:

@@ -28,9 +28,9 @@ __all__ = [
 class CheckpointPolicy(enum.Enum):
     """What selective checkpointing does with the result of an op.
 
-    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again,
-    ``CPU_OFFLOAD`` keeps it in host memory. ``MUST_`` binds the compiler as well; with ``PREFER_``
-    it may decide otherwise.
+    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again.
+    ``CPU_OFFLOAD`` is for the compiler; outside of compiled code it means ``RECOMPUTE``. ``MUST_``
+    binds the compiler as well; with ``PREFER_`` it may decide otherwise.
 
     Saving everything is not the same as not checkpointing: autograd alone keeps only what
     backward needs.

@@ -3,7 +3,11 @@
 Two dispatch modes share a store. ``RecordMode`` runs in forward, asks the policy about each op and
 appends to the store what it decided: the result, or that there is none. ``ReplayMode`` runs in the
 recomputation, where the n-th call of an op finds the n-th entry: a kept result is handed out
-instead of running the op, and is then forgotten.
+instead of running the op, and is then forgotten. If the op drew random numbers, the stream is moved
+to where the op left it.
+
+Views and in-place ops are recomputed whatever the policy says. What they return is memory of
+another tensor, and in the recomputation that is another one.
 
 Under a compiler nothing is recomputed here. ``RecordMode`` tags the traced nodes with the decisions
 and keeps every result, ``ReplayMode`` hands them all out, and the compiler's partitioner places the
@@ -29,14 +33,17 @@ from recollect.policy import (
     expand_packets,
     is_kept,
 )
+from recollect.state.rng import read_rng, write_rng
 from recollect.torch_private import (
     DispatchMode,
     OpOverload,
     bare_op,
     detach_below_autograd,
     inductor_region_key,
+    is_random,
     is_tracing,
     metadata_ops,
+    returns_alias,
     tag_recompute_nodes,
     traced_graph,
     tree_map_only,
@@ -88,13 +95,35 @@ class _Marker:
 RECOMPUTE = _Marker("<recompute>")
 CONSUMED = _Marker("<consumed>")
 
-#: For each op, what became of each of its calls, in order.
-Store = defaultdict[Any, list[Any]]
+
+class Store(defaultdict[Any, list[Any]]):
+    """For each op, what became of each of its calls, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        #: How many recomputations are under way. One that runs while forward is not over yet (the
+        #: function goes backward inside) is seen by the mode of forward, which must not record it.
+        self.replays = 0
 
 
-def _keep(out: Any) -> Any:
-    if isinstance(out, torch.Tensor):
-        return Kept(out)
+class Drawn:
+    """The result of a random op, with where it left the streams."""
+
+    __slots__ = ("entry", "rng")
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+        self.rng = read_rng()
+
+
+def _keep(func: Any, out: Any) -> Any:
+    if returns_alias(func):
+        return RECOMPUTE
+    entry = Kept(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, Kept, out)
+    return Drawn(entry) if is_random(func) else entry
+
+
+def _keep_traced(out: Any) -> Any:
     return tree_map_only(torch.Tensor, Kept, out)
 
 
@@ -119,10 +148,17 @@ class RecordMode(DispatchMode):
         self.ac_graph_id = ac_graph_id
         self._context = SelectiveCheckpointContext(is_recompute=False)
         self._tracing = False
+        self._used = False
         #: By id of the op: ops hash slowly, and each would be looked up three times.
         self._known: dict[int, _Recorded] = {}
 
     def __enter__(self) -> RecordMode:
+        if self._used:
+            raise RuntimeError(
+                "the contexts of create_selective_checkpoint_contexts serve one region each, and "
+                "these have been used: let context_fn make new ones in every call"
+            )
+        self._used = True
         self._tracing = is_tracing()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -134,10 +170,11 @@ class RecordMode(DispatchMode):
             return self._trace(func, args, kwargs or {})
         call, entries, kept = self._known.get(id(func)) or self._look_up(func, args)
         out = call(*args, **kwargs) if kwargs else call(*args)
-        if entries is not None:
-            if kept is None:
-                kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
-            entries.append(_keep(out) if kept else RECOMPUTE)
+        if entries is None or self.storage.replays:
+            return out
+        if kept is None:
+            kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
+        entries.append(_keep(func, out) if kept else RECOMPUTE)
         return out
 
     def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Recorded:
@@ -168,7 +205,7 @@ class RecordMode(DispatchMode):
         decision = CheckpointPolicy.PREFER_RECOMPUTE
         if func not in SAC_IGNORED_OPS:
             decision = as_decision(self._ask(out, func, args, kwargs), func)
-            self.storage[_key(func, args)].append(_keep(out))
+            self.storage[_key(func, args)].append(_keep_traced(out))
         if graph is not None:
             added = len(graph.nodes) - before
             nodes = [node for node, _ in zip(reversed(graph.nodes), range(added), strict=False)]
@@ -210,11 +247,20 @@ class ReplayMode(DispatchMode):
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
         #: Whether a second recomputation is refused. Otherwise it runs the op again.
         self._once = once
+        #: Whether the streams are those of forward, and to be moved past what is not run again.
+        self._restores_rng = False
         #: By id of the op.
         self._known: dict[int, _Calls] = {}
 
+    def for_rerun(self, *, restores_rng: bool) -> ReplayMode:
+        """A mode of its own for one recomputation: several may run at once, in threads."""
+        mode = ReplayMode(None, self.storage, self.allow_cache_entry_mutation, once=self._once)
+        mode._restores_rng = restores_rng
+        return mode
+
     def __enter__(self) -> ReplayMode:
         self._known = {}
+        self.storage.replays += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -233,6 +279,10 @@ class ReplayMode(DispatchMode):
                 entries[position] = CONSUMED
                 return self._hand_out(entry)
         return calls.call(*args, **kwargs) if kwargs else calls.call(*args)
+
+    def __exit__(self, *exc: object) -> None:
+        self.storage.replays -= 1
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Calls:
         if func in SAC_IGNORED_OPS:
@@ -257,6 +307,10 @@ class ReplayMode(DispatchMode):
                 "out what it kept once. Use recollect.create_selective_checkpoint_contexts (or "
                 "policy=), which recomputes it for every further backward."
             )
+        if type(entry) is Drawn:
+            if self._restores_rng:
+                write_rng(entry.rng)
+            entry = entry.entry
         if type(entry) is Kept:
             return self._checked(entry)
         return tree_map_only(Kept, self._checked, entry)
@@ -300,7 +354,7 @@ def selective_contexts(
     policy: PolicyFunction, *, allow_mutation: bool, once: bool
 ) -> tuple[RecordMode, ReplayMode]:
     """The two modes for one region. ``once``: refuse to recompute what was kept and given out."""
-    storage: Store = defaultdict(list)
+    storage = Store()
     return RecordMode(policy, storage), ReplayMode(None, storage, allow_mutation, once=once)
 
 

@@ -1,8 +1,8 @@
 """Switches that a user sets around code, and the flag that code may ask for.
 
 The two switches live in context variables: setting one in a thread or an asyncio task changes
-nothing for the others. Whether a region is being rerun is a fact about a thread, not about a
-context (a rerun restores the context of forward), so that flag is thread-local.
+nothing for the others. Whether a region is being rerun is a fact about a thread and not about a
+context, so that flag is thread-local.
 """
 
 from __future__ import annotations

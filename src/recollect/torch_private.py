@@ -29,9 +29,7 @@ __all__ = [
     "any_autocast_enabled",
     "at_end_of_backward",
     "backward_allows_reentrant",
-    "backward_keeps_graph",
     "bare_op",
-    "compiler_policy",
     "current_device_context",
     "current_graph_task",
     "current_operation",
@@ -43,12 +41,14 @@ __all__ = [
     "hide_from_dynamo",
     "inductor_region_key",
     "is_nonstrict_tracing",
+    "is_random",
     "is_tracing",
     "metadata_ops",
     "nested_trace_policy",
     "never_traced",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "returns_alias",
     "run_without_dynamo",
     "save_tensor",
     "saved_tensor_hooks_active",
@@ -83,9 +83,6 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 #: False inside ``autograd.grad`` and ``backward(inputs=)``: a nested backward would go astray.
 backward_allows_reentrant: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-
-#: Whether the current backward was started with ``retain_graph`` or ``create_graph``.
-backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 
 #: Runs a callable when the current backward is over.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
@@ -183,6 +180,18 @@ class DispatchMode(TorchDispatchMode):
 def bare_op(op: Any) -> Callable[..., Any]:
     """What calling ``op`` comes down to, without the method of ``OpOverload`` around it."""
     return op._op if type(op) is OpOverload else op
+
+
+def returns_alias(op: Any) -> bool:
+    """Whether ``op`` returns one of its inputs, or a view of it (or cannot tell)."""
+    return type(op) is OpOverload and any(
+        result.alias_info is not None for result in op._schema.returns
+    )
+
+
+def is_random(op: Any) -> bool:
+    """Whether ``op`` draws from a random stream."""
+    return type(op) is OpOverload and torch.Tag.nondeterministic_seeded in op.tags
 
 
 _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -284,7 +293,7 @@ def traced_graph() -> Any:
     return None if mode is None else mode.tracer.graph
 
 
-def compiler_policy(name: str) -> Any:
+def _compiler_policy(name: str) -> Any:
     """The member called ``name`` of the policy enum that the graph partitioner compares with."""
     from torch._functorch import partitioners
 
@@ -293,7 +302,7 @@ def compiler_policy(name: str) -> Any:
 
 def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> None:
     """Tell the partitioner what to do with the nodes that one op was traced into."""
-    member = compiler_policy(policy)
+    member = _compiler_policy(policy)
     for node in nodes:
         node.meta["recompute"] = member
         if graph_id is not None:

@@ -178,3 +178,22 @@ def test_default_compares_the_device() -> None:
     with pytest.raises(recollect.CheckpointError, match="have different metadata") as info:
         go(differing(lambda x: x.sin().exp(), lambda x: x.cuda().sin().exp()))
     assert "cuda" in str(info.value)
+
+
+def test_what_nobody_can_ask_for_may_differ() -> None:
+    """A branch whose result was dropped is not part of the graph any more."""
+    lengths = iter((1, 2))
+
+    def function(x: Tensor) -> Tensor:
+        x[: next(lengths)].sin().sum()
+        return x.exp().sin()
+
+    x = leaf(5)
+    rerun(function, x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().sum(), x)[0])
+
+
+def test_a_check_must_return_something_comparable() -> None:
+    out = rerun(lambda x: x.sin().exp(), leaf(5), determinism_check=lambda t: t.clone())
+    with pytest.raises(TypeError, match="determinism_check"):
+        out.sum().backward()

@@ -626,3 +626,27 @@ def test_saved_tensors_are_read_once_in_compat() -> None:
     out = compat_rerun(lambda x: ReadsTwice.apply(x.sin()), x)
     with pytest.raises(recollect.CheckpointError, match="already unpacked once"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("run", [rerun, compat_rerun])
+def test_backward_through_what_the_second_run_stored(run: Run) -> None:
+    """An auxiliary loss on the module is overwritten by the recomputation, and used afterwards."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x).sin()
+            self.auxiliary = (hidden**2).mean()
+            return hidden.exp()
+
+    def train(run: Run) -> Any:
+        model, x = Model(), leaf(2, 4)
+        out = run(model, x)
+        out.sum().backward(retain_graph=True)
+        model.auxiliary.backward()
+        return out, x.grad, [p.grad for p in model.parameters()]
+
+    assert_transparent(train, run)

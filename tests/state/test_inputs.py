@@ -180,3 +180,21 @@ def test_list_that_the_caller_extends_is_seen_as_it_is_in_backward() -> None:
     items.append(leaf(3))
     with pytest.raises(recollect.CheckpointError):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("run", [rerun, compat_rerun])
+def test_state_that_the_region_keeps_in_a_container_is_its_own(run: Run) -> None:
+    """A counter or a cache in a dict or list: plain autograd does not mind, and neither do we."""
+
+    def count(x: Tensor, state: dict[str, Tensor], cache: list[Tensor]) -> Tensor:
+        state["calls"] += 1
+        cache[0][0] = x.detach()[0]
+        return (x.sin() * cache[0]).exp()
+
+    def train(run: Run) -> Any:
+        x = leaf(4)
+        out = run(count, x, {"calls": torch.zeros(1)}, [torch.zeros(4)])
+        out.sum().backward()
+        return out, x.grad
+
+    assert_transparent(train, run)

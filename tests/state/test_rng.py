@@ -235,3 +235,58 @@ class TestCuda(OnCuda):
         drawn = torch.rand(5, device="cuda")
         recollect.set_device_states(devices, states, device_type="cuda")
         assert_identical(torch.rand(5, device="cuda"), drawn)
+
+
+def forks(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return F.dropout(x, 0.5).sin()
+
+
+def puts_back(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    out = F.dropout(x, 0.5).sin()
+    torch.set_rng_state(state)
+    return out
+
+
+@pytest.mark.parametrize("run", [rerun, reentrant])
+@pytest.mark.parametrize("function", [forks, puts_back])
+def test_a_region_that_draws_and_leaves_the_stream_where_it_was(function: Any, run: Run) -> None:
+    """From outside it looks as if nothing had been drawn."""
+
+    def train(run: Run) -> Any:
+        x = torch.randn(20, requires_grad=True)
+        out = run(function, x)
+        torch.rand(3)
+        out.sum().backward()
+        return out, x.grad
+
+    assert_transparent(train, run)
+
+    def test_a_region_in_a_captured_graph(self) -> None:
+        """Capturing forbids some ways of reading a generator; dropout must match at each replay."""
+        layer = torch.nn.Linear(64, 64, device="cuda")
+        x = torch.randn(8, 64, device="cuda")
+
+        def step() -> Tensor:
+            return recollect.checkpoint(lambda x: F.dropout(layer(x), 0.5).sin(), x).sum()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step().backward()
+                layer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+            out.backward()
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            graph.replay()
+            captured = out.clone(), layer.bias.grad.clone()
+            torch.manual_seed(seed)
+            again = F.dropout(layer(x), 0.5).sin().sum()
+            (grad,) = torch.autograd.grad(again, layer.bias)
+            torch.testing.assert_close(captured, (again.detach(), grad))

@@ -19,9 +19,11 @@ __all__ = [
     "Difference",
     "count_mismatch",
     "cpu_metadata",
+    "default_check",
     "metadata",
     "metadata_mismatch",
     "resolve_check",
+    "same",
     "too_many_saved",
 ]
 
@@ -69,6 +71,17 @@ def resolve_check(check: str | Describe) -> Describe | None:
     return _NAMED_CHECKS[check]
 
 
+def same(before: Any, after: Any) -> bool:
+    """Whether two descriptions, or lists of them, are equal."""
+    try:
+        return bool(before == after)
+    except (RuntimeError, ValueError) as error:
+        raise TypeError(
+            "determinism_check returned something that == does not compare to True or False "
+            f"({error}); return numbers, strings or tuples of them, such as tensor.sum().item()"
+        ) from error
+
+
 def count_mismatch(in_forward: int, in_recompute: int) -> RecomputeMismatch:
     """The error for a recomputation that saved fewer tensors."""
     return RecomputeMismatch(
@@ -106,4 +119,6 @@ def _readable(description: Any) -> Any:
     match description:
         case (torch.Size() as shape, torch.dtype() as dtype, *device):
             return {"shape": shape, "dtype": dtype, "device": device[0] if device else "cpu"}
+        case (single,):
+            return single
     return description

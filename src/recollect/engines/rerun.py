@@ -3,21 +3,21 @@
     forward                                     backward
 
     (1) Frame: inputs, RNG, ambient modes
-    (2) function runs under pack and unpack     (5) unpack(n): first of this backward?
-    (3) of each saved tensor autograd gets          rerun the function with the state of (1)
-        its number, the frame a description;    (6) the n-th tensor saved now is checked against
-        the tensor itself is let go                 (3) and put into the n-th place of a Pass
-    (4) settle: drop state that did             (7) all places filled: stop the rerun early
-        not matter                              (8) unpack takes the tensor out of its place
+    (2) function runs under pack and unpack     (5) unpack(ticket): first of this backward?
+    (3) for each saved tensor autograd gets         rerun the function with the state of (1)
+        a ticket, with its number and what      (6) the n-th tensor saved now goes to the n-th place
+        it looked like; the tensor is let go        of a Pass, if its ticket (3) is alive and fits
+    (4) settle: inputs that the region          (7) all places filled: stop the rerun early
+        changed, devices that it started        (8) unpack takes the tensor out of its place
 
 A tensor leaves its place as it is unpacked, also with ``retain_graph``: recomputed memory shrinks
-as backward goes, and a second backward reruns. A pass belongs to one backward (a graph task of
-autograd's, or the ``GraphExecGroup`` around several): two that run interleaved, one inside the
-other or in two threads, do not see each other's tensors.
+as backward goes, and a second backward reruns. Tickets of a part of the graph that has been freed
+are dead, and nothing is kept for them. A pass belongs to one backward (a graph task of autograd's,
+or the ``GraphExecGroup`` around several): two that run interleaved, one inside the other or in two
+threads, do not see each other's tensors.
 
-The graph that a rerun builds holds numbers in turn, good for as long as the rerun lasts (the
-function may go backward inside). So recomputed tensors can keep their history, which saves
-detaching them: it holds no tensor, and nothing of this module. There are no cycles.
+The graph that a rerun builds gets numbers, and the tensors in a pass are cut off from it: no object
+here refers to a graph that refers back to it, so there are no cycles.
 
 The hooks run three times for every saved tensor of a model; they are written for speed.
 """
@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from sys import getrefcount
 from types import TracebackType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -40,6 +41,7 @@ from recollect.checks.determinism import (
     cpu_metadata,
     metadata,
     metadata_mismatch,
+    same,
     too_many_saved,
 )
 from recollect.checks.trace import OpLog, explain
@@ -53,7 +55,6 @@ from recollect.torch_private import (
     TorchDispatchMode,
     any_autocast_enabled,
     at_end_of_backward,
-    backward_keeps_graph,
     current_graph_task,
     current_operation,
     dispatch_modes_active,
@@ -77,7 +78,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
     """Call ``context_fn`` and check what it gives before anything is entered."""
     contexts = context_fn()
-    if not isinstance(contexts, tuple) or len(contexts) != 2:
+    if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
         raise TypeError(
             "context_fn should return a tuple of two context managers, one for forward and one "
             f"for the recomputation, but returned {contexts!r}"
@@ -93,7 +94,11 @@ def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
             "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` must "
             "generate a tuple of two `TorchDispatchMode`s."
         )
-    return contexts
+    return contexts[0], contexts[1]
+
+
+#: Stands in the graph for a saved tensor: its number, and its description by the check.
+Ticket = tuple[Any, ...]
 
 
 class Pass:
@@ -102,7 +107,7 @@ class Pass:
     __slots__ = ("tensors", "versions")
 
     def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
-        #: By number; None once unpacked, or where nobody is expected to ask.
+        #: By number; None once unpacked, or where nobody can ask.
         self.tensors = tensors
         self.versions = versions
 
@@ -115,10 +120,8 @@ class Frame:
         "ambient",
         "contexts",
         "describe",
-        "descriptions",
         "early_stop",
         "forward_log",
-        "freed",
         "function",
         "inputs",
         "locks",
@@ -126,6 +129,7 @@ class Frame:
         "read_once",
         "rng",
         "running",
+        "tickets",
     )
 
     def __init__(
@@ -150,13 +154,12 @@ class Frame:
         self.forward_log = OpLog() if debug else None
         self.read_once = read_once
         self.running = True
-        #: One for each saved tensor; the numbers that autograd holds are positions in it.
-        self.descriptions: list[Any] = []
+        #: One for each saved tensor. Held here and by the graph: one that only this list holds is
+        #: dead. (To count references costs nothing in forward; a weak one would have to be made.)
+        self.tickets: list[Ticket] = []
         #: By backward.
         self.passes: dict[Any, Pass] = {}
         self.locks: dict[Any, threading.RLock] = {}
-        #: Numbers that earlier backwards have asked for and freed with their part of the graph.
-        self.freed: set[int] = set()
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -208,25 +211,25 @@ class Frame:
                 "__exit__ return False."
             ) from exc
 
-    def _pack_hook(self) -> Callable[[torch.Tensor], int]:
-        descriptions = self.descriptions
+    def _pack_hook(self) -> Callable[[torch.Tensor], Ticket]:
+        tickets = self.tickets
         describe = self.describe
 
         # The two default checks are written out: a call would cost as much as what it does.
-        def pack_on_cpu(tensor: torch.Tensor) -> int:
-            number = len(descriptions)
-            descriptions.append((tensor.shape, tensor.dtype))
-            return number
+        def pack_on_cpu(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), tensor.shape, tensor.dtype)
+            tickets.append(ticket)
+            return ticket
 
-        def pack(tensor: torch.Tensor) -> int:
-            number = len(descriptions)
-            descriptions.append((tensor.shape, tensor.dtype, tensor.device))
-            return number
+        def pack(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), tensor.shape, tensor.dtype, tensor.device)
+            tickets.append(ticket)
+            return ticket
 
-        def pack_described(tensor: torch.Tensor) -> int:
-            number = len(descriptions)
-            descriptions.append(None if describe is None else describe(tensor))
-            return number
+        def pack_described(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), None if describe is None else describe(tensor))
+            tickets.append(ticket)
+            return ticket
 
         if describe is cpu_metadata:
             return pack_on_cpu
@@ -234,8 +237,9 @@ class Frame:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def unpack(self, number: int) -> torch.Tensor:
+    def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook by which autograd asks for a tensor back."""
+        number = ticket[0]
         passed = self.passes.get(current_graph_task())
         if passed is None or (tensor := passed.tensors[number]) is None:
             passed, tensor = self._recall(number)
@@ -266,23 +270,11 @@ class Frame:
         if passed is not None and number < len(passed.tensors):
             if passed.tensors[number] is not None:
                 return passed
-            if number not in self.freed:
-                self._check_reread(backward)
+            self._check_reread(backward)
         elif passed is None and type(backward) is int:
-            at_end_of_backward(
-                partial(_end_pass, ref(self), backward, frees_graph=not backward_keeps_graph())
-            )
-        if number in self.freed:
-            self.freed.clear()  # what is asked for cannot have been freed
+            at_end_of_backward(partial(_end_pass, ref(self), backward))
         passed = self.passes[backward] = Rerun(self).run()
         return passed
-
-    def end_pass(self, backward: int, *, frees_graph: bool) -> None:
-        """Forget what was recomputed for a backward that is over, and was not asked for."""
-        self.locks.pop(backward, None)
-        passed = self.passes.pop(backward, None)
-        if passed is not None and frees_graph:
-            self.freed.update(n for n, tensor in enumerate(passed.tensors) if tensor is None)
 
     def _check_reread(self, backward: Any) -> None:
         if type(backward) is not int:
@@ -311,11 +303,16 @@ _CHANGED_WHEN_SAVED = (
 )
 
 
-def _end_pass(frame: ReferenceType[Frame], backward: int, *, frees_graph: bool) -> None:
-    # A backward over the whole graph has freed the frame with it.
+#: Of a ticket: the frame's list, and the argument of ``getrefcount``.
+_REFERENCES_OF_THE_DEAD = 2
+
+
+def _end_pass(frame: ReferenceType[Frame], backward: int) -> None:
+    """Forget what was recomputed for a backward that is over, and was not asked for."""
     alive = frame()
-    if alive is not None:
-        alive.end_pass(backward, frees_graph=frees_graph)
+    if alive is not None:  # a backward over the whole graph has freed the frame with it
+        alive.passes.pop(backward, None)
+        alive.locks.pop(backward, None)
 
 
 class Rerun:
@@ -324,7 +321,9 @@ class Rerun:
     __slots__ = (
         "_expected",
         "_frame",
+        "_keep_all",
         "_log",
+        "_over",
         "_raised",
         "_stopped",
         "_surplus",
@@ -333,13 +332,16 @@ class Rerun:
         "_versions",
     )
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, *, keep_all: bool = False) -> None:
         self._frame = frame
-        self._expected = len(frame.descriptions)
+        self._keep_all = keep_all
+        self._expected = len(frame.tickets)
+        #: By number; None where the ticket is dead.
         self._tensors: list[Any] = []
         self._versions: list[int] = []
         self._stopped = False
         self._surplus = False
+        self._over = False
         #: The operation that may have yet to write what it saves.
         self._unwritten_by = -1
         self._raised: str | None = None
@@ -350,19 +352,21 @@ class Rerun:
         try:
             self._run()
             self._verify()
-            tensors = self._tensors[: self._expected]
+            # Cut off from the graph here in one loop, and not one by one in the hook: the code is
+            # warm then, and no dispatch mode looks on.
+            tensors = [
+                t if t is None or t.grad_fn is None else t.detach()
+                for t in self._tensors[: self._expected]
+            ]
         except CheckpointError as error:
             log = self._frame.forward_log
             if log is not None and self._log is not None:
                 raise explain(error, log, self._log) from error
             raise
         finally:
-            frame = self._frame
             # The graph of the rerun holds on to the hooks, and they to this object.
             self._tensors.clear()
-            del self._frame
-        for number in frame.freed:
-            tensors[number] = None
+            self._over = True
         return Pass(tensors, self._versions)
 
     def _run(self) -> None:
@@ -372,7 +376,7 @@ class Rerun:
         grad_was_enabled = torch.is_grad_enabled()
         set_grad_enabled(True)
         recomputing.depth += 1
-        push_saved_tensor_hooks(self._pack_hook(), partial(_unpack_inside, self._tensors))
+        push_saved_tensor_hooks(self._pack_hook(), self._unpack)
         try:
             if dynamo_is_watching():
                 run_without_dynamo(self._call, args, kwargs)
@@ -401,7 +405,10 @@ class Rerun:
         with ExitStack() as stack:
             enter_ambient(frame.ambient, stack)
             if frame.contexts is not None:
-                stack.enter_context(frame.contexts[1])
+                context = frame.contexts[1]
+                if isinstance(context, ReplayMode):
+                    context = context.for_rerun(restores_rng=frame.rng is not None)
+                stack.enter_context(context)
             if self._log is not None:
                 stack.enter_context(self._log)
             self._call_noting_errors(args, kwargs)
@@ -421,24 +428,39 @@ class Rerun:
             self._raised = repr(error)
             raise
 
-    def _pack_hook(self) -> Callable[[torch.Tensor], int]:
+    def _pack_hook(self) -> Callable[[torch.Tensor], Any]:
         tensors = self._tensors
         versions = self._versions
+        tickets = self._frame.tickets
+        expected = self._expected
+        keep_all = self._keep_all
         # The first number at which there is something to do beside noting the tensor.
-        limit = self._expected - 2 if self._frame.early_stop else self._expected
+        limit = expected - 2 if self._frame.early_stop else expected
         # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
         # detach for each saved tensor, as it does with torch.
         contexts = self._frame.contexts
         has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
         detach = has_modes or dispatch_modes_active()
 
-        def pack(tensor: torch.Tensor) -> int:
+        def pack(tensor: torch.Tensor) -> Any:
             number = len(tensors)
-            tensors.append(tensor.detach() if detach and tensor.grad_fn is not None else tensor)
+            packed: Any = number
+            if (
+                number < expected
+                and getrefcount(tickets[number]) <= _REFERENCES_OF_THE_DEAD
+                and not keep_all
+            ):
+                # Nobody can ask for it but the graph of this rerun, which shall hold it itself.
+                packed = tensor if tensor.grad_fn is None else tensor.detach()
+                tensors.append(None)
+            elif detach and tensor.grad_fn is not None:
+                tensors.append(tensor.detach())
+            else:
+                tensors.append(tensor)
             versions.append(tensor._version)
             if number >= limit:
                 self._near_end(number, tensor)
-            return number
+            return packed
 
         return pack
 
@@ -476,39 +498,52 @@ class Rerun:
             and not self._frame.inputs.has(tensor)
         )
 
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        """The unpack hook of the graph that this rerun builds."""
+        if type(packed) is not int:
+            return packed  # type: ignore[no-any-return]
+        if not self._over:
+            return self._tensors[packed]  # type: ignore[no-any-return]
+        # Somebody goes backward on that graph later: the function has stored a part of it.
+        tensors = Rerun(self._frame, keep_all=True).run().tensors
+        tensor = tensors[packed] if packed < len(tensors) else None
+        if tensor is None:
+            raise CheckpointError(
+                "backward was called on a part of the graph of a recomputation that cannot be had "
+                "again. Keep results of the first run of a checkpointed function, not of the "
+                "second: see recollect.is_recomputing()."
+            )
+        return tensor
+
     def _verify(self) -> None:
         frame = self._frame
-        expected = self._expected
         if self._surplus:
-            raise too_many_saved(expected)
-        if len(self._tensors) < expected and not frame.running:
-            raise count_mismatch(expected, len(self._tensors))
+            raise too_many_saved(self._expected)
+        if len(self._tensors) < self._expected and not frame.running:
+            raise count_mismatch(self._expected, len(self._tensors))
         describe = frame.describe
         if describe is None:
             return
-        # Here in one loop, and not in the hook one by one: the code is warm then.
-        tensors = self._tensors
+        # Here in one loop, and not one by one in the hook: the code is warm then.
+        numbered = enumerate(self._tensors[: self._expected])
+        tickets: list[Ticket | None]
         if describe is cpu_metadata:
-            descriptions: list[Any] = [(t.shape, t.dtype) for t in tensors]
+            tickets = [t if t is None else (n, t.shape, t.dtype) for n, t in numbered]
+        elif describe is metadata:
+            tickets = [t if t is None else (n, t.shape, t.dtype, t.device) for n, t in numbered]
         else:
-            descriptions = [describe(t) for t in tensors]
-        if descriptions != frame.descriptions:
-            # One list is longer than the other where the function goes backward inside forward.
-            pairs = enumerate(zip(frame.descriptions, descriptions, strict=False))
-            differences = [(n, before, after) for n, (before, after) in pairs if before != after]
-            if differences:
-                raise metadata_mismatch(differences)
-
-
-def _unpack_inside(tensors: list[torch.Tensor], number: int) -> torch.Tensor:
-    """The unpack hook of the graph that a rerun builds."""
-    if not tensors:
-        raise CheckpointError(
-            "backward was called on a graph that a recomputation had built, after the "
-            "recomputation was over. Keep results of the first run of a checkpointed function, "
-            "not of the second: see recollect.is_recomputing()."
-        )
-    return tensors[number]
+            tickets = [t if t is None else (n, describe(t)) for n, t in numbered]
+        if same(tickets, frame.tickets):
+            return
+        # What nobody can ask for may be as it is. (One list is longer than the other where the
+        # function goes backward inside forward.)
+        differences = [
+            (number, before[1:], after[1:])
+            for number, (before, after) in enumerate(zip(frame.tickets, tickets, strict=False))
+            if after is not None and not same(before, after)
+        ]
+        if differences:
+            raise metadata_mismatch(differences)
 
 
 # A region that ran in eager is recomputed in eager, whoever runs backward.

@@ -49,16 +49,21 @@ class Inputs:
             _guard(kwargs.values(), self._guards)
 
     def settle(self) -> None:
-        """Let go of the arguments if the region itself changed one in place.
+        """Take note of what the region itself changed in place.
 
-        Its history now runs through the region, which holds it: a cycle that only the garbage
-        collector could break. It could not be used for a rerun in any case.
+        A positional argument that it changed cannot be had again: an error, when backward asks. All
+        are let go then, since the history of that one runs through the region, which would hold it.
+        A tensor in a keyword or a container is taken for state that the region keeps there (a
+        cache, a counter), and guarded from here on.
         """
-        for tensor, version in self._guards:
-            if tensor._version != version:
+        for position, (tensor, version) in enumerate(self._guards):
+            if tensor._version == version:
+                continue
+            if tensor.requires_grad or any(tensor is arg for arg in self._args):
                 self._spoilt = self._describe_change(tensor, version, "inside the region")
                 self._args, self._kwargs, self._guards = (), {}, []
                 return
+            self._guards[position] = (tensor, tensor._version)
 
     def recall(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, or ``InputChanged``."""
