@@ -116,23 +116,31 @@ class Drawn:
         self.rng = read_rng()
 
 
-def _keep(func: Any, out: Any) -> Any:
+def _keep(out: Any) -> Any:
+    return Kept(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, Kept, out)
+
+
+def _keep_drawn(out: Any) -> Any:
+    return Drawn(_keep(out))
+
+
+def _keep_nothing(_out: Any) -> Any:
+    return RECOMPUTE
+
+
+def _keeper(func: Any) -> Callable[[Any], Any]:
+    """How a result of ``func`` is kept, should the policy say so."""
     if returns_alias(func):
-        return RECOMPUTE
-    entry = Kept(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, Kept, out)
-    return Drawn(entry) if is_random(func) else entry
-
-
-def _keep_traced(out: Any) -> Any:
-    return tree_map_only(torch.Tensor, Kept, out)
+        return _keep_nothing
+    return _keep_drawn if is_random(func) else _keep
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
     return func if type(func) is OpOverload else inductor_region_key(func, args)
 
 
-#: How to call an op; its entries, if it is not ignored; whether it is kept, if that is known.
-_Recorded = tuple[Callable[..., Any], list[Any] | None, bool | None]
+#: How to call an op; its entries, if it is not ignored; whether it is kept, if that is known; how.
+_Recorded = tuple[Callable[..., Any], list[Any] | None, bool | None, Callable[[Any], Any]]
 
 
 class RecordMode(DispatchMode):
@@ -168,22 +176,22 @@ class RecordMode(DispatchMode):
     ) -> Any:
         if self._tracing:
             return self._trace(func, args, kwargs or {})
-        call, entries, kept = self._known.get(id(func)) or self._look_up(func, args)
+        call, entries, kept, keep = self._known.get(id(func)) or self._look_up(func, args)
         out = call(*args, **kwargs) if kwargs else call(*args)
         if entries is None or self.storage.replays:
             return out
         if kept is None:
             kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
-        entries.append(_keep(func, out) if kept else RECOMPUTE)
+        entries.append(keep(out) if kept else RECOMPUTE)
         return out
 
     def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Recorded:
         if func in SAC_IGNORED_OPS:
-            known: _Recorded = (bare_op(func), None, None)
+            known: _Recorded = (bare_op(func), None, None, _keep)
         else:
             policy = self.policy_fn
             kept = func in policy.ops if isinstance(policy, OpList) else None
-            known = (bare_op(func), self.storage[_key(func, args)], kept)
+            known = (bare_op(func), self.storage[_key(func, args)], kept, _keeper(func))
         if type(func) is OpOverload:  # the key of others depends on their arguments
             self._known[id(func)] = known
         return known
@@ -205,7 +213,7 @@ class RecordMode(DispatchMode):
         decision = CheckpointPolicy.PREFER_RECOMPUTE
         if func not in SAC_IGNORED_OPS:
             decision = as_decision(self._ask(out, func, args, kwargs), func)
-            self.storage[_key(func, args)].append(_keep_traced(out))
+            self.storage[_key(func, args)].append(_keep(out))
         if graph is not None:
             added = len(graph.nodes) - before
             nodes = [node for node, _ in zip(reversed(graph.nodes), range(added), strict=False)]

@@ -237,6 +237,13 @@ class Frame:
 
     # --- backward ---------------------------------------------------------------------------------
 
+    def dead(self) -> frozenset[int]:
+        """The numbers of the tickets that the graph does not hold any more."""
+        counts = [getrefcount(ticket) for ticket in self.tickets]
+        if min(counts, default=_OF_THE_DEAD + 1) > _OF_THE_DEAD:
+            return frozenset()
+        return frozenset(n for n, count in enumerate(counts) if count <= _OF_THE_DEAD)
+
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook by which autograd asks for a tensor back."""
         number = ticket[0]
@@ -303,8 +310,8 @@ _CHANGED_WHEN_SAVED = (
 )
 
 
-#: Of a ticket: the frame's list, and the argument of ``getrefcount``.
-_REFERENCES_OF_THE_DEAD = 2
+#: References to a dead ticket: the frame's list, the loop's variable, the argument of getrefcount.
+_OF_THE_DEAD = 3
 
 
 def _end_pass(frame: ReferenceType[Frame], backward: int) -> None:
@@ -319,9 +326,9 @@ class Rerun:
     """One run of a frame's function in backward."""
 
     __slots__ = (
+        "_dead",
         "_expected",
         "_frame",
-        "_keep_all",
         "_log",
         "_over",
         "_raised",
@@ -334,7 +341,7 @@ class Rerun:
 
     def __init__(self, frame: Frame, *, keep_all: bool = False) -> None:
         self._frame = frame
-        self._keep_all = keep_all
+        self._dead = frozenset() if keep_all else frame.dead()
         self._expected = len(frame.tickets)
         #: By number; None where the ticket is dead.
         self._tensors: list[Any] = []
@@ -431,38 +438,38 @@ class Rerun:
     def _pack_hook(self) -> Callable[[torch.Tensor], Any]:
         tensors = self._tensors
         versions = self._versions
-        tickets = self._frame.tickets
-        expected = self._expected
-        keep_all = self._keep_all
+        dead = self._dead
         # The first number at which there is something to do beside noting the tensor.
-        limit = expected - 2 if self._frame.early_stop else expected
-        # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
-        # detach for each saved tensor, as it does with torch.
-        contexts = self._frame.contexts
-        has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
-        detach = has_modes or dispatch_modes_active()
+        limit = self._expected - 2 if self._frame.early_stop else self._expected
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(tensors)
+            tensors.append(tensor)
+            versions.append(tensor._version)
+            if number >= limit:
+                self._near_end(number, tensor)
+            return number
+
+        def pack_with_care(tensor: torch.Tensor) -> Any:
             number = len(tensors)
             packed: Any = number
-            if (
-                number < expected
-                and getrefcount(tickets[number]) <= _REFERENCES_OF_THE_DEAD
-                and not keep_all
-            ):
+            cut_off = tensor if tensor.grad_fn is None else tensor.detach()
+            if number in dead:
                 # Nobody can ask for it but the graph of this rerun, which shall hold it itself.
-                packed = tensor if tensor.grad_fn is None else tensor.detach()
+                packed = cut_off
                 tensors.append(None)
-            elif detach and tensor.grad_fn is not None:
-                tensors.append(tensor.detach())
             else:
-                tensors.append(tensor)
+                tensors.append(cut_off)
             versions.append(tensor._version)
             if number >= limit:
                 self._near_end(number, tensor)
             return packed
 
-        return pack
+        # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
+        # detach for each saved tensor, as it does with torch.
+        contexts = self._frame.contexts
+        has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
+        return pack_with_care if dead or has_modes or dispatch_modes_active() else pack
 
     def _near_end(self, number: int, tensor: torch.Tensor) -> None:
         missing = self._expected - number - 1
@@ -527,12 +534,12 @@ class Rerun:
         # Here in one loop, and not one by one in the hook: the code is warm then.
         numbered = enumerate(self._tensors[: self._expected])
         tickets: list[Ticket | None]
-        if describe is cpu_metadata:
-            tickets = [t if t is None else (n, t.shape, t.dtype) for n, t in numbered]
-        elif describe is metadata:
-            tickets = [t if t is None else (n, t.shape, t.dtype, t.device) for n, t in numbered]
+        if self._dead or describe not in (cpu_metadata, metadata):
+            tickets = [t if t is None else (n, *_described(describe, t)) for n, t in numbered]
+        elif describe is cpu_metadata:
+            tickets = [(n, t.shape, t.dtype) for n, t in numbered]
         else:
-            tickets = [t if t is None else (n, describe(t)) for n, t in numbered]
+            tickets = [(n, t.shape, t.dtype, t.device) for n, t in numbered]
         if same(tickets, frame.tickets):
             return
         # What nobody can ask for may be as it is. (One list is longer than the other where the
@@ -544,6 +551,12 @@ class Rerun:
         ]
         if differences:
             raise metadata_mismatch(differences)
+
+
+def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a ticket says of ``tensor``."""
+    description = describe(tensor)
+    return description if describe in (cpu_metadata, metadata) else (description,)
 
 
 # A region that ran in eager is recomputed in eager, whoever runs backward.
