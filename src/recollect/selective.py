@@ -33,7 +33,7 @@ from recollect.policy import (
     expand_packets,
     is_kept,
 )
-from recollect.state.rng import read_rng, write_rng
+from recollect.state.rng import RngState, read_rng, same_rng, write_rng
 from recollect.torch_private import (
     DispatchMode,
     OpOverload,
@@ -107,40 +107,36 @@ class Store(defaultdict[Any, list[Any]]):
 
 
 class Drawn:
-    """The result of a random op, with where it left the streams."""
+    """The result of an op that drew random numbers, with where it left the streams."""
 
     __slots__ = ("entry", "rng")
 
-    def __init__(self, entry: Any) -> None:
+    def __init__(self, entry: Any, rng: RngState) -> None:
         self.entry = entry
-        self.rng = read_rng()
+        self.rng = rng
 
 
 def _keep(out: Any) -> Any:
     return Kept(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, Kept, out)
 
 
-def _keep_drawn(out: Any) -> Any:
-    return Drawn(_keep(out))
-
-
-def _keep_nothing(_out: Any) -> Any:
-    return RECOMPUTE
-
-
-def _keeper(func: Any) -> Callable[[Any], Any]:
-    """How a result of ``func`` is kept, should the policy say so."""
-    if returns_alias(func):
-        return _keep_nothing
-    return _keep_drawn if is_random(func) else _keep
-
-
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
     return func if type(func) is OpOverload else inductor_region_key(func, args)
 
 
-#: How to call an op; its entries, if it is not ignored; whether it is kept, if that is known; how.
-_Recorded = tuple[Callable[..., Any], list[Any] | None, bool | None, Callable[[Any], Any]]
+_ALIAS = _Marker("<returns memory of its inputs>")
+_RANDOM = _Marker("<may draw random numbers>")
+
+
+def _kind(func: Any) -> _Marker | None:
+    if returns_alias(func):
+        return _ALIAS
+    return _RANDOM if is_random(func) else None
+
+
+#: How to call an op; its entries, if it is not ignored; whether it is kept, if that is known; what
+#: is special about it.
+_Recorded = tuple[Callable[..., Any], list[Any] | None, bool | None, _Marker | None]
 
 
 class RecordMode(DispatchMode):
@@ -176,22 +172,30 @@ class RecordMode(DispatchMode):
     ) -> Any:
         if self._tracing:
             return self._trace(func, args, kwargs or {})
-        call, entries, kept, keep = self._known.get(id(func)) or self._look_up(func, args)
+        call, entries, kept, kind = self._known.get(id(func)) or self._look_up(func, args)
+        before = read_rng() if kind is _RANDOM and kept is not False else None
         out = call(*args, **kwargs) if kwargs else call(*args)
         if entries is None or self.storage.replays:
             return out
         if kept is None:
             kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
-        entries.append(keep(out) if kept else RECOMPUTE)
+        if not kept or kind is _ALIAS:
+            entries.append(RECOMPUTE)
+        elif before is None:
+            entries.append(_keep(out))
+        else:
+            after = read_rng()
+            entry = _keep(out)
+            entries.append(entry if same_rng(before, after) else Drawn(entry, after))
         return out
 
     def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Recorded:
         if func in SAC_IGNORED_OPS:
-            known: _Recorded = (bare_op(func), None, None, _keep)
+            known: _Recorded = (bare_op(func), None, None, None)
         else:
             policy = self.policy_fn
             kept = func in policy.ops if isinstance(policy, OpList) else None
-            known = (bare_op(func), self.storage[_key(func, args)], kept, _keeper(func))
+            known = (bare_op(func), self.storage[_key(func, args)], kept, _kind(func))
         if type(func) is OpOverload:  # the key of others depends on their arguments
             self._known[id(func)] = known
         return known

@@ -9,6 +9,7 @@ from outside that it drew nothing.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "RngState",
     "get_device_states",
     "read_rng",
+    "same_rng",
     "set_device_states",
     "settle_rng",
     "swap_rng",
@@ -84,6 +86,18 @@ def settle_rng(state: RngState) -> RngState:
         for generator in torch.cuda.default_generators
     )
     return cpu, [generator.get_state() for generator in fresh]
+
+
+def same_rng(a: RngState, b: RngState) -> bool:
+    """Whether all streams stand at the same place."""
+    before, after = ([state[0], *(state[1] or ())] for state in (a, b))
+    return len(before) == len(after) and all(map(_same_bytes, before, after))
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Not torch.equal: that is an op, and a dispatch mode of the user's would see it.
+    size = a.numel()
+    return ctypes.string_at(a.data_ptr(), size) == ctypes.string_at(b.data_ptr(), size)
 
 
 def swap_rng(state: RngState) -> RngState:
