@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ _ALIAS = _Marker("<returns memory of its inputs>")
 _RANDOM = _Marker("<may draw random numbers>")
 
 
+@lru_cache(maxsize=4096)  # reading a schema takes microseconds, and it never changes
 def _kind(func: Any) -> _Marker | None:
     if returns_alias(func):
         return _ALIAS
