@@ -16,8 +16,8 @@ are dead, and nothing is kept for them. A pass belongs to one backward (a graph 
 or the ``GraphExecGroup`` around several): two that run interleaved, one inside the other or in two
 threads, do not see each other's tensors.
 
-The graph that a rerun builds gets numbers, and the tensors in a pass are cut off from it: no object
-here refers to a graph that refers back to it, so there are no cycles.
+The graph that a rerun builds gets numbers, good for as long as the rerun lasts (the function may go
+backward inside). Nothing here refers to a graph that refers back: there are no cycles.
 
 The hooks run three times for every saved tensor of a model; they are written for speed.
 """
@@ -34,6 +34,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from recollect.checks.determinism import (
     Describe,
@@ -329,8 +330,8 @@ class Rerun:
         "_dead",
         "_expected",
         "_frame",
+        "_later",
         "_log",
-        "_over",
         "_raised",
         "_stopped",
         "_surplus",
@@ -348,7 +349,8 @@ class Rerun:
         self._versions: list[int] = []
         self._stopped = False
         self._surplus = False
-        self._over = False
+        #: The frame, once the rerun is over.
+        self._later: ReferenceType[Frame] | None = None
         #: The operation that may have yet to write what it saves.
         self._unwritten_by = -1
         self._raised: str | None = None
@@ -359,12 +361,9 @@ class Rerun:
         try:
             self._run()
             self._verify()
-            # Cut off from the graph here in one loop, and not one by one in the hook: the code is
-            # warm then, and no dispatch mode looks on.
-            tensors = [
-                t if t is None or t.grad_fn is None else t.detach()
-                for t in self._tensors[: self._expected]
-            ]
+            tensors = self._tensors[: self._expected]
+            if _hold_memory(tensors):
+                tensors = [t if t is None else t.detach() for t in tensors]
         except CheckpointError as error:
             log = self._frame.forward_log
             if log is not None and self._log is not None:
@@ -373,7 +372,8 @@ class Rerun:
         finally:
             # The graph of the rerun holds on to the hooks, and they to this object.
             self._tensors.clear()
-            self._over = True
+            self._later = ref(self._frame)
+            del self._frame
         return Pass(tensors, self._versions)
 
     def _run(self) -> None:
@@ -509,10 +509,11 @@ class Rerun:
         """The unpack hook of the graph that this rerun builds."""
         if type(packed) is not int:
             return packed  # type: ignore[no-any-return]
-        if not self._over:
+        if self._later is None:
             return self._tensors[packed]  # type: ignore[no-any-return]
         # Somebody goes backward on that graph later: the function has stored a part of it.
-        tensors = Rerun(self._frame, keep_all=True).run().tensors
+        frame = self._later()
+        tensors = [] if frame is None else Rerun(frame, keep_all=True).run().tensors
         tensor = tensors[packed] if packed < len(tensors) else None
         if tensor is None:
             raise CheckpointError(
@@ -551,6 +552,15 @@ class Rerun:
         ]
         if differences:
             raise metadata_mismatch(differences)
+
+
+def _hold_memory(tensors: list[Any]) -> bool:
+    """Whether the history of ``tensors`` may hold more than numbers.
+
+    A custom function may have put tensors on its context. Others save what they need through the
+    hooks: their history is light, and leaving it on saves detaching every tensor.
+    """
+    return any(isinstance(t.grad_fn, BackwardCFunction) for t in tensors if t is not None)
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:
