@@ -3,8 +3,10 @@
 import functools
 import gc
 import re
+import threading
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -414,6 +416,25 @@ def test_backwards_inside_forward_do_not_disturb_what_is_kept():
     inputs = leaves((4, 4))
     ours = gradients(gradients_inside, inputs, selective([aten.mm]))[0]
     assert_same(ours, gradients(gradients_inside, inputs)[0])
+
+
+def test_two_threads_recompute_one_region_at_once():
+    """Each has its own place in what was kept. The barrier makes the two runs meet half-way."""
+    w = torch.linspace(-1, 1, 16).reshape(4, 4)
+    halfway = threading.Barrier(2, timeout=30)
+
+    def two_outputs(x):
+        h = (x @ w).sin()
+        if recollect.is_recomputing():
+            halfway.wait()
+        return h.exp(), (h @ w).cos().exp()
+
+    (x,) = leaves((4, 4))
+    expected = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in two_outputs(x)]
+    outs = recollect.checkpoint(two_outputs, x, policy=[aten.mm])
+    with ThreadPoolExecutor(2) as pool:
+        actual = pool.map(lambda out: torch.autograd.grad(out.sum(), x, retain_graph=True)[0], outs)
+        assert_same(list(actual), expected)
 
 
 @pytest.mark.parametrize("surface", [recollect, recollect.compat])

@@ -144,6 +144,21 @@ def test_recompute_context_that_swallows_does_not_disturb_early_stop(events: lis
     assert torch.equal(x.grad, torch.autograd.grad(wave(x).sum(), x)[0])
 
 
+def test_a_recomputation_that_may_use_no_hooks_leaves_nothing_changed() -> None:
+    x = leaf(5)
+    out = rerun(wave, x)
+    state = torch.get_rng_state()
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+        pytest.raises(RuntimeError, match="none here"),
+    ):
+        out.sum().backward(retain_graph=True)
+    assert not recollect.is_recomputing()
+    assert torch.equal(torch.get_rng_state(), state)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(wave(x).sum(), x)[0])
+
+
 @pytest.mark.parametrize("name", ["forward", "recompute"])
 def test_context_that_fails_on_entering(name: str, events: list[str]) -> None:
     class Fails(Noted):

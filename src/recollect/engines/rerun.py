@@ -379,11 +379,12 @@ class Rerun:
     def _run(self) -> None:
         frame = self._frame
         args, kwargs = frame.inputs.recall()
+        # First, since it is refused where hooks are disabled: nothing else has been changed then.
+        push_saved_tensor_hooks(self._pack_hook(), self._unpack)
         rng_outside = None if frame.rng is None else swap_rng(frame.rng)
         grad_was_enabled = torch.is_grad_enabled()
         set_grad_enabled(True)
         recomputing.depth += 1
-        push_saved_tensor_hooks(self._pack_hook(), self._unpack)
         try:
             if dynamo_is_watching():
                 run_without_dynamo(self._call, args, kwargs)
