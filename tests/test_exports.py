@@ -19,6 +19,7 @@ MODERN = {
     "install",
     "installed",
     "is_recomputing",
+    "set_checkpoint_version_guard",
     "uninstall",
     "unwrap",
 }

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def relied_upon():
 ALIASES = (
     ("_eval_frame.", "torch._C._dynamo.eval_frame."),
     ("partitioners.", "torch._functorch.partitioners."),
+    ("pyfunctorch.", "torch._functorch.pyfunctorch."),
+    ("_functorch.", "torch._C._functorch."),
 )
 
 
@@ -154,6 +157,28 @@ def test_a_tensor_is_saved_through_hooks(make, requires_grad):
     assert torch.equal(make(x).unpack(), x)
 
 
+def test_the_node_that_is_run_is_known():
+    assert private.current_node() is None
+    assert in_backward(lambda: private.current_node().name()) == "ProbeBackward"
+
+
+def test_what_a_node_saved_is_found_as_it_was_packed():
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda p: p[1]):
+        sin, custom = x.sin(), Custom.apply(x, x)
+    for out, count in ((sin, 1), (custom, 2), (x + 1, 0)):
+        packed = private.packed_by(out.grad_fn)
+        assert [each[0] for each in packed] == ["packed"] * count
+    sin.sum().backward()
+    assert private.packed_by(sin.grad_fn) == []
+
+
 def test_grad_mode_is_set_for_good():
     private.set_grad_enabled(False)
     try:
@@ -183,13 +208,50 @@ def test_modes_are_counted():
         assert private.dispatch_modes_active()
 
 
-def test_the_innermost_device_is_found():
-    assert private.current_device_context() is None
-    with torch.device("cpu"), torch.device("meta"):
-        mode = private.current_device_context()
-    with mode:
+def test_function_modes_are_exchanged():
+    assert private.function_modes() == []
+    with torch.device("meta"):
+        modes = private.function_modes()
+        private.set_function_modes([])
+        assert not torch.ones(1).is_meta
+        private.set_function_modes(modes)
         assert torch.ones(1).is_meta
+    private.set_function_modes(modes)
+    assert torch.get_default_device().type == "meta"
+    private.set_function_modes([])
     assert not torch.ones(1).is_meta
+
+
+def test_nobody_observes():
+    with Log() as log, torch.device("meta"), private.unobserved():
+        assert not torch.ones(1).is_meta
+        assert not torch.is_grad_enabled()
+    assert log.ops == []
+    assert torch.is_grad_enabled()
+
+
+def test_a_version_is_set():
+    tensor = torch.ones(2)
+    tensor.add_(1)
+    private.set_version(tensor, 0)
+    assert tensor._version == 0
+
+
+def test_tensors_are_copied():
+    targets, sources = [torch.zeros(2), torch.zeros(3, dtype=torch.long)], [1.5, 2]
+    private.copy_tensors(
+        targets, [torch.full_like(t, s) for t, s in zip(targets, sources, strict=True)]
+    )
+    assert [t.tolist() for t in targets] == [[1.5, 1.5], [2, 2, 2]]
+    private.copy_tensors([], [])
+
+
+@pytest.mark.parametrize("flag", private.FLAGS, ids=lambda flag: flag[0].__name__)
+def test_a_flag_takes_back_what_it_gives(flag):
+    read, write = flag
+    value = read()
+    write(value)
+    assert read() == value
 
 
 def test_autocast_of_any_device_is_seen():
@@ -242,6 +304,68 @@ def test_a_detached_alias_shares_the_version():
 def test_metadata_ops_are_those_that_torch_ignores():
     assert private.metadata_ops() < torch.utils.checkpoint.SAC_IGNORED_OPS
     assert torch.ops.aten.sym_size.default in private.metadata_ops()
+
+
+def test_below_python_nothing_sees_an_op():
+    x = torch.ones(2, requires_grad=True)
+    with Log() as log, torch.device("meta"):
+        with private.below_python():
+            y = x * torch.ones(2)
+        assert torch.ones(1).is_meta
+    assert log.ops == [torch.ops.aten.ones.default]
+    assert (y.device.type, y.requires_grad) == ("cpu", False)
+    assert (x * 1).requires_grad
+
+
+def test_below_python_a_transform_is_not_seen_either():
+    def function(x):
+        with private.below_python():
+            seen.append(torch.ones(2).sum().item())
+        return x.sum()
+
+    seen = []
+    torch.func.vmap(function)(torch.ones(2, 3))
+    assert seen == [2.0]
+
+
+def test_inner_tensors():
+    x = torch.ones(2, 2)
+    sparse = x.to_sparse()
+    with private.below_python():
+        assert private.inner_tensors(x)[0] is x
+        assert private.inner_tensors(torch.nn.Parameter(x))[0].shape == (2, 2)
+        assert [t.shape for t in private.inner_tensors(sparse)] == [(2, 4), (4,)]
+        assert private.inner_tensors(x.to("meta")) is None
+
+
+def test_the_memory_of_tensors_is_told_apart():
+    x, y = torch.ones(2), torch.ones(2)
+    assert private.storage_key(x) == private.storage_key(x[1:]) != private.storage_key(y)
+    assert private.storage_key(torch.eye(2).to_sparse()) is None
+
+
+def test_what_a_schema_says_an_op_does():
+    aten = torch.ops.aten
+    assert private.effects_of(aten.sin.default) == ([True], [])
+    assert private.effects_of(aten.add_.Tensor) == ([False], [(0, "self")])
+    assert private.effects_of(aten.sin.out) == ([False], [(1, "out")])
+    assert private.effects_of(aten.topk.default) == ([True, True], [])
+    assert private.effects_of(aten.view.default) == ([False], [])
+    assert private.effects_of(torch.ops.higher_order.cond) is None
+
+
+def test_a_call_of_a_module_is_known_by_its_code():
+    class Module(torch.nn.Module):
+        def forward(self):
+            frame = sys._getframe()
+            while frame.f_code is not private.MODULE_CALL:
+                frame = frame.f_back
+            return frame.f_locals["self"]
+
+    module = Module()
+    assert module() is module
+    module.register_forward_hook(lambda module, args, out: None)
+    assert module() is module
 
 
 # --- the compiler ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from recollect.settings import (
     is_recomputing,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
+    set_checkpoint_version_guard,
 )
 from recollect.state.devices import DefaultDeviceType
 from recollect.state.rng import get_device_states, set_device_states
@@ -48,6 +49,7 @@ __all__ = [
     "noop_context_fn",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
+    "set_checkpoint_version_guard",
     "set_device_states",
     "uninstall",
     "unwrap",

@@ -49,8 +49,9 @@ def checkpoint(
         context_fn: Returns two context managers: forward runs under the first, the recomputation
             under the second.
         determinism_check: How recomputed tensors are compared with the originals: ``"default"``
-            (shape, dtype, device), ``"none"``, or a function from a tensor to something comparable.
-        debug: On a mismatch show the ops of both runs and where they part.
+            (shape, dtype, device), ``"values"`` (bit for bit, naming the first op that differs),
+            ``"none"``, or a function from a tensor to something comparable.
+        debug: On a mismatch show the ops of both runs side by side from where they part.
         early_stop: End the recomputation as soon as everything needed is there.
         preserve_rng_state: Give the recomputation the random numbers of forward.
         policy: Keep some results instead of recomputing them: a list of ops (packets such as

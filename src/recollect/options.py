@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recollect.checks.determinism import Describe, default_check, resolve_check
+from recollect.checks.determinism import Describe, default_check, resolve_check, values_check
 from recollect.engines.rerun import Contexts
 from recollect.selective import (
     create_selective_checkpoint_contexts,
@@ -95,7 +95,7 @@ class Options:
     def __reduce__(self) -> Any:
         # As it was given: ops cannot be pickled but have names, and the default check is another
         # one on a machine with another accelerator.
-        checks: dict[Any, Any] = {default_check: "default", None: "none"}
+        checks: dict[Any, Any] = {default_check: "default", values_check: "values", None: "none"}
         context_fn: Any = self.context_fn or noop_context_fn
         policy = None
         if isinstance(context_fn, partial) and context_fn.func is _SELECTIVE:

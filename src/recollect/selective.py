@@ -9,6 +9,10 @@ to where the op left it.
 Views and in-place ops are recomputed whatever the policy says. What they return is memory of
 another tensor, and in the recomputation that is another one.
 
+A parameter that autocast converts is no op of the region's: autocast may have the result from an
+earlier region, in forward or in the recomputation. Such casts run when they come, and are not
+counted.
+
 Under a compiler nothing is recomputed here. ``RecordMode`` tags the traced nodes with the decisions
 and keeps every result, ``ReplayMode`` hands them all out, and the compiler's partitioner places the
 recomputation.
@@ -41,8 +45,10 @@ from recollect.torch_private import (
     bare_op,
     detach_below_autograd,
     inductor_region_key,
+    is_cast,
     is_random,
     is_tracing,
+    is_weight,
     metadata_ops,
     returns_alias,
     tag_recompute_nodes,
@@ -127,12 +133,15 @@ def _key(func: Any, args: tuple[Any, ...]) -> Any:
 
 _ALIAS = _Marker("<returns memory of its inputs>")
 _RANDOM = _Marker("<may draw random numbers>")
+_CAST = _Marker("<may be done by autocast>")
 
 
 @lru_cache(maxsize=4096)  # reading a schema takes microseconds, and it never changes
 def _kind(func: Any) -> _Marker | None:
     if returns_alias(func):
         return _ALIAS
+    if is_cast(func):
+        return _CAST
     return _RANDOM if is_random(func) else None
 
 
@@ -177,7 +186,7 @@ class RecordMode(DispatchMode):
         call, entries, kept, kind = self._known.get(id(func)) or self._look_up(func, args)
         before = read_rng() if kind is _RANDOM and kept is not False else None
         out = call(*args, **kwargs) if kwargs else call(*args)
-        if entries is None or self.storage.replays:
+        if entries is None or self.storage.replays or (kind is _CAST and is_weight(args[0])):
             return out
         if kept is None:
             kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
@@ -230,10 +239,11 @@ class RecordMode(DispatchMode):
 class _Calls:
     """How far the recomputation has come in the entries of one op."""
 
-    __slots__ = ("call", "entries", "key", "position")
+    __slots__ = ("call", "casts", "entries", "key", "position")
 
     def __init__(self, func: Any, key: Any, entries: list[Any] | None) -> None:
         self.call = bare_op(func)
+        self.casts = _kind(func) is _CAST
         self.key = key
         self.entries = entries
         self.position = 0
@@ -283,7 +293,7 @@ class ReplayMode(DispatchMode):
     ) -> Any:
         calls = self._known.get(id(func)) or self._look_up(func, args)
         entries = calls.entries
-        if entries is not None:
+        if entries is not None and not (calls.casts and is_weight(args[0])):
             position = calls.position
             if position >= len(entries):
                 raise calls.surplus()
@@ -305,6 +315,8 @@ class ReplayMode(DispatchMode):
             return calls
         key = _key(func, args)
         entries = self.storage.get(key)
+        if entries is None and is_cast(func) and is_weight(args[0]):
+            return _Calls(func, key, None)
         if entries is None:
             raise KeptTensorError(
                 f"{key} encountered during backward but not found in storage. {_CAUSE}"

@@ -1,6 +1,6 @@
 """Switches that a user sets around code, and the flag that code may ask for.
 
-The two switches live in context variables: setting one in a thread or an asyncio task changes
+The switches live in context variables: setting one in a thread or an asyncio task changes
 nothing for the others. Whether a region is being rerun is a fact about a thread and not about a
 context, so that flag is thread-local.
 """
@@ -19,10 +19,13 @@ __all__ = [
     "resolve_early_stop",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
+    "set_checkpoint_version_guard",
+    "version_guard_enabled",
 ]
 
 _early_stop: ContextVar[bool | None] = ContextVar("recollect.early_stop", default=None)
 _debug: ContextVar[bool | None] = ContextVar("recollect.debug", default=None)
+_version_guard: ContextVar[bool] = ContextVar("recollect.version_guard", default=True)
 
 
 class _Recomputing(threading.local):
@@ -80,6 +83,27 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         yield
     finally:
         _debug.reset(token)
+
+
+@contextmanager
+def set_checkpoint_version_guard(enabled: bool) -> Iterator[None]:
+    """Turn the guard against changed tensors on or off for every region entered inside.
+
+    By default backward raises if a tensor that a region reads (an argument, a parameter, a buffer)
+    was changed in place after the region ran, as plain autograd does. Without the guard the region
+    is recomputed from what is there then: for code that changes values on purpose and knows that
+    it does no harm. Need not be active during backward.
+    """
+    _check_switch("enabled", enabled, optional=False)
+    token = _version_guard.set(enabled)
+    try:
+        yield
+    finally:
+        _version_guard.reset(token)
+
+
+#: Whether the guard is on for a region that is entered now.
+version_guard_enabled = _version_guard.get
 
 
 def resolve_early_stop(requested: bool) -> bool:

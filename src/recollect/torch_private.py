@@ -8,19 +8,22 @@ release drops or changes one of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import CodeType, FunctionType
+from contextlib import AbstractContextManager, ExitStack
+from types import CodeType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
+from torch._functorch import pyfunctorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "FLAGS",
+    "MODULE_CALL",
     "DispatchMode",
     "HigherOrderOperator",
     "OpOverload",
@@ -30,34 +33,48 @@ __all__ = [
     "at_end_of_backward",
     "backward_allows_reentrant",
     "bare_op",
-    "current_device_context",
+    "below_python",
+    "copy_tensors",
     "current_graph_task",
+    "current_node",
     "current_operation",
     "detach_below_autograd",
     "dispatch_modes_active",
     "dynamo_is_watching",
+    "effects_of",
     "function_mode_count",
+    "function_modes",
     "get_graph_exec_group",
     "hide_from_dynamo",
+    "is_cast",
     "inductor_region_key",
+    "inner_tensors",
     "is_nonstrict_tracing",
     "is_random",
     "is_tracing",
+    "is_weight",
     "metadata_ops",
     "nested_trace_policy",
     "never_traced",
+    "packed_by",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "read_precisions",
     "returns_alias",
     "run_without_dynamo",
     "save_tensor",
     "saved_tensor_hooks_active",
+    "set_function_modes",
     "set_grad_enabled",
     "set_graph_exec_group",
+    "set_version",
+    "storage_key",
     "tag_recompute_nodes",
     "traced_graph",
     "tree_leaves",
     "tree_map_only",
+    "unobserved",
+    "write_precisions",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -133,6 +150,25 @@ def save_tensor(tensor: torch.Tensor) -> Any:
     return _SavedByNode(tensor)
 
 
+#: The node of the graph that the calling thread is running, None outside of backward.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def packed_by(node: Any) -> list[Any]:
+    """What ``node`` saved, each as the hooks packed it; nothing once it has been freed."""
+    packed: list[Any] = []
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            saved = getattr(node, name)
+            saved = saved if isinstance(saved, (tuple, list)) else (saved,)
+            packed += [each.data for each in saved]
+        except (RuntimeError, AttributeError):
+            continue
+    return [each for each in packed if each is not None]
+
+
 # --- modes ----------------------------------------------------------------------------------------
 
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -147,14 +183,45 @@ def dispatch_modes_active() -> bool:
     return _dispatch_modes() > 0
 
 
-def current_device_context() -> AbstractContextManager[Any] | None:
-    """The innermost ``with torch.device(...)`` or default device, if there is one."""
-    if not function_mode_count():
-        return None
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, DeviceContext):
-            return mode
-    return None
+def function_modes() -> list[Any]:
+    """The active function modes, the outermost first."""
+    return _get_current_function_mode_stack() if function_mode_count() else []
+
+
+def set_function_modes(modes: list[Any]) -> None:
+    """Make ``modes`` the active function modes, without entering or leaving any."""
+    for _ in range(function_mode_count()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    # A default device is a mode, and is noted in a global for compiled code to be checked against.
+    devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
+    _device.CURRENT_DEVICE = devices[-1] if devices else None
+
+
+class unobserved:  # noqa: N801 - used like a function
+    """A context in which our own tensor work is seen by no mode and recorded by no graph."""
+
+    __slots__ = ("_grad_was_enabled", "_stack")
+
+    def __enter__(self) -> None:
+        self._grad_was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        self._stack: ExitStack | None = None
+        if dispatch_modes_active() or function_mode_count():
+            self._stack = ExitStack()
+            self._stack.enter_context(_disable_current_modes())
+            self._stack.enter_context(torch._C.DisableTorchFunction())
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(exc_type, exc, traceback)
+        set_grad_enabled(self._grad_was_enabled)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -194,6 +261,22 @@ def is_random(op: Any) -> bool:
     return type(op) is OpOverload and torch.Tag.nondeterministic_seeded in op.tags
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
+def is_cast(op: Any) -> bool:
+    """Whether ``op`` is the one by which autocast converts a tensor."""
+    return op is _CAST
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether autocast may remember ``tensor`` converted, for whoever uses it next.
+
+    Then whether a region converts it depends on what ran before, in forward and in the rerun.
+    """
+    return tensor.is_leaf and tensor.requires_grad
+
+
 _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
@@ -214,6 +297,189 @@ def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
 def metadata_ops() -> frozenset[Any]:
     """Ops that read shape, strides or device of tensor subclasses."""
     return frozenset(torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns)
+
+
+def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
+    """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the version counter of ``tensor``, for a change that has been undone."""
+    _autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+_functorch = torch._C._functorch
+
+
+class below_python:  # noqa: N801 - used like a function
+    """A context in which ops go straight to their kernels.
+
+    No mode and no subclass sees them, nor does autograd, nor a transform of ``torch.func``. For
+    plain tensors only: the ops of a subclass have no kernels.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards: list[Any] = [
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ]
+        if _functorch.peek_interpreter_stack() is not None:
+            self._guards.insert(0, pyfunctorch.temporarily_clear_interpreter_stack())
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._guards:
+            self._guards.pop().__exit__(exc_type, exc, traceback)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
+
+    None if there are no data, or no way to them: a fake tensor, one of ``torch.func``. To be called
+    inside `below_python`. Each may have inner tensors in turn.
+    """
+    if tensor.is_meta or _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return _inner_of_subclass(tensor)
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    return [tensor] if tensor.layout is torch.strided else _inner_of_layout(tensor)
+
+
+def _inner_of_layout(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
+def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
+    if tensor.layout is torch.jagged:
+        # Not the cached lengths, which come and go with use.
+        inner = [tensor._values, tensor._offsets, tensor._lengths]
+    elif hasattr(tensor, "trigger_wait"):
+        inner = [tensor.trigger_wait()]  # the result of a collective that may be under way
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return None
+    return [each for each in inner if isinstance(each, torch.Tensor)]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of ``tensor`` from any other alive at the same time, if it has some."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def effects_of(op: Any) -> tuple[list[bool], list[tuple[int, str]]] | None:
+    """What the schema of ``op`` says: which results are new, and which arguments are written to.
+
+    A result that is not new is an argument or a view of one. None if ``op`` has no schema.
+    """
+    if type(op) is not OpOverload:
+        return None
+    new = [result.alias_info is None for result in op._schema.returns]
+    arguments = enumerate(op._schema.arguments)
+    written = [(n, a.name) for n, a in arguments if a.alias_info and a.alias_info.is_write]
+    return new, written
+
+
+#: The code of ``nn.Module.__call__``; its first local is ``self``. (Others may have put theirs in
+#: that place, which then call this.)
+MODULE_CALL: CodeType = torch.nn.Module._wrapped_call_impl.__code__
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+_C = torch._C
+
+
+def _set_deterministic(enabled: bool) -> None:
+    warn_only = _C._get_deterministic_algorithms_warn_only()
+    _C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    enabled = _C._get_deterministic_algorithms()
+    _C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _set_fp16_reduction(state: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_fp16_reduced_precision_reduction(*state)
+
+
+def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_bf16_reduced_precision_reduction(*state)
+
+
+_Flag = tuple[Callable[[], Any], Callable[[Any], None]]
+
+_COMMON_FLAGS: tuple[_Flag, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
+    ),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+)
+_ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
+    (_C._get_cublas_allow_fp16_reduced_precision_reduction, _set_fp16_reduction),
+    (_C._get_cublas_allow_bf16_reduced_precision_reduction, _set_bf16_reduction),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+)
+
+#: Process-wide switches that decide which kernel an op runs, or what it makes: how to read each,
+#: and how to set it. (torch's public functions come down to these, and cost several times as much.)
+FLAGS = _COMMON_FLAGS
+if torch.accelerator.current_accelerator() is not None:
+    FLAGS += _ACCELERATOR_FLAGS
+
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
+
+
+def read_precisions() -> tuple[str, ...]:
+    """The float32 precision of each backend, where the older switches cannot express it."""
+    return tuple([_C._get_fp32_precision_getter(*place) for place in _PRECISIONS])
+
+
+def write_precisions(precisions: tuple[str, ...]) -> None:
+    """Set what ``read_precisions`` gave."""
+    for place, precision in zip(_PRECISIONS, precisions, strict=True):
+        if _C._get_fp32_precision_getter(*place) != precision:
+            _C._set_fp32_precision_setter(*place, precision)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

@@ -10,6 +10,15 @@ import torch
 from torch import Tensor
 
 import recollect
+from recollect.checks.determinism import (
+    count_mismatch,
+    metadata_mismatch,
+    resolve_check,
+    too_many_saved,
+    values_check,
+)
+from recollect.checks.diagnosis import Scene
+from recollect.errors import RecomputeMismatch
 from tests._support import Run, compat_rerun, leaf, rerun
 
 
@@ -197,3 +206,76 @@ def test_a_check_must_return_something_comparable() -> None:
     out = rerun(lambda x: x.sin().exp(), leaf(5), determinism_check=lambda t: t.clone())
     with pytest.raises(TypeError, match="determinism_check"):
         out.sum().backward()
+
+
+# --- the errors -----------------------------------------------------------------------------------
+
+HINTS = (
+    "pass `debug=True` to `checkpoint(...)`",
+    "Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions",
+    "Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache",
+)
+
+
+def look(*shape: int) -> tuple[Any, ...]:
+    return torch.Size(shape), torch.float32
+
+
+SCENE = Scene(torch.sin, [(0, *look(2)), (1, *look(3))], [torch.ones(2), torch.ones(4)])
+
+
+ERRORS: dict[str, tuple[Callable[..., Exception], str]] = {
+    "fewer": (
+        lambda *scene: count_mismatch(3, 2, *scene),
+        "A different number of tensors was saved during the original forward and recomputation.",
+    ),
+    "more": (
+        lambda *scene: too_many_saved(3, *scene),
+        "trying to save more tensors during recomputation than during the original forward pass, ",
+    ),
+    "other": (
+        lambda *scene: metadata_mismatch([(1, look(3), look(4))], *scene),
+        "Recomputed values for the following tensors have different metadata than during the ",
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", [Scene(), SCENE], ids=["unknown", "known"])
+@pytest.mark.parametrize(("make", "start"), ERRORS.values(), ids=ERRORS)
+def test_what_an_error_says(make: Callable[..., Exception], start: str, scene: Scene) -> None:
+    assert str(make()) == str(make(Scene()))
+    error = make(scene)
+    assert type(error) is RecomputeMismatch
+    first, *rest = str(error).splitlines()
+    assert first.startswith(f"torch.utils.checkpoint: {start}")
+    for hint in HINTS:
+        assert hint in str(error)
+    told = [
+        "In region ",
+        "First divergence, tensor 1: saved by forward: float32 [3]; recomputation: float32 [4].",
+        "Likely cause: ",
+        "Fix: ",
+    ]
+    if scene is SCENE:
+        position = rest.index(next(line for line in rest if line.startswith("In region")))
+        found = rest[position : position + len(told)]
+        assert all(line.startswith(text) for line, text in zip(found, told, strict=True))
+    else:
+        assert not any(line.startswith(text) for line in rest for text in told)
+
+
+def test_positions_are_listed_up_to_a_number() -> None:
+    def listed(count: int) -> str:
+        return str(metadata_mismatch([(n, look(3), look(4)) for n in range(count)]))
+
+    assert "tensor at position 19:\nsaved metadata: {'shape': torch.Size([3])" in listed(20)
+    assert "more\n" not in listed(20)
+    assert "tensor at position 20:" not in listed(23)
+    assert "\n... and 3 more\n" in listed(23)
+
+
+def test_values_is_known_by_name() -> None:
+    assert resolve_check("values") is values_check
+    assert values_check(torch.ones(2)) == resolve_check("default")(torch.ones(2))
+    with pytest.raises(ValueError, match=r"'default', 'values', 'none'"):
+        resolve_check("value")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import recollect
+from recollect.checks import trace
+from recollect.checks.oplog import Entry, OpLog
+from recollect.checks.trace import explain
+from recollect.errors import InputChanged
 from tests._support import Run, assert_transparent, compat_rerun, leaf, rerun
 
 RUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["recollect", "compat"])
@@ -30,17 +38,28 @@ def error_of(run: Run, function: Any, **options: Any) -> str:
     return str(info.value)
 
 
+def columns(message: str) -> tuple[list[str], list[str]]:
+    """The two sides of the table, row by row."""
+    rows = message.partition("Operations executed during the original forward")[2].splitlines()[1:]
+    pairs = [row.partition(" |") for row in rows if " |" in row]
+    return [left.strip() for left, _, _ in pairs], [right.strip() for _, _, right in pairs]
+
+
 @RUNS
 def test_shows_the_ops_of_both_runs(run: Run) -> None:
     message = error_of(run, parts_at_the_second_op, debug=True)
     assert EXPLAINED in message
-    forward, recompute = message.split("Operations executed during recomputation")
-    forward = forward.split("Operations executed during the original forward:")[1]
-    for op in ("sin", "exp", "cos"):
-        assert f"{op}.default(f32[2, 3]) -> f32[2, 3]" in forward
-    for op in ("sin", "tanh"):
-        assert f"{op}.default(f32[2, 3]) -> f32[2, 3]" in recompute
-    assert "exp" not in recompute
+    assert "Operations executed during recomputation" in message
+    forward, recompute = columns(message)
+    assert forward == [
+        "1  sin.default(f32[2, 3]) -> f32[2, 3]",
+        ">     2  exp.default(f32[2, 3]) -> f32[2, 3]",
+        "3  cos.default(f32[2, 3]) -> f32[2, 3]",
+    ]
+    assert recompute[:2] == [
+        "1  sin.default(f32[2, 3]) -> f32[2, 3]",
+        "2  tanh.default(f32[2, 3]) -> f32[2, 3]",
+    ]
 
 
 def test_names_the_first_difference_and_its_line() -> None:
@@ -104,6 +123,179 @@ def test_second_backward_is_traced_anew() -> None:
     out.backward(retain_graph=True)
     with pytest.raises(recollect.CheckpointError, match="First difference, at operation 2"):
         out.backward()
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def record(function: Callable[..., Any], *args: Any, **options: bool) -> OpLog:
+    log = OpLog(**options)
+    with log:
+        function(*args)
+    return log
+
+
+def chain(*names: str) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        for name in names:
+            x = getattr(x, name)()
+        return x
+
+    return function
+
+
+def explained(
+    forward: Callable[[Tensor], Any], again: Callable[[Tensor], Any], **options: Any
+) -> str:
+    x = torch.ones(2)
+    error = explain(InputChanged("why"), record(forward, x), record(again, x), **options)
+    assert type(error) is InputChanged
+    assert str(error).startswith("why\n")
+    return str(error)
+
+
+def test_only_the_surroundings_of_the_first_difference_are_shown() -> None:
+    same = ["sin"] * 30
+    message = explained(chain(*same, "exp", *same), chain(*same, "cos", *same))
+    forward, recompute = columns(message)
+    assert "First difference, at operation 31:" in message
+    numbers = [int(line.lstrip("> ").split()[0]) for line in forward]
+    assert numbers == list(range(27, 44))
+    assert len(recompute) == len(forward)
+    assert "(26 before these, which agree, left out)" in message
+    assert "(18 after these left out)" in message
+
+
+def test_a_short_log_is_shown_whole() -> None:
+    message = explained(chain("sin", "exp"), chain("sin", "cos"))
+    assert "left out)" not in message.partition("Operations executed")[2]
+
+
+def test_a_long_line_is_cut_in_the_table_and_whole_above_it() -> None:
+    def stack(x: Tensor) -> Tensor:
+        return torch.stack([x] * 30)
+
+    line = f"stack.default([{', '.join(['f32[2]'] * 30)}]) -> f32[30, 2]"
+    message = explained(stack, chain("sin"))
+    above, _, table = message.partition("Operations executed")
+    assert line in above
+    assert line not in table
+    assert max(len(row) for row in table.splitlines()) < 200
+
+
+def test_a_run_that_was_stopped_does_not_differ_by_its_end() -> None:
+    runs = chain("sin", "exp", "cos"), chain("sin", "exp")
+    assert "First difference, at operation 3:" in explained(*runs)
+    message = explained(*runs, stopped=True)
+    assert "First difference" not in message
+    assert "same operations" in message
+    assert columns(message)[0][-1].startswith("3  cos")
+    assert "First difference, at operation 1:" in explained(chain("cos"), runs[0], stopped=True)
+
+
+def test_nothing_to_show() -> None:
+    assert columns(explained(chain(), chain())) == ([], [])
+    assert "First difference, at operation 1:" in explained(chain(), chain("sin"))
+
+
+class Block(nn.Module):
+    """Has a child; takes another way in its second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Sequential(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.child(x.sin())
+        if recollect.is_recomputing():
+            return x.exp()
+        return self.child(x).cos()
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), Block()])
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = rerun(block, x, **self.options)
+        return x
+
+
+def test_modules_are_named_as_in_forward() -> None:
+    out = Model(debug=True)(leaf(2, 3))
+    with pytest.raises(recollect.CheckpointError) as info:
+        out.sum().backward()
+    verdict, _, table = str(info.value).partition("Operations executed")
+    before, after = verdict.partition("First difference, at operation 3:")[2].split("recompute:")
+    assert "tanh.default" in before
+    assert "\n      in Model: blocks.1.child.0\n" in before
+    assert "exp.default" in after
+    assert "\n      in Model: blocks.1\n" in after
+    headings = [row.strip() for row in table.splitlines() if "Model" in row]
+    assert headings == [
+        "Model: blocks.1",
+        "Model: blocks.1.child.0",
+        "Model: blocks.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("forward", "recompute", "path", "expected"),
+    [
+        ("Model: a.b", "Block: b", "Block: c", "Model: a.c"),
+        ("Model: a.b", "Block: b", "Block", "Model: a"),
+        ("Model: a", "Block", "Block: c", "Model: a.c"),
+        ("Model", "Model", "Model: c", "Model: c"),
+        ("Block: b", "Block: b", "Block: c", "Block: c"),
+        ("Model > Block: b", "Block: b", "Block: c.d", "Model > Block: c.d"),
+        ("Model: a.b", "Block: b", "Other: c", "Other: c"),
+        ("Model: a", "", "", "Model: a"),
+        ("", "", "Block: c", "Block: c"),
+    ],
+)
+def test_paths_of_a_recomputation_in_forwards_terms(
+    forward: str, recompute: str, path: str, expected: str
+) -> None:
+    row = tuple(Entry(None, "op", where, False, ()) for where in (forward, recompute))
+    assert trace._path_in_forward([row], path) == expected
+
+
+# --- no growth ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"determinism_check": "values"}], ids=str)
+def test_nothing_accumulates_over_many_steps(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    recollect.checkpointed(model, **options)
+    x = leaf(2, 4)
+
+    def steps(count: int) -> float:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            model(x).sum().backward()
+            times.append(time.perf_counter() - start)
+            model.zero_grad()
+        return min(times)
+
+    def state() -> tuple[int, int]:
+        gc.collect()
+        return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        first = steps(300)  # as many as it takes to fill Python's lists of free tuples
+        objects, size = state()
+        last = steps(200)
+        more_objects, more_size = state()
+    finally:
+        tracemalloc.stop()
+    assert more_objects - objects < 30
+    assert more_size - size < 20_000
+    assert last < 3 * first
 
 
 # --- set_checkpoint_debug_enabled -----------------------------------------------------------------

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import recollect
+from recollect.torch_private import function_mode_count
 from tests._support import Run, assert_transparent, leaf, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
@@ -78,17 +83,154 @@ def test_autocast_switched_off_inside_autocast() -> None:
     assert_transparent(train, rerun)
 
 
-def test_shared_weight_in_two_regions_under_autocast() -> None:
-    """autocast caches the cast weight in forward: the recomputation must save the same tensors."""
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "matmuls": [torch.ops.aten.mm, torch.ops.aten.addmm],
+    "casts": [torch.ops.aten._to_copy],
+    "everything": lambda ctx, op, *args, **kwargs: recollect.CheckpointPolicy.MUST_SAVE,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_shared_weight_in_two_regions_under_autocast(policy: Any, backward_inside: bool) -> None:
+    """autocast caches the cast weight in forward: the recomputation must do without, or with it."""
 
     def train(run: Run) -> Any:
         layer, x = nn.Linear(4, 4), leaf(3, 4)
         with autocast(True):
-            out = run(layer, run(layer, x).tanh())
+            out = run(lambda x: layer(x) * layer(x), run(layer, x).tanh())
+            if backward_inside:
+                out.sum().backward()
+        if not backward_inside:
+            out.sum().backward()
+        return out, x.grad, layer.weight.grad
+
+    assert_transparent(train, partial(rerun, policy=policy))
+
+
+def test_weight_cast_by_a_plain_call_first() -> None:
+
+    def train(run: Run) -> Any:
+        layer, x = nn.Linear(4, 4), leaf(3, 4)
+        with autocast(True):
+            out = run(layer, layer(x).tanh())
         out.sum().backward()
         return out, x.grad, layer.weight.grad
 
-    assert_transparent(train, rerun)
+    for policy in POLICIES.values():
+        assert_transparent(train, partial(rerun, policy=policy))
+
+
+@ENGINES
+def test_autocast_of_every_device_type(run: Run) -> None:
+    states = []
+
+    def note_state(x: Tensor) -> Tensor:
+        kinds = ("cpu", "cuda", "xpu")
+        states.append([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
+        return x.sin()
+
+    torch.set_autocast_enabled("xpu", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        out = run(note_state, leaf(3))
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    out.sum().backward()
+    assert states[0] == states[1]
+    assert not torch.is_autocast_enabled("xpu")
+    assert torch.get_autocast_dtype("cuda") is torch.float16
+
+
+# --- context variables and function modes ---------------------------------------------------------
+
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
+
+
+@ENGINES
+def test_context_variables_are_those_of_forward(run: Run) -> None:
+    def train(run: Run) -> Any:
+        x = leaf(3)
+        token = SCALE.set(3.0)
+        out = run(lambda x: (x * SCALE.get()).sin().exp(), x)
+        SCALE.reset(token)
+        out.sum().backward()
+        return out, x.grad, SCALE.get()
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_what_a_rerun_sets_is_gone_afterwards(run: Run) -> None:
+    def count(x: Tensor) -> Tensor:
+        SCALE.set(SCALE.get() + 1)
+        return x.sin() * SCALE.get()
+
+    def train(run: Run) -> Any:
+        x = leaf(3)
+        token = SCALE.set(1.0)
+        run(count, run(count, x)).sum().backward()
+        after = SCALE.get()
+        SCALE.reset(token)
+        return x.grad, after
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_context_variables_in_nested_and_repeated_backwards(run: Run) -> None:
+    def train(run: Run) -> Any:
+        x = leaf(3)
+        token = SCALE.set(2.0)
+        out = run(lambda x: run(lambda x: (x * SCALE.get()).sin(), x).exp() * SCALE.get(), x)
+        SCALE.reset(token)
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        return x.grad
+
+    assert_transparent(train, run)
+
+
+class Scaled(TorchFunctionMode):
+    """Doubles every sine."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.Tensor.sin else out
+
+
+@ENGINES
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_function_modes_are_those_of_forward(run: Run, in_forward: bool, in_backward: bool) -> None:
+    def train(run: Run) -> Any:
+        x = leaf(3)
+        with Scaled() if in_forward else nullcontext():
+            out = run(lambda x: x.sin().exp(), x)
+        with Scaled() if in_backward else nullcontext():
+            out.sum().backward()
+            modes = function_mode_count()
+        return out, x.grad, modes
+
+    assert_transparent(train, run)
+    assert function_mode_count() == 0
+
+
+@ENGINES
+def test_modes_are_put_back_after_a_failing_rerun(run: Run) -> None:
+    def fail(x: Tensor) -> Tensor:
+        if recollect.is_recomputing():
+            raise KeyError
+        return x.sin()
+
+    with Scaled(), torch.device("cpu"), autocast(True):
+        out = run(fail, leaf(3))
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    assert function_mode_count() == 0
+    assert not torch.is_autocast_enabled("cpu")
 
 
 # --- the default device ---------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 A check is a function from a tensor to anything comparable. It is called on each tensor that
 autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
-dtype and device: wrong ones would make backward fail or, worse, broadcast.
+dtype and device: wrong ones would make backward fail or, worse, broadcast. The check called
+``"values"`` does that and also compares what every op of the two runs computed (see
+``checks.trace``); here it is but a name for the engine to recognise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from recollect.checks.diagnosis import Scene, describe
 from recollect.errors import RecomputeMismatch
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "resolve_check",
     "same",
     "too_many_saved",
+    "values_check",
 ]
 
 Describe = Callable[[torch.Tensor], Any]
@@ -56,7 +60,17 @@ def cpu_metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 default_check = cpu_metadata if torch.accelerator.current_accelerator() is None else metadata
 
-_NAMED_CHECKS: dict[str, Describe | None] = {"default": default_check, "none": None}
+
+def values_check(tensor: torch.Tensor) -> Any:
+    """What ``"values"`` stands for: the engine logs fingerprints. Of itself the default check."""
+    return default_check(tensor)
+
+
+_NAMED_CHECKS: dict[str, Describe | None] = {
+    "default": default_check,
+    "values": values_check,
+    "none": None,
+}
 
 
 def resolve_check(check: str | Describe) -> Describe | None:
@@ -82,36 +96,48 @@ def same(before: Any, after: Any) -> bool:
         ) from error
 
 
-def count_mismatch(in_forward: int, in_recompute: int) -> RecomputeMismatch:
+_NO_SCENE = Scene()
+
+
+def count_mismatch(
+    in_forward: int, in_recompute: int, scene: Scene = _NO_SCENE
+) -> RecomputeMismatch:
     """The error for a recomputation that saved fewer tensors."""
     return RecomputeMismatch(
         "torch.utils.checkpoint: A different number of tensors was saved during the original "
         "forward and recomputation.\n"
         f"Number of tensors saved during forward: {in_forward}\n"
         f"Number of tensors saved during recomputation: {in_recompute}\n"
-        f"{_HINT}"
+        f"{describe(scene)}{_HINT}"
     )
 
 
-def too_many_saved(in_forward: int) -> RecomputeMismatch:
+def too_many_saved(in_forward: int, scene: Scene = _NO_SCENE) -> RecomputeMismatch:
     """The error for a recomputation that saved more tensors."""
     return RecomputeMismatch(
         "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
-        f"original forward pass, which saved {in_forward}.\n{_HINT}"
+        f"original forward pass, which saved {in_forward}.\n{describe(scene)}{_HINT}"
     )
 
 
-def metadata_mismatch(differences: list[Difference]) -> RecomputeMismatch:
+#: Differences listed one by one.
+_LISTED = 20
+
+
+def metadata_mismatch(differences: list[Difference], scene: Scene = _NO_SCENE) -> RecomputeMismatch:
     """The error for a recomputation that saved other tensors."""
     lines = "".join(
         f"tensor at position {position}:\n"
         f"saved metadata: {_readable(before)}\n"
         f"recomputed metadata: {_readable(after)}\n"
-        for position, before, after in differences
+        for position, before, after in differences[:_LISTED]
     )
+    if len(differences) > _LISTED:
+        lines += f"... and {len(differences) - _LISTED} more\n"
     return RecomputeMismatch(
         "torch.utils.checkpoint: Recomputed values for the following tensors have different "
-        f"metadata than during the forward pass.\n{lines}{_HINT}"
+        f"metadata than during the forward pass.\n{lines}{describe(scene, differences[0][0])}"
+        f"{_HINT}"
     )
 
 

@@ -1,138 +1,133 @@
-"""Logs of the ops that a region ran, in forward and again, for ``debug=True``.
+"""Where two runs of a region part, from the logs of their ops: what ``debug=True`` shows.
 
-An entry is a line about the op and the user's stack as bare file, line and name: cheap to take,
-and read only if the region fails. A log lives and dies with its region.
+Modules are named as forward saw them: a recomputation does not see the modules around its region.
 """
 
 from __future__ import annotations
 
-import sys
-from itertools import zip_longest
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+import linecache
+from collections.abc import Iterator
 
-import torch
-
+from recollect.checks.oplog import Entry, OpLog, Row, align
 from recollect.errors import CheckpointError
-from recollect.torch_private import DispatchMode
 
-__all__ = ["OpLog", "explain"]
-
-_HIDDEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-
-Stack = tuple[tuple[str, int, str], ...]
+__all__ = ["OpLog", "both", "explain", "op_number", "whereabouts"]
 
 
-class Entry(NamedTuple):
-    """One op and where it was called."""
+def explain(
+    error: CheckpointError, forward: OpLog, recompute: OpLog, *, stopped: bool = False
+) -> CheckpointError:
+    """``error`` with the first difference, and both logs around it.
 
-    line: str
-    stack: Stack
-
-
-class OpLog(DispatchMode):
-    """Writes down every op that runs under it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.entries: list[Entry] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        inputs = [_brief(a) for a in args] + [f"{k}={_brief(v)}" for k, v in kwargs.items()]
-        line = f"{_op_name(func)}({', '.join(inputs)}) -> {_brief(out)}"
-        self.entries.append(Entry(line, _user_stack()))
-        return out
-
-
-def _op_name(func: Any) -> str:
-    return str(func).removeprefix("aten.") if "::" not in str(func) else str(func)
-
-
-_SHORT = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "bool",
-}
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        dtype = _SHORT.get(value.dtype) or str(value.dtype).removeprefix("torch.")
-        where = "" if value.device.type == "cpu" else f" {value.device}"
-        return f"{dtype}{list(value.shape)}{where}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_brief(v) for v in value)}]"
-    return repr(value)
-
-
-def _user_stack() -> Stack:
-    frames = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_HIDDEN):
-            frames.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return tuple(frames)
-
-
-def explain(error: CheckpointError, forward: OpLog, recompute: OpLog) -> CheckpointError:
-    """``error`` with both logs, starting where they part."""
-    first = _first_difference(forward.entries, recompute.entries)
+    ``stopped``: the recomputation was ended early, so that its end is no difference.
+    """
+    rows, first = align(forward.entries, recompute.entries)
+    if stopped and first is not None and rows[first][1] is None:
+        first = None
     lines = [
         str(error),
         "You are seeing this error because you passed `debug=True` to checkpoint, or set it",
-        "with set_checkpoint_debug_enabled. The region did not run the same way twice.",
+        "with set_checkpoint_debug_enabled.",
         "",
-        *_verdict(first, forward.entries, recompute.entries),
+        *_verdict(rows, first),
         "",
-        "Operations executed during the original forward:",
-        *_listing(forward.entries, first),
-        "",
-        "Operations executed during recomputation (it ends once all that is needed is there):",
-        *_listing(recompute.entries, first),
+        *_side_by_side(rows, first),
     ]
     return type(error)("\n".join(lines))
 
 
-def _without_detach(entries: list[Entry]) -> list[Entry]:
-    # The recomputation detaches what it saves; forward does not. That is our doing, not the user's.
-    return [entry for entry in entries if not entry.line.startswith("detach.")]
-
-
-def _first_difference(forward: list[Entry], recompute: list[Entry]) -> int | None:
-    pairs = zip_longest(_without_detach(forward), _without_detach(recompute))
-    for position, (before, after) in enumerate(pairs):
-        if before is None or after is None or before.line != after.line:
-            return position
-    return None
-
-
-def _verdict(first: int | None, forward: list[Entry], recompute: list[Entry]) -> list[str]:
+def _verdict(rows: list[Row], first: int | None) -> Iterator[str]:
     if first is None:
-        return ["Both runs executed the same operations on the same shapes."]
-    lines = [f"First difference, at operation {first + 1}:"]
-    for label, entries in (("forward  ", forward), ("recompute", recompute)):
-        ops = _without_detach(entries)
-        if first >= len(ops):
-            lines.append(f"  {label}: (no more operations)")
+        yield "Both runs executed the same operations on the same shapes, as far as both went."
+        return
+    yield f"First difference, at operation {op_number(rows, first)}:"
+    yield from both(rows, first)
+
+
+def op_number(rows: list[Row], row: int) -> int:
+    """The number in forward, counted from one, of the op in a row."""
+    return 1 + sum(before is not None for before, _ in rows[:row])
+
+
+def both(rows: list[Row], row: int) -> Iterator[str]:
+    """The op of each run, and where it was called."""
+    before, after = rows[row]
+    if before is None:
+        yield "  forward  : (no more operations)"
+    else:
+        yield f"  forward  : {before.line}"
+        yield from whereabouts(before, before.path)
+    if after is None:
+        yield "  recompute: (no more operations)"
+    else:
+        yield f"  recompute: {after.line}"
+        yield from whereabouts(after, _path_in_forward(rows[:row], after.path))
+
+
+def _path_in_forward(rows: list[Row], path: str) -> str:
+    """The module at ``path`` in a recomputation, as forward would name it, if earlier ops tell."""
+    region, _, inside = path.partition(": ")
+    for before, after in rows:
+        if before is None or after is None:
             continue
-        lines.append(f"  {label}: {ops[first].line}")
-        lines += [f"      {file}:{line} in {name}" for file, line, name in ops[first].stack]
-    return lines
+        start, _, rest = after.path.partition(": ")
+        if start == region and before.path.endswith(rest):
+            outside = before.path.removesuffix(rest).rstrip(": .")
+            joint = "." if ": " in outside else ": "
+            return f"{outside}{joint}{inside}" if inside else outside
+    return path
 
 
-def _listing(entries: list[Entry], first: int | None) -> list[str]:
-    return [
-        f"  {'>' if position == first else ' '} {position + 1:4d}  {entry.line}"
-        for position, entry in enumerate(_without_detach(entries))
-    ]
+def whereabouts(entry: Entry, path: str) -> Iterator[str]:
+    """The module and the lines of code that led to an op."""
+    if path:
+        yield f"      in {path}"
+    for file, line, function in entry.stack:
+        code = linecache.getline(file, line).strip()
+        yield f"      {file}:{line} in {function}{code and ': '}{code}"
+
+
+#: Rows shown before and after the first difference, and how much of a line.
+_BEFORE, _AFTER, _WIDTH = 4, 12, 90
+
+_FORWARD = "Operations executed during the original forward"
+_RECOMPUTE = "Operations executed during recomputation"
+
+
+def _side_by_side(rows: list[Row], first: int | None) -> Iterator[str]:
+    cells = _cells(rows)
+    middle = _last_inboth(rows) if first is None else first
+    start, end = max(0, middle - _BEFORE), middle + 1 + _AFTER
+    width = max(len(_FORWARD), *(len(left) for left, _ in cells[start:end]), 0)
+    yield f"  {_FORWARD:{width}} | {_RECOMPUTE}"
+    if start:
+        yield f"  ({start} before these, which agree, left out)"
+    path: str | None = None
+    for position in range(start, min(end, len(rows))):
+        before = rows[position][0]
+        if before is not None and before.path != path:
+            path = before.path
+            yield f"  {path or '(outside of modules)'}"
+        left, right = cells[position]
+        yield f"{'>' if position == first else ' '} {left:{width}} | {right}".rstrip()
+    if end < len(rows):
+        yield f"  ({len(rows) - end} after these left out)"
+    yield "  (a recomputation ends once all that is needed is there)"
+
+
+def _last_inboth(rows: list[Row]) -> int:
+    return max((number for number, row in enumerate(rows) if None not in row), default=0)
+
+
+def _cells(rows: list[Row]) -> list[tuple[str, str]]:
+    """Each op with its number in its run."""
+    cells, counts = [], [0, 0]
+    for row in rows:
+        pair = ["", ""]
+        for side, entry in enumerate(row):
+            if entry is not None:
+                counts[side] += 1
+                line = f"{counts[side]:5d}  {entry.line}"
+                pair[side] = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        cells.append((pair[0], pair[1]))
+    return cells

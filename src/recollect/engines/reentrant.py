@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from recollect.settings import recomputing
-from recollect.state.ambient import Ambient, enter_ambient
-from recollect.state.rng import read_rng, settle_rng, swap_rng, write_rng
-from recollect.torch_private import any_autocast_enabled, backward_allows_reentrant
+from recollect.settings import version_guard_enabled
+from recollect.state.inputs import Inputs
+from recollect.state.surroundings import Surroundings
+from recollect.torch_private import backward_allows_reentrant
 
 __all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
 
@@ -54,18 +54,18 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(
         ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
+        # Tensors go through save_for_backward, which guards their versions; None holds their place.
+        others = tuple([None if isinstance(x, torch.Tensor) else x for x in args])
+        ctx.inputs = Inputs(others, {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.rng = read_rng() if preserve_rng_state else None
-        ctx.ambient = Ambient.capture()
-        # Tensors go through save_for_backward, which guards their versions; None holds their place.
-        ctx.inputs = [None if isinstance(x, torch.Tensor) else x for x in args]
+        ctx.surroundings = Surroundings(run_function, args, {}, preserve_rng_state)
         ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
-        with torch.no_grad():
+        with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
             outputs = run_function(*args)
-        if ctx.rng is not None:
-            ctx.rng = settle_rng(ctx.rng)
+        ctx.inputs.settle()
+        ctx.surroundings.settle()
         return outputs
 
     @staticmethod
@@ -76,7 +76,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "passing an `inputs` parameter to .backward(). Use the default engine "
                 "(use_reentrant=False), or call .backward() without `inputs`."
             )
-        inputs = list(ctx.inputs)
+        inputs = list(ctx.inputs.recall()[0])
         for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
             inputs[index] = _detached(tensor)
         outputs = _rerun(ctx, inputs)
@@ -96,16 +96,14 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:
-    outside = None if ctx.rng is None else swap_rng(ctx.rng)
-    recomputing.depth += 1
+    changes = ctx.surroundings.changes()
+    swapped = ctx.inputs.swap()
     try:
-        with torch.enable_grad():
-            if ctx.ambient is None and not any_autocast_enabled():
-                return ctx.run_function(*inputs)
-            with ExitStack() as stack:
-                enter_ambient(ctx.ambient, stack)
-                return ctx.run_function(*inputs)
+        with torch.enable_grad(), changes or nullcontext():
+            outputs = ctx.surroundings.run(ctx.run_function, *inputs)
     finally:
-        recomputing.depth -= 1
-        if outside is not None:
-            write_rng(outside)
+        if swapped is not None:
+            swapped.put_back()
+    if changes is not None and changes.error is not None:
+        raise changes.error
+    return outputs

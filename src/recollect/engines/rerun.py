@@ -40,21 +40,25 @@ from recollect.checks.determinism import (
     Describe,
     count_mismatch,
     cpu_metadata,
+    default_check,
     metadata,
     metadata_mismatch,
     same,
     too_many_saved,
+    values_check,
 )
-from recollect.checks.trace import OpLog, explain
+from recollect.checks.diagnosis import Scene
+from recollect.checks.oplog import OpLog
+from recollect.checks.trace import explain
+from recollect.checks.values import value_difference
 from recollect.errors import AlreadyUnpacked, CheckpointError, InputChanged, StopRecompute
 from recollect.selective import ReplayMode
-from recollect.settings import recomputing
-from recollect.state.ambient import Ambient, enter_ambient
+from recollect.settings import version_guard_enabled
+from recollect.state.guards import UseOfChanged
 from recollect.state.inputs import Inputs
-from recollect.state.rng import read_rng, settle_rng, swap_rng, write_rng
+from recollect.state.surroundings import Surroundings
 from recollect.torch_private import (
     TorchDispatchMode,
-    any_autocast_enabled,
     at_end_of_backward,
     current_graph_task,
     current_operation,
@@ -118,18 +122,21 @@ class Frame:
 
     __slots__ = (
         "__weakref__",
-        "ambient",
+        "compares_values",
         "contexts",
+        "debug",
         "describe",
         "early_stop",
+        "entered",
         "forward_log",
         "function",
         "inputs",
         "locks",
         "passes",
         "read_once",
-        "rng",
+        "recorder",
         "running",
+        "surroundings",
         "tickets",
     )
 
@@ -146,13 +153,17 @@ class Frame:
         read_once: bool,
     ) -> None:
         self.function = function
-        self.inputs = Inputs(args, kwargs)
-        self.rng = read_rng() if preserve_rng_state else None
-        self.ambient = Ambient.capture()
+        self.inputs = Inputs(args, kwargs, version_guard_enabled())
+        self.surroundings = Surroundings(function, args, kwargs, preserve_rng_state)
+        self.recorder = self.surroundings.collectives
         self.contexts = contexts
-        self.describe = describe
+        self.entered: ExitStack | None = None
+        #: Whether the bits are compared, beside what ``describe`` sees.
+        self.compares_values = describe is values_check
+        self.describe = default_check if self.compares_values else describe
         self.early_stop = early_stop
-        self.forward_log = OpLog() if debug else None
+        self.debug = debug
+        self.forward_log = self.make_log()
         self.read_once = read_once
         self.running = True
         #: One for each saved tensor. Held here and by the graph: one that only this list holds is
@@ -162,17 +173,27 @@ class Frame:
         self.passes: dict[Any, Pass] = {}
         self.locks: dict[Any, threading.RLock] = {}
 
+    def make_log(self) -> OpLog | None:
+        """A log for one run, if there is to be one."""
+        if not self.debug and not self.compares_values:
+            return None
+        return OpLog(stacks=self.debug, fingerprints=self.compares_values)
+
     # --- forward ----------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
         push_saved_tensor_hooks(self._pack_hook(), self.unpack)
-        if self.contexts is None and self.forward_log is None:
+        if self.contexts is None and self.forward_log is None and self.recorder is None:
             return
         try:
-            if self.contexts is not None:
-                self.contexts[0].__enter__()
-            if self.forward_log is not None:
-                self.forward_log.__enter__()  # type: ignore[no-untyped-call]
+            with ExitStack() as stack:
+                if self.contexts is not None:
+                    stack.enter_context(self.contexts[0])
+                if self.recorder is not None:
+                    stack.enter_context(self.recorder)
+                if self.forward_log is not None:
+                    stack.enter_context(self.forward_log)
+                self.entered = stack.pop_all()
         except BaseException:
             pop_saved_tensor_hooks()
             raise
@@ -184,15 +205,14 @@ class Frame:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self.contexts is not None or self.forward_log is not None:
+            if self.entered is not None:
                 self._exit_contexts(exc_type, exc, traceback)
         finally:
             pop_saved_tensor_hooks()
         if exc is None:
             self.running = False
             self.inputs.settle()
-            if self.rng is not None:
-                self.rng = settle_rng(self.rng)
+            self.surroundings.settle()
 
     def _exit_contexts(
         self,
@@ -200,12 +220,9 @@ class Frame:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.forward_log is not None:
-            self.forward_log.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
-        if self.contexts is None:
-            return
-        swallowed = self.contexts[0].__exit__(exc_type, exc, traceback)
-        if swallowed and exc is not None:
+        entered, self.entered = self.entered, None
+        assert entered is not None
+        if entered.__exit__(exc_type, exc, traceback) and exc is not None:
             raise RuntimeError(
                 "the forward context given by context_fn suppressed an exception of the "
                 f"checkpointed function: {exc!r}. There is no result to return then; let its "
@@ -232,9 +249,10 @@ class Frame:
             tickets.append(ticket)
             return ticket
 
-        if describe is cpu_metadata:
-            return pack_on_cpu
-        return pack if describe is metadata else pack_described
+        chosen = pack_on_cpu if describe is cpu_metadata else pack
+        if describe is not cpu_metadata and describe is not metadata:
+            chosen = pack_described
+        return _noting(self.forward_log, chosen) if self.compares_values else chosen
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -327,6 +345,7 @@ class Rerun:
     """One run of a frame's function in backward."""
 
     __slots__ = (
+        "_changes",
         "_dead",
         "_expected",
         "_frame",
@@ -354,7 +373,10 @@ class Rerun:
         #: The operation that may have yet to write what it saves.
         self._unwritten_by = -1
         self._raised: str | None = None
-        self._log = OpLog() if frame.forward_log is not None else None
+        #: Present if something that the function may use has changed. It must run to its end then,
+        #: for the last op to be seen.
+        self._changes: UseOfChanged | None = frame.surroundings.changes()
+        self._log = frame.make_log()
 
     def run(self) -> Pass:
         """Recompute the tensors that forward saved, or say what is different."""
@@ -366,8 +388,8 @@ class Rerun:
                 tensors = [t if t is None else t.detach() for t in tensors]
         except CheckpointError as error:
             log = self._frame.forward_log
-            if log is not None and self._log is not None:
-                raise explain(error, log, self._log) from error
+            if self._frame.debug and log is not None and self._log is not None:
+                raise explain(error, log, self._log, stopped=self._stopped) from error
             raise
         finally:
             # The graph of the rerun holds on to the hooks, and they to this object.
@@ -377,49 +399,55 @@ class Rerun:
         return Pass(tensors, self._versions)
 
     def _run(self) -> None:
+        # This may rerun an outer region, which has to see its own arguments as they were.
+        args, kwargs = self._frame.inputs.recall()
+        swapped = self._frame.inputs.swap()
+        try:
+            self._run_with(args, kwargs)
+        finally:
+            if swapped is not None:
+                swapped.put_back()
+
+    def _run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
-        args, kwargs = frame.inputs.recall()
         # First, since it is refused where hooks are disabled: nothing else has been changed then.
         push_saved_tensor_hooks(self._pack_hook(), self._unpack)
-        rng_outside = None if frame.rng is None else swap_rng(frame.rng)
         grad_was_enabled = torch.is_grad_enabled()
         set_grad_enabled(True)
-        recomputing.depth += 1
+        if frame.forward_log is not None:
+            frame.forward_log.recording = False  # it is on if the function goes backward inside
         try:
             if dynamo_is_watching():
-                run_without_dynamo(self._call, args, kwargs)
+                run_without_dynamo(frame.surroundings.run, self._call, args, kwargs)
             else:
-                self._call(args, kwargs)
+                frame.surroundings.run(self._call, args, kwargs)
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
         finally:
             pop_saved_tensor_hooks()
-            recomputing.depth -= 1
             set_grad_enabled(grad_was_enabled)
-            if rng_outside is not None:
-                write_rng(rng_outside)
+            if frame.forward_log is not None:
+                frame.forward_log.recording = True
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
-        if (
-            frame.contexts is None
-            and frame.ambient is None
-            and self._log is None
-            and not any_autocast_enabled()
-        ):
+        if frame.contexts is None and self._log is None and self._changes is None:
             frame.function(*args, **kwargs)
             return
         with ExitStack() as stack:
-            enter_ambient(frame.ambient, stack)
             if frame.contexts is not None:
                 context = frame.contexts[1]
                 if isinstance(context, ReplayMode):
-                    context = context.for_rerun(restores_rng=frame.rng is not None)
+                    context = context.for_rerun(restores_rng=frame.surroundings.preserves_rng)
                 stack.enter_context(context)
+            if self._changes is not None:
+                stack.enter_context(self._changes)
             if self._log is not None:
                 stack.enter_context(self._log)
             self._call_noting_errors(args, kwargs)
+        if self._changes is not None and self._changes.error is not None:
+            raise self._changes.error
         if self._raised is not None:
             raise CheckpointError(
                 "the recompute context given by context_fn suppressed an exception of the "
@@ -441,7 +469,8 @@ class Rerun:
         versions = self._versions
         dead = self._dead
         # The first number at which there is something to do beside noting the tensor.
-        limit = self._expected - 2 if self._frame.early_stop else self._expected
+        stops_early = self._frame.early_stop and self._changes is None
+        limit = self._expected - 2 if stops_early else self._expected
 
         def pack(tensor: torch.Tensor) -> int:
             number = len(tensors)
@@ -470,7 +499,8 @@ class Rerun:
         # detach for each saved tensor, as it does with torch.
         contexts = self._frame.contexts
         has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
-        return pack_with_care if dead or has_modes or dispatch_modes_active() else pack
+        chosen = pack_with_care if dead or has_modes or dispatch_modes_active() else pack
+        return _noting(self._log, chosen) if self._frame.compares_values else chosen
 
     def _near_end(self, number: int, tensor: torch.Tensor) -> None:
         missing = self._expected - number - 1
@@ -527,12 +557,27 @@ class Rerun:
     def _verify(self) -> None:
         frame = self._frame
         if self._surplus:
-            raise too_many_saved(self._expected)
+            raise too_many_saved(self._expected, self._scene())
         if len(self._tensors) < self._expected and not frame.running:
-            raise count_mismatch(self._expected, len(self._tensors))
-        describe = frame.describe
-        if describe is None:
-            return
+            raise count_mismatch(self._expected, len(self._tensors), self._scene())
+        if frame.describe is not None:
+            self._compare(frame.describe)
+        if frame.compares_values:
+            assert frame.forward_log is not None
+            assert self._log is not None
+            error = value_difference(frame.forward_log, self._log, self._scene(), self._dead)
+            if error is not None:
+                raise error
+
+    def _scene(self) -> Scene:
+        """What an error may tell about."""
+        frame = self._frame
+        args, kwargs = frame.inputs.given
+        return Scene(frame.function, frame.tickets, self._tensors, args, kwargs)
+
+    def _compare(self, describe: Describe) -> None:
+        """Compare what a check sees of each tensor with what it saw in forward."""
+        frame = self._frame
         # Here in one loop, and not one by one in the hook: the code is warm then.
         numbered = enumerate(self._tensors[: self._expected])
         tickets: list[Ticket | None]
@@ -552,7 +597,18 @@ class Rerun:
             if after is not None and not same(before, after)
         ]
         if differences:
-            raise metadata_mismatch(differences)
+            raise metadata_mismatch(differences, self._scene())
+
+
+def _noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    """``pack``, with the tensor written down first."""
+    assert log is not None
+
+    def note_and_pack(tensor: torch.Tensor) -> Any:
+        log.note_saved(tensor)
+        return pack(tensor)
+
+    return note_and_pack
 
 
 def _hold_memory(tensors: list[Any]) -> bool:
@@ -573,5 +629,5 @@ def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:
 # A region that ran in eager is recomputed in eager, whoever runs backward.
 never_traced(Frame.unpack)
 
-for _hidden in (Frame._recall, Rerun.run, Rerun._run, Rerun._call):
+for _hidden in (Frame._recall, Rerun.run, Rerun._run, Rerun._run_with, Rerun._call):
     hide_from_dynamo(_hidden)

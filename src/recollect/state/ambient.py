@@ -1,103 +1,125 @@
-"""Modes around a region that decide what its ops do: autocast and the default device.
+"""What surrounds a region and decides what its ops do.
 
-Almost always there are none, in forward and again in backward; then capturing costs two questions
-and restoring one.
+Context variables, autocast, function modes (a default device is one) and process-wide switches: a
+rerun finds them as forward did, whatever surrounds backward, and nothing of it is left afterwards.
+Almost always nothing has changed, and to find that out is all it costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from contextvars import copy_context
 from typing import Any
 
 import torch
 
+from recollect.state.flags import read_flags, write_flags
 from recollect.torch_private import (
     any_autocast_enabled,
-    current_device_context,
     function_mode_count,
+    function_modes,
     is_nonstrict_tracing,
     nested_trace_policy,
+    set_function_modes,
 )
 
-__all__ = ["Ambient", "enter_ambient"]
+__all__ = ["Ambient"]
 
-_AutocastState = tuple[str, bool, torch.dtype]
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
 
-
-def _autocast_device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
-        return ("cpu",)
-    return (accelerator.type, "cpu")
+#: For each type of device whether autocast is on, and its dtype; and whether casts are cached.
+_Autocast = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
 
 
-_DEVICE_TYPES = _autocast_device_types()
+def _knows_autocast(device_type: str) -> bool:
+    try:
+        torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        return False
+    return True
 
 
-def _read_autocast() -> tuple[list[_AutocastState], bool]:
+_AUTOCAST_TYPES = tuple(filter(_knows_autocast, _DEVICE_TYPES))
+
+
+def _read_autocast() -> _Autocast:
     states = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in _DEVICE_TYPES
+        for kind in _AUTOCAST_TYPES
     ]
-    return states, torch.is_autocast_cache_enabled()
+    return tuple(states), torch.is_autocast_cache_enabled()
+
+
+def _write_autocast(autocast: _Autocast) -> None:
+    states, cache_enabled = autocast
+    for kind, enabled, dtype in states:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cache_enabled)
+
+
+def _switched_off(autocast: _Autocast) -> _Autocast:
+    states, cache_enabled = autocast
+    return tuple([(kind, False, dtype) for kind, _, dtype in states]), cache_enabled
+
+
+def _enter_autocast(autocast: _Autocast | None, stack: ExitStack) -> None:
+    """Bring ``autocast`` about until ``stack`` closes; None stands for all off."""
+    before = _read_autocast()
+    stack.callback(_leave_autocast, before)
+    torch.autocast_increment_nesting()
+    _write_autocast(_switched_off(before) if autocast is None else autocast)
+
+
+def _leave_autocast(before: _Autocast) -> None:
+    # The outermost one to be left drops the cached casts, as torch's own context does.
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    _write_autocast(before)
 
 
 class Ambient:
-    """The modes at one moment, of which there were some."""
+    """What surrounds the code at one moment."""
 
-    __slots__ = ("_autocast", "_device", "_nested_trace")
+    __slots__ = ("_autocast", "_context", "_flags", "_modes", "_nested_trace")
 
-    def __init__(
-        self,
-        autocast: tuple[list[_AutocastState], bool] | None,
-        device: AbstractContextManager[Any] | None,
-        nested_trace: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:
-        self._autocast = autocast
-        self._device = device
-        self._nested_trace = nested_trace
+    def __init__(self) -> None:
+        self._context = copy_context()
+        self._flags = read_flags()
+        self._autocast = _read_autocast() if any_autocast_enabled() else None
+        self._modes = function_modes() if function_mode_count() else None
+        self._nested_trace = nested_trace_policy() if is_nonstrict_tracing() else None
 
-    @classmethod
-    def capture(cls) -> Ambient | None:
-        """The modes now; None if there are none."""
-        if not (any_autocast_enabled() or function_mode_count() or is_nonstrict_tracing()):
-            return None
-        autocast = _read_autocast() if any_autocast_enabled() else None
-        device = current_device_context()
-        nested_trace = nested_trace_policy()
-        if autocast is None and device is None and nested_trace is None:
-            return None
-        return cls(autocast, device, nested_trace)
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function`` with all of it as it was."""
+        # A copy: what the function sets is gone afterwards, and a context runs one thing at a time.
+        context = self._context.copy()
+        if self._is_present():
+            return context.run(function, *args)
+        with ExitStack() as stack:
+            self._enter(stack)
+            return context.run(function, *args)
 
-    def enter(self, stack: ExitStack) -> None:
-        """Bring the modes back until ``stack`` closes."""
-        if self._autocast is not None:
-            states, cache_enabled = self._autocast
-            for kind, enabled, dtype in states:
-                stack.enter_context(
-                    torch.amp.autocast(
-                        kind, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled
-                    )
-                )
-        else:
-            _leave_autocast(stack)
-        if self._device is not None:
-            stack.enter_context(self._device)
+    def _is_present(self) -> bool:
+        return (
+            self._flags == read_flags()
+            and self._autocast is None
+            and self._modes is None
+            and self._nested_trace is None
+            and not function_mode_count()
+            and not any_autocast_enabled()
+        )
+
+    def _enter(self, stack: ExitStack) -> None:
+        flags, modes = read_flags(), function_modes()
+        if flags != self._flags:
+            stack.callback(write_flags, flags)
+            write_flags(self._flags)
+        if self._autocast is not None or any_autocast_enabled():
+            _enter_autocast(self._autocast, stack)
+        if modes != (self._modes or []):
+            stack.callback(set_function_modes, modes)
+            set_function_modes(self._modes or [])
         if self._nested_trace is not None:
             stack.enter_context(self._nested_trace())
-
-
-def _leave_autocast(stack: ExitStack) -> None:
-    """Switch off any autocast around backward, until ``stack`` closes."""
-    if any_autocast_enabled():
-        for kind in _DEVICE_TYPES:
-            stack.enter_context(torch.amp.autocast(kind, enabled=False))
-
-
-def enter_ambient(ambient: Ambient | None, stack: ExitStack) -> None:
-    """Bring back what ``Ambient.capture`` gave."""
-    if ambient is None:
-        _leave_autocast(stack)
-    else:
-        ambient.enter(stack)

@@ -4,6 +4,13 @@ A tensor is held as it is, with the version it had at the call. Inside another c
 (or under any other saved-tensor hooks) it is saved through those hooks instead, as an op would
 save it: the outer region then forgets and recomputes it, and a hook that moves saved tensors to
 the host moves this one too.
+
+Lists, dicts and objects are found again as they were at the call: see ``containers``. Almost always
+there are none, and then arguments cost no more than a look at the type of each.
+
+    at the call         ``Inputs(args, kwargs)``, which refuses iterators
+    after forward       ``settle()``
+    in backward         ``recall()``; ``swapped = swap()``; the rerun; ``swapped.put_back()``
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ from typing import Any
 import torch
 
 from recollect.errors import InputChanged
+from recollect.state.containers import Contents, Swapped, tensor_changed
+from recollect.state.kinds import ATOMS, may_be_statistics
 from recollect.torch_private import save_tensor, saved_tensor_hooks_active
 
 __all__ = ["Inputs"]
@@ -30,13 +39,17 @@ class _Saved:
         self.handle = save_tensor(tensor)
 
 
+_ATOMS = ATOMS | {_Saved}
+
+
 class Inputs:
-    """Arguments of one call."""
+    """Arguments of one call. Without ``guard``, tensors that have changed are taken as they are."""
 
-    __slots__ = ("_args", "_guards", "_kwargs", "_saved", "_spoilt")
+    __slots__ = ("_args", "_contents", "_guard", "_guards", "_kwargs", "_saved", "_spoilt")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], guard: bool = True) -> None:
         self._spoilt: str | None = None
+        self._guard = guard
         self._saved = saved_tensor_hooks_active()
         if self._saved:
             args = tuple(_Saved(a) if isinstance(a, _Tensor) else a for a in args)
@@ -44,75 +57,114 @@ class Inputs:
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []
-        _guard(args, self._guards)
-        if kwargs:
-            _guard(kwargs.values(), self._guards)
+        self._contents: Contents | None = None
+        others = _sort_out([*args, *kwargs.values()] if kwargs else [*args], self._guards)
+        if others:
+            self._look_into(others)
+
+    def _look_into(self, values: list[Any]) -> None:
+        contents = self._contents = Contents()
+        iterator = contents.look_into(values)
+        if iterator is not None:
+            raise TypeError(
+                f"{self._name(iterator)} of a checkpointed region is an iterator "
+                f"({type(iterator).__name__}), which can be gone through only once: backward "
+                "recomputes the region and would find it used up. Pass a list of its items, "
+                "`list(...)`, or make the iterator inside the function."
+            )
+        self._guards += [(tensor, tensor._version) for tensor in contents.tensors]
+
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they are held, for errors to look at."""
+        return self._args, self._kwargs
+
+    @property
+    def cared_for(self) -> list[Any]:
+        """Modules and random generators among the arguments, at whatever depth."""
+        return [] if self._contents is None else self._contents.cared_for
 
     def settle(self) -> None:
         """Take note of what the region itself changed in place.
 
-        A positional argument that it changed cannot be had again: an error, when backward asks. All
-        are let go then, since the history of that one runs through the region, which would hold it.
-        A tensor in a keyword or a container is taken for state that the region keeps there (a
-        cache, a counter), and guarded from here on.
+        A tensor that it changed cannot be had again: an error, when backward asks. All are let go
+        then, since the history of that one may run through the region, which would hold it. Except
+        for a small one in a container or an object, which is put back for a rerun as these are.
         """
-        for position, (tensor, version) in enumerate(self._guards):
-            if tensor._version == version:
-                continue
-            if tensor.requires_grad or any(tensor is arg for arg in self._args):
-                self._spoilt = self._describe_change(tensor, version, "inside the region")
-                self._args, self._kwargs, self._guards = (), {}, []
+        if self._contents is not None:
+            self._contents.settle()
+        if not self._guard:
+            return
+        for tensor, version in self._guards:
+            if tensor._version != version:
+                self._spoilt = str(self._changed(tensor, version, "inside the region"))
+                self._args, self._kwargs, self._guards, self._contents = (), {}, [], None
                 return
-            self._guards[position] = (tensor, tensor._version)
 
     def recall(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, or ``InputChanged``."""
         if self._spoilt is not None:
             raise InputChanged(self._spoilt)
-        for tensor, version in self._guards:
-            if tensor._version != version:
-                raise InputChanged(self._describe_change(tensor, version, "after the region ran"))
+        if self._guard:
+            for tensor, version in self._guards:
+                if tensor._version != version:
+                    raise self._changed(tensor, version, "after the region ran")
         if not self._saved:
             return self._args, self._kwargs
         args = tuple(a.handle.unpack() if type(a) is _Saved else a for a in self._args)
         kwargs = {k: v.handle.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
+    def swap(self) -> Swapped | None:
+        """Give containers and objects what they held at the call, until ``put_back`` of the result.
+
+        After ``recall``, which may have to rerun another region first. None: there is no need.
+        """
+        contents = self._contents
+        return None if contents is None else contents.swap(self._name, guard=self._guard)
+
     def has(self, tensor: _Tensor) -> bool:
         """Whether ``tensor`` is one of the arguments."""
-        return any(tensor is guarded for guarded, _ in self._guards)
+        if any(tensor is guarded for guarded, _ in self._guards):
+            return True
+        return self._contents is not None and self._contents.has(tensor)
 
-    def _describe_change(self, tensor: _Tensor, version: int, when: str) -> str:
-        name = _path_to(tensor, self._args, "args") or _path_to(tensor, self._kwargs, "kwargs")
-        return (
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {name} of a checkpointed region, [{tensor.type()} "
-            f"{list(tensor.shape)}], was changed {when} and is at version {tensor._version}; "
-            f"expected version {version} instead. The region would be recomputed from the changed "
-            "value. Pass a copy (.clone()) to the region, or replace the in-place operation "
-            "(x = x + 1 rather than x += 1)."
-        )
+    def _changed(self, tensor: _Tensor, version: int, when: str) -> InputChanged:
+        return tensor_changed(self._name(tensor), tensor, version, when)
+
+    def _name(self, target: Any) -> str:
+        """Where ``target`` was among the arguments, such as ``kwargs['cache'].keys[0]``."""
+        pending = [(f"args[{n}]", value) for n, value in enumerate(self._args)]
+        pending += [(f"kwargs[{key!r}]", value) for key, value in self._kwargs.items()]
+        seen: set[int] = set()
+        for name, value in pending:  # which grows meanwhile
+            if value is target:
+                return name
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            pending += [(name + suffix, part) for suffix, part in self._parts(value)]
+        return "an argument"
+
+    def _parts(self, value: Any) -> Iterable[tuple[str, Any]]:
+        if type(value) is tuple:
+            return [(f"[{n}]", item) for n, item in enumerate(value)]
+        return () if self._contents is None else self._contents.parts(value)
 
 
-def _guard(values: Iterable[Any], guards: list[tuple[_Tensor, int]]) -> None:
-    for value in values:
-        if isinstance(value, _Tensor):
-            if not value.is_inference():  # those have no version, and cannot be changed in place
-                guards.append((value, value._version))
-        elif isinstance(value, (tuple, list)):
-            _guard(value, guards)
-        elif isinstance(value, dict):
-            _guard(value.values(), guards)
-
-
-def _path_to(tensor: _Tensor, value: Any, name: str) -> str | None:
-    if value is tensor:
-        return name
-    if isinstance(value, (tuple, list)):
-        items: Iterable[tuple[Any, Any]] = enumerate(value)
-    elif isinstance(value, dict):
-        items = value.items()
-    else:
-        return None
-    paths = (_path_to(tensor, item, f"{name}[{key!r}]") for key, item in items)
-    return next((path for path in paths if path), None)
+def _sort_out(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]:
+    """Guard the tensors among ``values``; returns what has to be looked into."""
+    others = []
+    for value in values:  # which grows meanwhile
+        cls = type(value)
+        if cls is _Tensor or (cls not in _ATOMS and isinstance(value, _Tensor)):
+            if value.is_inference():  # those have no version, and cannot be changed in place
+                continue
+            guards.append((value, value._version))
+            if may_be_statistics(value):
+                others.append(value)
+        elif cls is tuple:
+            values += value
+        elif cls not in _ATOMS:
+            others.append(value)
+    return others

@@ -19,6 +19,7 @@ from recollect.state.devices import DefaultDeviceType, device_module, infer_devi
 from recollect.torch_private import tree_leaves
 
 __all__ = [
+    "HAS_ACCELERATOR",
     "RngState",
     "get_device_states",
     "read_rng",
@@ -33,6 +34,8 @@ _cpu = torch.default_generator
 
 #: What this build of torch can drive; a build for CPUs alone has none.
 _accelerator = torch.accelerator.current_accelerator()
+
+HAS_ACCELERATOR = _accelerator is not None
 
 #: The CPU's stream, and one for each device of the accelerator if that has been started.
 RngState = tuple[torch.Tensor, list[torch.Tensor] | None]

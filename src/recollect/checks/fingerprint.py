@@ -1,0 +1,120 @@
+"""Sixty-four bits that stand for the values of a tensor.
+
+Two runs of a region are compared value by value without keeping a copy of either: each result is
+folded into one number on the device that holds it, and only numbers are kept and compared. The
+number depends on every bit and on its place, so that it tells 0.0 from -0.0, one NaN from another,
+and notices elements that changed places. It does not depend on strides: a view and its copy have
+the same. What it leaves out is compared elsewhere: shape, dtype, device.
+
+Eight bytes of values are one *word*. A word is added to a multiple of its place, and the bits of
+the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); what comes out is summed
+modulo 2^64. Integers are summed in any order with the same result, so the number is the same
+however a device cuts the work up. Torch shifts signed integers, copies of the sign coming in from
+the left: the mixing takes x and ~x to the same bits, for an x that has nothing to do with the
+values, and is otherwise one to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+import torch
+
+from recollect.torch_private import below_python, inner_tensors
+
+__all__ = ["compare", "fingerprint"]
+
+#: Bytes folded at a time, which are in a CPU's cache then, or worth starting a kernel for. The
+#: scratch space is three times as much.
+_PIECE_ON_CPU = 1 << 21
+_PIECE_ELSEWHERE = 1 << 23
+
+#: An odd number without a pattern (the golden ratio), and the factors of the finalizer; signed.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+_SHIFT = 33
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A 0-dim int64 tensor, on the same device, that depends on the bits of every value.
+
+    Nested and sparse tensors and wrappers are taken by the tensors they are made of. One that holds
+    no data (on ``meta``, fake, traced) has the same fingerprint as any other such, on the CPU.
+    Nothing is seen by modes, recorded by autograd, drawn from a random stream, or waited for.
+    """
+    with below_python():
+        return _of(tensor)
+
+
+def compare(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
+    """The index of the first fingerprint that differs, at the price of one transfer a device."""
+    with below_python():
+        differing: list[int] = []
+        by_device: dict[torch.device, list[int]] = {}
+        for number, (one, other) in enumerate(zip_longest(before, after)):
+            if one is None or other is None or one.device != other.device:
+                differing.append(number)
+                break
+            by_device.setdefault(one.device, []).append(number)
+        for device, numbers in by_device.items():
+            if device.type != "cpu":
+                # Some may have been made on another stream.
+                torch.accelerator.synchronize(device)
+            ones, others = (torch.stack([side[n] for n in numbers]) for side in (before, after))
+            flags = ones.ne(others).tolist()
+            differing += [n for n, differs in zip(numbers, flags, strict=True) if differs]
+        return min(differing, default=None)
+
+
+def _of(tensor: torch.Tensor) -> torch.Tensor:
+    inner = inner_tensors(tensor)
+    if inner is None:
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+    if len(inner) == 1 and inner[0] is tensor:
+        return _joined(_folded(_words(piece)) for piece in _pieces(tensor))
+    return _joined(_of(each) for each in inner)
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *rest = list(parts) or [torch.zeros((), dtype=torch.int64, device="cpu")]
+    if not rest:
+        return first
+    return _folded(torch.stack([first, *(part.to(first.device) for part in rest)]))
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in their order, cut by shape and dtype: strides make no difference."""
+    most = _PIECE_ON_CPU if tensor.device.type == "cpu" else _PIECE_ELSEWHERE
+    if tensor.nbytes <= most:
+        yield tensor.reshape(-1)
+        return
+    rows = most * tensor.shape[0] // tensor.nbytes
+    if rows:
+        for part in tensor.split(rows):
+            yield part.reshape(-1)
+    else:
+        for row in tensor.unbind():
+            yield from _pieces(row)
+
+
+def _words(piece: torch.Tensor) -> torch.Tensor:
+    """The bytes of a piece as integers, zeros appended to the last one; may be a view of it."""
+    piece = piece.resolve_conj().resolve_neg()
+    if piece.stride(0) != 1:
+        piece = piece.clone(memory_format=torch.contiguous_format)
+    raw = piece.view(torch.uint8)
+    size = raw.numel()
+    if size % 8 == 0 and raw.storage_offset() % 8 == 0 and raw.data_ptr() % 8 == 0:
+        return raw.view(torch.int64)
+    words = torch.zeros(-(-size // 8), dtype=torch.int64, device=raw.device)
+    words.view(torch.uint8)[:size].copy_(raw)
+    return words
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
+    mixed = places.mul_(_STEP).add_(words)
+    for factor in _FACTORS:
+        mixed.bitwise_xor_(mixed >> _SHIFT).mul_(factor)
+    return mixed.bitwise_xor_(mixed >> _SHIFT).sum()

@@ -1,0 +1,141 @@
+"""What to call a region and the modules in it, in the words of the model's author."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+__all__ = ["module_of", "name_in", "path_of", "region_name"]
+
+
+def region_name(function: Any) -> str:
+    """What to call the region of ``function``: by its module's path in the model, if it has one.
+
+    Modules are found behind bound methods, partials, decorators and small closures. Never raises,
+    and keeps nothing alive. Looks at every object in memory: for errors only.
+    """
+    try:
+        return f"region {_name(function)}"
+    except Exception:  # noqa: BLE001 - the name is a courtesy; what went wrong must be told
+        return "a checkpointed region"
+
+
+def _name(function: Any) -> str:
+    module = module_of(function)
+    if module is not None:
+        return _titled(module)
+    variables = _free_variables(function)
+    match list(variables.values()):
+        case [[nn.Module() as first, *_, nn.Module() as last]]:
+            return f"{_titled(first)} to {_titled(last)}"  # a segment of a chain
+        case [[nn.Module() as only]]:
+            return _titled(only)
+    owner = variables.get("self")
+    inside = f", in {_titled(owner)}" if isinstance(owner, nn.Module) else ""
+    return f"{_qualified(function)}{inside}"
+
+
+def _titled(module: nn.Module) -> str:
+    path = path_of(module)
+    return f"`{path}` ({type(module).__name__})" if path else type(module).__name__
+
+
+def _qualified(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    if code is None:
+        return f"`{name}`"
+    return f"`{name}` ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+# --- from a function to its module ----------------------------------------------------------------
+
+#: How many wrappings are opened to find a module.
+_DEPTH = 8
+
+
+def module_of(function: Any, depth: int = _DEPTH) -> nn.Module | None:
+    """The one module that ``function`` amounts to calling."""
+    if isinstance(function, nn.Module):
+        return function
+    if depth == 0 or not callable(function) or isinstance(function, type):
+        return None
+    inner = _wrapped_by(function)
+    found = {id(m): m for m in (module_of(each, depth - 1) for each in inner) if m is not None}
+    return found.popitem()[1] if len(found) == 1 else None
+
+
+def _wrapped_by(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        if module_of(function.func) is not None:
+            return [function.func]
+        return [*function.args, *function.keywords.values()]
+    for name in ("__self__", "__wrapped__"):
+        if hasattr(function, name):
+            return [getattr(function, name)]
+    # A closure over ``self`` is a part of that module, not the module.
+    return [value for name, value in _free_variables(function).items() if name != "self"]
+
+
+def _free_variables(function: Any) -> dict[str, Any]:
+    try:
+        return dict(inspect.getclosurevars(function).nonlocals)
+    except (TypeError, ValueError):  # not a Python function; a variable that has no value yet
+        return {}
+
+
+# --- from a module to its name --------------------------------------------------------------------
+
+#: Names that wrappers give to the module they wrap.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def path_of(module: nn.Module) -> str:
+    """The name of ``module`` in the model that holds it; empty if none does. Searches memory."""
+    parents: dict[int, tuple[str, nn.Module]] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            parents.update((id(child), (name, each)) for name, child in _children(each))
+    parts: list[str] = []
+    seen: set[int] = set()
+    while id(module) in parents and id(module) not in seen:
+        seen.add(id(module))
+        name, module = parents[id(module)]
+        parts.append(name)
+    return _joined(reversed(parts))
+
+
+def name_in(parent: nn.Module, module: nn.Module) -> str | None:
+    """The name of ``module`` in ``parent``, the shortest if there are several."""
+    queue: deque[tuple[tuple[str, ...], nn.Module]] = deque([((), parent)])
+    seen = {id(parent)}
+    while queue:
+        parts, each = queue.popleft()
+        for name, child in _children(each):
+            if child is module:
+                return _joined((*parts, name))
+            if id(child) not in seen:
+                seen.add(id(child))
+                queue.append(((*parts, name), child))
+    return None
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    try:
+        return list(module.named_children())
+    except Exception:  # noqa: BLE001 - somebody else's module, perhaps half made
+        return []
+
+
+def _joined(parts: Any) -> str:
+    """A path as the model's author would write it, without the names that wrappers add."""
+    return ".".join(part for part in parts if part not in _WRAPPERS)

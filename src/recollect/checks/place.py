@@ -1,0 +1,95 @@
+"""Where an op was called: the module that ran it, by name, and the user's lines of code.
+
+Both are read off the Python stack. In backward the modules around a region are not on it, so the
+same op is in ``Decoder: layers.3.mlp`` in forward and in ``Block: mlp`` when recomputed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.modules.module
+from torch import nn
+
+from recollect.checks.names import name_in
+from recollect.torch_private import MODULE_CALL
+
+__all__ = ["Names", "Place", "Stack"]
+
+#: File, line and function, the innermost first.
+Stack = tuple[tuple[str, int, str], ...]
+
+#: By parent and child, what one is called in the other. To be kept for the time of a run.
+Names = WeakKeyDictionary[nn.Module, "WeakKeyDictionary[nn.Module, str | None]"]
+
+_HIDDEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_MODULE_FILE = torch.nn.modules.module.__file__
+#: Code that moves parameters about in the hooks of modules.
+_LIBRARIES = (str(Path(torch.__file__).parent / "distributed" / "fsdp"), "/deepspeed/runtime/")
+#: Frames of the user's that are noted.
+_FRAMES = 12
+
+
+class Place:
+    """What the Python stack tells about an op."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        stack: list[tuple[str, int, str]] = []
+        #: Modules being called, the innermost first.
+        self._modules: list[nn.Module] = []
+        #: Whether the op is the work of a library, in a hook of the innermost module.
+        self.in_library = False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not self._modules and any(library in file for library in _LIBRARIES):
+                self.in_library = True
+            module = _module_called(frame)
+            if module is not None and not (self._modules and module is self._modules[-1]):
+                self._modules.append(module)
+            if len(stack) < _FRAMES and not file.startswith(_HIDDEN):
+                stack.append((file, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        self.stack: Stack = tuple(stack)
+
+    def path(self, names: Names) -> str:
+        """The innermost module by its name in the outermost; ``>`` where one is in no other."""
+        parts: list[list[str]] = []
+        parent: nn.Module | None = None
+        for module in reversed(self._modules):
+            name = None if parent is None else _name(names, parent, module)
+            if name is None:
+                parts.append([type(module).__name__])
+            else:
+                parts[-1].append(name)
+            parent = module
+        return " > ".join(_titled(part) for part in parts)
+
+
+def _module_called(frame: FrameType) -> nn.Module | None:
+    """The module that this frame calls, or whose ``forward`` it is, if called past ``__call__``."""
+    code = frame.f_code
+    if code is MODULE_CALL:
+        return frame.f_locals.get("self")
+    # To look at a frame's locals keeps them alive for a while: only where there is no other way.
+    if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
+        return None
+    if frame.f_back is not None and frame.f_back.f_code.co_filename == _MODULE_FILE:
+        return None
+    module = frame.f_locals.get("self")
+    return module if isinstance(module, nn.Module) else None
+
+
+def _name(names: Names, parent: nn.Module, module: nn.Module) -> str | None:
+    known = names.setdefault(parent, WeakKeyDictionary())
+    if module not in known:
+        known[module] = name_in(parent, module)
+    return known[module]
+
+
+def _titled(part: list[str]) -> str:
+    kind, *names = part
+    path = ".".join(name for name in names if name)
+    return f"{kind}: {path}" if path else kind

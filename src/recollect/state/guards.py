@@ -1,0 +1,90 @@
+"""Guards on what a region reads beside its arguments: parameters, buffers, tensors in closures.
+
+A rerun reads them again. If one was changed in place meanwhile it would compute with the new value,
+where plain autograd raises. So their versions are compared before a rerun, and one that differs is
+an error if the rerun gets to use it: the model that a closure holds may have parameters that the
+region has nothing to do with, and those may change.
+
+A parameter whose ``data`` was exchanged, emptied or filled has the version it had: sharding engines
+do this all the time, and see to it that the values are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect.errors import InputChanged
+from recollect.torch_private import DispatchMode
+
+__all__ = ["Guards", "UseOfChanged"]
+
+#: What is wrong with a tensor.
+Changes = dict[int, tuple[torch.Tensor, str]]
+
+
+class Guards:
+    """The versions of the tensors that one region can read, to be made when it is over."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(
+        self, tensors: list[torch.Tensor], earlier: list[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Guard ``tensors``.
+
+        ``earlier``: more of them, with the version they had before the region, which should not
+        have changed them either.
+        """
+        try:
+            versions = [tensor._version for tensor in tensors]
+        except RuntimeError:  # inference tensors have no version, and do not change
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            versions = [tensor._version for tensor in tensors]
+        for tensor, version in earlier:
+            tensors.append(tensor)
+            versions.append(version)
+        self._tensors = tensors
+        self._versions = versions
+
+    def changes(self) -> Changes | None:
+        """What has been changed in place since; None, almost always."""
+        if [tensor._version for tensor in self._tensors] == self._versions:
+            return None
+        return {
+            id(tensor): (tensor, f"is at version {tensor._version}; expected version {version}")
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+            if tensor._version != version
+        }
+
+
+class UseOfChanged(DispatchMode):
+    """Runs around a rerun and raises if that uses a tensor that has changed."""
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changes = changes
+        #: Kept, since the function may swallow what is raised inside of it.
+        self.error: InputChanged | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if id(tensor) in self._changes:
+                    self.error = _error(func, *self._changes[id(tensor)])
+                    raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+def _error(func: Any, tensor: torch.Tensor, what: str) -> InputChanged:
+    return InputChanged(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor [{tensor.type()} {list(tensor.shape)}] that a checkpointed region "
+        f"uses in {func} {what} instead. It was changed since the region began, and backward would "
+        "recompute the region from the changed value. Go backward before changing it (call "
+        "optimizer.step() after backward()), or, if the change does no harm, run forward inside "
+        "`with recollect.set_checkpoint_version_guard(False):`."
+    )

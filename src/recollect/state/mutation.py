@@ -1,0 +1,178 @@
+"""Tensors that a region changes beside computing its result: statistics, counters, histories.
+
+They must end as after one forward, and a rerun must read them as forward did. So a region's buffers
+are watched: what has changed when forward is over is put back to its value before for the time of a
+rerun, in place, and gets its present value again afterwards. Version counters stay as they are:
+for autograd nothing has happened.
+
+Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics behind
+its schema's back, and ``buffer.data.copy_()`` is a common way to update a moving average. Buffers
+of modules that may do so are compared by content on the CPU, and taken for changed on a device,
+where to compare would be to wait. Large buffers are masks and tables, as a rule: those are copied
+at their first call, and later only if they have ever changed.
+"""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+
+from recollect.errors import InputChanged
+from recollect.state.reach import Slot
+from recollect.torch_private import copy_tensors, set_version, unobserved
+
+__all__ = ["Watch", "is_small", "put_back"]
+
+#: More bytes than this are not copied at every call.
+LARGE = 64 * 1024
+#: A tensor in a closure is watched up to this size; a larger one is guarded, like a parameter.
+SMALL = 4 * 1024
+
+
+class _Watched:
+    """One tensor, and what it was before the region."""
+
+    __slots__ = ("before", "hidden", "name", "tensor", "version")
+
+    def __init__(self, name: str, tensor: torch.Tensor, hidden: bool) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.version = tensor._version
+        #: Whether it may be written to without a trace.
+        self.hidden = hidden
+        #: A copy of the values, if there was reason to make one.
+        self.before: torch.Tensor | None = None
+
+    def is_written(self) -> bool:
+        if self.tensor._version != self.version:
+            return True
+        if not self.hidden or self.before is None:
+            return False
+        return self.tensor.device.type != "cpu" or not torch.equal(self.tensor, self.before)
+
+
+class Watch:
+    """The tensors that one region may change."""
+
+    __slots__ = ("_changed", "_watched")
+
+    def __init__(self, buffers: list[Slot], tensors: list[torch.Tensor]) -> None:
+        self._watched = [
+            _Watched(f"buffer `{name}`", tensor, hidden)
+            for owner, name, hidden in buffers
+            if type(tensor := owner[name]) is torch.Tensor and not tensor.is_inference()
+        ]
+        self._watched += [_Watched("a tensor in a closure", t, _may_be_hidden(t)) for t in tensors]
+        self._changed: list[_Watched] = []
+        to_copy = [w for w in self._watched if _is_copied(w)]
+        if to_copy:
+            with unobserved():
+                for w, copy in zip(to_copy, _copies([w.tensor for w in to_copy]), strict=True):
+                    w.before = copy
+
+    def settle(self) -> list[torch.Tensor]:
+        """Note what the region has changed. The others are returned: nobody may change them."""
+        with unobserved():
+            written = [w.is_written() for w in self._watched]
+        unchanged = []
+        for w, is_written in zip(self._watched, written, strict=True):
+            if is_written:
+                self._changed.append(w)
+            else:
+                unchanged.append(w.tensor)
+            if _nbytes(w.tensor) > LARGE:
+                _remember(w.tensor, is_written)
+        self._watched = []
+        return unchanged
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is anything to recall."""
+        return bool(self._changed)
+
+    def recall(self) -> list[_Present]:
+        """Give what was changed its value before the region; the result undoes it."""
+        for w in self._changed:
+            if w.before is None:
+                raise _not_copied(w)
+        with unobserved():
+            tensors = [w.tensor for w in self._changed]
+            presents = [
+                (tensor, tensor._version, value)
+                for tensor, value in zip(tensors, _copies(tensors), strict=True)
+            ]
+            copy_tensors([t.data for t in tensors], [w.before for w in self._changed])
+        for w in self._changed:
+            # Where the rerun saves it, it has the version it had when forward saved it.
+            set_version(w.tensor, w.version)
+        return presents
+
+
+#: What a watched tensor is outside of reruns: itself, its version, its value.
+_Present = tuple[torch.Tensor, int, torch.Tensor]
+
+
+def put_back(presents: list[_Present]) -> None:
+    """Undo ``Watch.recall``."""
+    with unobserved():
+        copy_tensors([t.data for t, _, _ in presents], [value for _, _, value in presents])
+    for tensor, version, _ in presents:
+        set_version(tensor, version)
+
+
+def _may_be_hidden(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in a closure may be written to without a trace, at a bearable cost.
+
+    Statistics are vectors of numbers. On a CPU a comparison costs little, whatever it is.
+    """
+    return tensor.device.type == "cpu" or (tensor.dim() == 1 and tensor.is_floating_point())
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in a closure is watched."""
+    return type(tensor) is torch.Tensor and not tensor.is_inference() and _nbytes(tensor) <= SMALL
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_tensors(copies, tensors)
+    return copies
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+#: Large buffers that have been watched before, and whether one of them has ever changed.
+_large: dict[int, tuple[ref[torch.Tensor], bool]] = {}
+
+
+def _is_copied(watched: _Watched) -> bool:
+    tensor = watched.tensor
+    if _nbytes(tensor) <= LARGE:
+        return True
+    known = _large.get(id(tensor))
+    if known is None or known[0]() is not tensor:
+        watched.hidden = True  # compare by content this once
+        return True
+    return known[1]
+
+
+def _remember(tensor: torch.Tensor, has_changed: bool) -> None:
+    key = id(tensor)
+    known = _large.get(key)
+    if known is None or known[0]() is not tensor:
+        _large[key] = ref(tensor, lambda _: _large.pop(key, None)), has_changed
+    elif has_changed and not known[1]:
+        _large[key] = known[0], True
+
+
+def _not_copied(watched: _Watched) -> InputChanged:
+    return InputChanged(
+        f"a checkpointed region changed {watched.name}, {list(watched.tensor.shape)}, which it "
+        "had left alone in earlier calls. Being large it was not copied, so the region cannot be "
+        "recomputed as it was. From the next call on it will be copied. To have it right "
+        "from the start, change it outside of the region or keep the code that changes it out of "
+        "the recomputation: `if not recollect.is_recomputing(): ...`."
+    )

@@ -1,0 +1,77 @@
+"""All random streams that a region can draw from, and standing there again for a rerun.
+
+The default generators of torch, the streams of ``random`` and ``numpy.random``, and generators that
+are objects, where the function keeps them or is given them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from recollect.state.libraries import LibraryState, read_libraries, write_libraries
+from recollect.state.rng import HAS_ACCELERATOR, RngState, read_rng, settle_rng, swap_rng, write_rng
+
+__all__ = ["Streams", "read_streams", "settle_streams", "swap_streams", "write_streams"]
+
+#: torch's default generators, the two libraries, and each generator that is an object.
+Streams = tuple[RngState, LibraryState, list[tuple[Any, Any]]]
+
+
+def read_streams(generators: Iterable[Any]) -> Streams:
+    """Where the streams stand now, those of ``generators`` too."""
+    return read_rng(), read_libraries(), [(g, _read_generator(g)) for g in generators]
+
+
+def settle_streams(streams: Streams) -> Streams:
+    """``streams``, read before a region, with what only its end can tell."""
+    if not HAS_ACCELERATOR:
+        return streams
+    return settle_rng(streams[0]), streams[1], streams[2]
+
+
+def swap_streams(streams: Streams) -> Streams:
+    """Put the streams back; the result has them as they were before."""
+    defaults, libraries, generators = streams
+    others = read_libraries(), [(g, _read_generator(g)) for g, _ in generators]
+    before = swap_rng(defaults), *others
+    write_libraries(libraries)
+    for generator, state in generators:
+        _write_generator(generator, state)
+    return before
+
+
+def write_streams(streams: Streams) -> None:
+    """Put the streams back."""
+    defaults, libraries, generators = streams
+    write_rng(defaults)
+    write_libraries(libraries)
+    for generator, state in generators:
+        _write_generator(generator, state)
+
+
+def _read_generator(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.SystemRandom):  # the system's, which has no state
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)  # of a numpy Generator
+    return generator.get_state(legacy=False) if bits is None else bits.state
+
+
+def _write_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.SystemRandom):
+        return
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif (bits := getattr(generator, "bit_generator", None)) is not None:
+        bits.state = state
+    else:
+        generator.set_state(state)

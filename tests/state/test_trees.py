@@ -1,0 +1,102 @@
+"""What is remembered of a module, and when it is looked at anew."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recollect.state import trees
+from recollect.state.trees import tree_of
+
+
+def parameters(module: nn.Module) -> set[int]:
+    owners = tree_of(module).parameters
+    return {id(p) for owner in owners for p in owner.values() if p is not None}
+
+
+def expected(module: nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters()}
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleList())
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a child": lambda m: m.add_module("more", nn.Linear(2, 2)),
+    "a child replaced": lambda m: setattr(m, "0", nn.Linear(2, 2)),
+    "a grandchild": lambda m: m[1].append(nn.Linear(2, 2)),
+    "a grandchild replaced": lambda m: m[1].__setitem__(0, nn.Linear(2, 2)),
+    "inserted into an empty list": lambda m: m[2].insert(0, nn.Linear(2, 2)),
+    "a parameter": lambda m: m[2].register_parameter("p", nn.Parameter(torch.ones(2))),
+    "a parameter replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "a parameter replaced without telling": lambda m: m[0]._parameters.update(
+        weight=nn.Parameter(torch.ones(2, 2))
+    ),
+    "a child deleted": lambda m: m.__delitem__(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_noticed(change: Callable[[Any], Any]) -> None:
+    module = model()
+    assert parameters(module) == expected(module)
+    change(module)
+    assert parameters(module) == expected(module)
+
+
+def test_a_tree_is_remembered() -> None:
+    module = model()
+    assert tree_of(module) is tree_of(module)
+    tree = tree_of(module)
+    module.eval()
+    assert tree_of(module) is tree
+
+
+def test_buffers_are_noticed() -> None:
+    module = model()
+    assert tree_of(module).with_buffers == []
+    module[1].register_buffer("state", torch.ones(2))
+    assert len(tree_of(module).with_buffers) == 1
+
+
+def test_a_copy_has_a_tree_of_its_own() -> None:
+    module = model()
+    tree_of(module)
+    twin = copy.deepcopy(module)
+    assert parameters(twin) == expected(twin)
+
+
+class Own(nn.Module):
+    """A module of nobody's library, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(2))
+        self.inner = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_modules_die_and_are_forgotten() -> None:
+    gc.collect()
+    known = len(trees._trees)
+    gc.disable()
+    try:
+        module = Own()
+        tree_of(module)
+        assert len(trees._trees) == known + 1
+        dead = weakref.ref(module)
+        del module
+        assert dead() is None
+        assert len(trees._trees) == known
+    finally:
+        gc.enable()
