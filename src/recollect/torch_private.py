@@ -446,7 +446,6 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
@@ -466,6 +465,8 @@ _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
 FLAGS = _COMMON_FLAGS
 if torch.accelerator.current_accelerator() is not None:
     FLAGS += _ACCELERATOR_FLAGS
+# The last, since to allow or forbid tf32 sets it too.
+FLAGS += ((_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),)
 
 _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
 

@@ -393,12 +393,16 @@ def test_a_tensor_of_another_kind() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cuda_kernels_that_leave_memory_unwritten(dtype: torch.dtype) -> None:
     """Attention of each kind, recurrent cells, batch norm: their scratch space must not count."""
-    net = nn.ModuleList(
-        [nn.LSTM(16, 16, batch_first=True), nn.BatchNorm1d(24), nn.GRU(16, 16, batch_first=True)]
-    ).to("cuda", dtype)
+    where: Any = {"device": "cuda", "dtype": dtype}
+    net = [
+        nn.LSTM(16, 16, batch_first=True, **where),
+        nn.BatchNorm1d(24, **where),
+        nn.GRU(16, 16, batch_first=True, **where),
+    ]
 
     def region(x: Tensor) -> Tensor:
         # 24 is no multiple of 32, to which kernels pad.
@@ -411,8 +415,10 @@ def test_cuda_kernels_that_leave_memory_unwritten(dtype: torch.dtype) -> None:
 
     for _ in range(3):
         x = torch.randn(3, 24, 16, device="cuda", dtype=dtype, requires_grad=True)
-        checked(region, x).float().square().sum().backward()
-        torch.rand(2**20, device="cuda")  # so that memory is not as it was
+        out = checked(region, x).float().square().sum()
+        for size in (2**8, 2**12, 2**16, 2**20):
+            torch.rand(size, device="cuda")  # memory is not as it was
+        out.backward()
 
 
 @pytest.mark.gpu
@@ -424,3 +430,23 @@ def test_cuda_difference_is_found() -> None:
         preserve_rng_state=False,
     )
     assert "values differ\n  native_dropout" in message
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_are_captured_unchecked() -> None:
+    x = torch.randn(8, device="cuda", requires_grad=True)
+
+    def step() -> Tensor:
+        return torch.autograd.grad(checked(lambda x: x.sin().exp(), x).sum(), x)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slope = step()
+    graph.replay()
+    assert torch.equal(slope, step())

@@ -1041,6 +1041,33 @@ def test_r2_streams_are_left_alone_when_a_rerun_fails(run: Run) -> None:
 
 
 @ALL
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_r2_another_thread_may_draw_meanwhile(draw: Callable[[], float], run: Run) -> None:
+    """R2, pt#127676: a region that draws nothing does not set a stream back for the others."""
+
+    def train(run: Run) -> Any:
+        drawn: list[float] = []
+
+        def prefetch() -> None:
+            thread = threading.Thread(target=lambda: drawn.append(draw()))
+            thread.start()
+            thread.join()
+
+        def region(x: Tensor) -> Tensor:
+            if recollect.is_recomputing():
+                prefetch()
+            return x.sin().exp()
+
+        x = leaf(3)
+        run(region, x).sum().backward()
+        if run is plain:
+            prefetch()
+        return drawn, draw()
+
+    assert_same(train, run)
+
+
+@ALL
 def test_r2_without_preserving(run: Run) -> None:
     """R2, pt#127676: ``preserve_rng_state=False`` runs, and costs nobody a state."""
     x = leaf(6)
@@ -1680,6 +1707,56 @@ def test_r6_container_that_the_region_changes(function: Any, make: Any, run: Run
     assert_same(train, run)
 
 
+class Holder:
+    """An object with a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tensor", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return overwrite(x, self.tensor)
+
+
+def overwrite(x: Tensor, tensor: Tensor) -> Tensor:
+    tensor.mul_(x)
+    return tensor.clone().sin() * x
+
+
+def overwrite_in_closure(run: Run, x: Tensor) -> Tensor:
+    tensor = torch.ones(3)
+    return run(lambda x: overwrite(x, tensor), x)
+
+
+OVERWRITING: dict[str, Callable[[Run, Tensor], Tensor]] = {
+    "argument": lambda run, x: run(overwrite, x, torch.ones(3)),
+    "list": lambda run, x: run(lambda x, c: overwrite(x, c[0]), x, [torch.ones(3)]),
+    "dict": lambda run, x: run(lambda x, c: overwrite(x, c["t"]), x, {"t": torch.ones(3)}),
+    "object": lambda run, x: run(lambda x, c: overwrite(x, c.tensor), x, Holder(torch.ones(3))),
+    "closure": overwrite_in_closure,
+    "buffer": lambda run, x: run(Memory(), x),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITING)
+@ALL
+def test_r6_tensor_that_gains_a_history(name: str, run: Run) -> None:
+    """R6: a cache written to in place, by what needs a gradient (pt#155171). Right, or an error."""
+
+    def train(run: Run) -> Any:
+        x = leaf(3)
+        out = OVERWRITING[name](run, x)
+        out.sum().backward()
+        return out, x.grad
+
+    assert_same_or_refused(train, run)
+
+
 @pytest.mark.parametrize("function", [count_in_list, pop_from_list])
 def test_r6_container_that_a_reentrant_region_changes(function: Any) -> None:
     """R6, pt#155171: the same with the other engine, for what does not need autograd."""
@@ -2125,6 +2202,21 @@ def test_r9_context_variable_that_the_region_sets(run: Run) -> None:
         return contextvars.copy_context().run(train, run)
 
     assert_same(play, run)
+
+
+@ALL
+def test_r9_variables_of_the_enclosing_function(run: Run) -> None:
+    """R9, pt#147995: a loop has moved on when backward runs, and its variable with it."""
+
+    def loop(run: Run) -> Any:
+        layers, x = [Steady() for _ in range(3)], leaf(2, 3)
+        hidden = x
+        for number, layer in enumerate(layers):
+            hidden = run(lambda h: layer(h) * (1 + number), hidden)  # noqa: B023 - the very case
+        hidden.square().sum().backward()
+        return hidden, x.grad, [gradients(layer) for layer in layers]
+
+    assert_same(loop, run)
 
 
 # --- R10: early stop ------------------------------------------------------------------------------

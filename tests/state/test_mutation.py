@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect.state import mutation
 from recollect.state.mutation import LARGE, Watch, put_back
+from recollect.state.reach import Writes
 from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_modes_do_not_see_the_copying() -> None:
 def test_a_watch_that_is_recalled_inside_itself() -> None:
     """A region whose rerun starts a backward that reruns it again."""
     buffers: dict[str, Any] = {"state": torch.zeros(2)}
-    watch = Watch([(buffers, "state", False)], [])
+    watch = Watch([(buffers, "state", Writes.SEEN)], [])
     buffers["state"].add_(1)
     watch.settle()
     buffers["state"].add_(1)

@@ -3,8 +3,8 @@
 A check is a function from a tensor to anything comparable. It is called on each tensor that
 autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
 dtype and device: wrong ones would make backward fail or, worse, broadcast. The check called
-``"values"`` does that and also compares what every op of the two runs computed (see
-``checks.trace``); here it is but a name for the engine to recognise.
+``"values"`` does that and also compares the values of each, by fingerprints (see
+``checks.values``); here it is but a name for the engine to recognise.
 """
 
 from __future__ import annotations

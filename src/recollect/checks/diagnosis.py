@@ -105,9 +105,9 @@ def _savers(
             number = number_of(packed)
             if number is not None:
                 found.setdefault(number, _op_name(node))
-        following = dict.fromkeys(node for node, _ in node.next_functions if node is not None)
-        queue += following.keys() - seen
-        seen |= following.keys()
+        following = {node for node, _ in node.next_functions if node is not None} - seen
+        queue += following
+        seen |= following
     return found
 
 

@@ -8,8 +8,8 @@ the same. What it leaves out is compared elsewhere: shape, dtype, device.
 
 Eight bytes of values are one *word*. A word is added to a multiple of its place, and the bits of
 the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); what comes out is summed
-modulo 2^64. Integers are summed in any order with the same result, so the number is the same
-however a device cuts the work up. Torch shifts signed integers, copies of the sign coming in from
+modulo 2^64. Integers are summed in any order with the same result, so the number does not depend on
+how a device divides the work. Torch shifts signed integers, copies of the sign coming in from
 the left: the mixing takes x and ~x to the same bits, for an x that has nothing to do with the
 values, and is otherwise one to one.
 """
@@ -48,7 +48,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
-    """The index of the first fingerprint that differs, at the price of one transfer a device."""
+    """The index of the first fingerprint that differs, at the price of one transfer a device.
+
+    Nothing can be fetched while a CUDA graph is captured: what is on that device counts as equal.
+    """
     with below_python():
         differing: list[int] = []
         by_device: dict[torch.device, list[int]] = {}
@@ -58,6 +61,8 @@ def compare(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> in
                 break
             by_device.setdefault(one.device, []).append(number)
         for device, numbers in by_device.items():
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                continue
             if device.type != "cpu":
                 # Some may have been made on another stream.
                 torch.accelerator.synchronize(device)

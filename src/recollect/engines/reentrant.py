@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
+from recollect.state.containers import tensor_changed
 from recollect.state.inputs import Inputs
 from recollect.state.surroundings import Surroundings
 from recollect.torch_private import backward_allows_reentrant
@@ -62,8 +64,13 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.surroundings = Surroundings(run_function, args, {}, preserve_rng_state)
         ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
+        # What is saved is guarded from the end of forward on only.
+        versions = [
+            None if args[i].is_inference() else args[i]._version for i in ctx.tensor_indices
+        ]
         with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
             outputs = run_function(*args)
+        ctx.spoilt = _changed_inside(args, ctx.tensor_indices, versions)
         ctx.inputs.settle()
         ctx.surroundings.settle()
         return outputs
@@ -76,6 +83,8 @@ class CheckpointFunction(torch.autograd.Function):
                 "passing an `inputs` parameter to .backward(). Use the default engine "
                 "(use_reentrant=False), or call .backward() without `inputs`."
             )
+        if ctx.spoilt is not None:
+            raise InputChanged(ctx.spoilt)
         inputs = list(ctx.inputs.recall()[0])
         for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
             inputs[index] = _detached(tensor)
@@ -92,7 +101,22 @@ class CheckpointFunction(torch.autograd.Function):
                 "none of output has requires_grad=True, this checkpoint() is not necessary"
             )
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inputs)
+        # An input that the function changed in place is no leaf any more.
+        leaves = [x if isinstance(x, torch.Tensor) and x.is_leaf else None for x in inputs]
+        return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)
+
+
+def _changed_inside(
+    args: tuple[Any, ...], indices: list[int], versions: list[int | None]
+) -> str | None:
+    """What to raise in backward if the function changed one of its arguments."""
+    if not version_guard_enabled():
+        return None
+    for index, version in zip(indices, versions, strict=True):
+        if version is not None and args[index]._version != version:
+            name = f"args[{index}]"
+            return str(tensor_changed(name, args[index], version, "inside the region"))
+    return None
 
 
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:

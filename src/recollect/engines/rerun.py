@@ -258,7 +258,7 @@ class Frame:
 
     def dead(self) -> frozenset[int]:
         """The numbers of the tickets that the graph does not hold any more."""
-        counts = [getrefcount(ticket) for ticket in self.tickets]
+        counts = _reference_counts(self.tickets)
         if min(counts, default=_OF_THE_DEAD + 1) > _OF_THE_DEAD:
             return frozenset()
         return frozenset(n for n, count in enumerate(counts) if count <= _OF_THE_DEAD)
@@ -329,8 +329,12 @@ _CHANGED_WHEN_SAVED = (
 )
 
 
-#: References to a dead ticket: the frame's list, the loop's variable, the argument of getrefcount.
-_OF_THE_DEAD = 3
+def _reference_counts(tickets: list[Ticket]) -> list[int]:
+    return [getrefcount(ticket) for ticket in tickets]
+
+
+#: References to a ticket that only a list holds, as this interpreter counts them.
+(_OF_THE_DEAD,) = _reference_counts([tuple([object()])])
 
 
 def _end_pass(frame: ReferenceType[Frame], backward: int) -> None:
@@ -617,7 +621,11 @@ def _hold_memory(tensors: list[Any]) -> bool:
     A custom function may have put tensors on its context. Others save what they need through the
     hooks: their history is light, and leaving it on saves detaching every tensor.
     """
-    return any(isinstance(t.grad_fn, BackwardCFunction) for t in tensors if t is not None)
+    try:
+        return any(isinstance(t.grad_fn, BackwardCFunction) for t in tensors if t is not None)
+    except RuntimeError:
+        # A view that may not be differentiated any more. Nobody has, and nobody need.
+        return True
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:

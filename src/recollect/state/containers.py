@@ -129,6 +129,13 @@ class Contents:
             for part in kind.parts(taken)
         ]
 
+    def gained_history(self) -> _Tensor | None:
+        """A copied tensor to which the region wrote what requires grad: it cannot be put back."""
+        for thing, kind, _ in self._mutable:
+            if kind is SMALL_TENSOR and thing.requires_grad:
+                return thing  # type: ignore[no-any-return]
+        return None
+
     def settle(self) -> None:
         """Note what the region itself has changed: it will do so again in a rerun."""
         self._busy = {

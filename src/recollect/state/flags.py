@@ -37,9 +37,9 @@ def _try(get: Any) -> Any:
 
 def write_flags(flags: Flags) -> None:
     """Set the switches that are not as in ``flags``."""
-    now = read_flags()
-    for (_, write), value, present in zip(FLAGS, flags, now, strict=False):
-        if value is not _UNREADABLE and value != present:
+    for (read, write), value in zip(FLAGS, flags, strict=False):
+        # Read at its turn: to set one may set another.
+        if value is not _UNREADABLE and value != _try(read):
             write(value)
     if len(flags) > len(FLAGS):
         write_precisions(flags[-1])

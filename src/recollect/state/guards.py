@@ -25,28 +25,31 @@ Changes = dict[int, tuple[torch.Tensor, str]]
 
 
 class Guards:
-    """The versions of the tensors that one region can read, to be made when it is over."""
+    """The versions of the tensors that one region can read, and should leave alone."""
 
     __slots__ = ("_tensors", "_versions")
 
-    def __init__(
-        self, tensors: list[torch.Tensor], earlier: list[tuple[torch.Tensor, int]]
-    ) -> None:
-        """Guard ``tensors``.
-
-        ``earlier``: more of them, with the version they had before the region, which should not
-        have changed them either.
-        """
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         try:
             versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # inference tensors have no version, and do not change
             tensors = [tensor for tensor in tensors if not tensor.is_inference()]
             versions = [tensor._version for tensor in tensors]
-        for tensor, version in earlier:
-            tensors.append(tensor)
-            versions.append(version)
         self._tensors = tensors
         self._versions = versions
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        """Guard ``tensors`` too, from here on."""
+        self._tensors += tensors
+        self._versions += [tensor._version for tensor in tensors]
+
+    def renew(self, tensors: list[torch.Tensor]) -> None:
+        """Take ``tensors`` as they are now."""
+        renewed = {*map(id, tensors)}
+        self._versions = [
+            tensor._version if id(tensor) in renewed else version
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+        ]
 
     def changes(self) -> Changes | None:
         """What has been changed in place since; None, almost always."""

@@ -92,14 +92,21 @@ class Inputs:
         for a small one in a container or an object, which is put back for a rerun as these are.
         """
         if self._contents is not None:
+            gained = self._contents.gained_history()
+            if gained is not None:
+                self._give_up(gained, 0)
+                return
             self._contents.settle()
         if not self._guard:
             return
         for tensor, version in self._guards:
             if tensor._version != version:
-                self._spoilt = str(self._changed(tensor, version, "inside the region"))
-                self._args, self._kwargs, self._guards, self._contents = (), {}, [], None
+                self._give_up(tensor, version)
                 return
+
+    def _give_up(self, tensor: _Tensor, version: int) -> None:
+        self._spoilt = str(self._changed(tensor, version, "inside the region"))
+        self._args, self._kwargs, self._guards, self._contents = (), {}, [], None
 
     def recall(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, or ``InputChanged``."""

@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import Any, Protocol
 
-__all__ = ["LibraryState", "read_libraries", "write_libraries"]
+__all__ = ["LibraryState", "is_library_stream", "read_libraries", "write_libraries"]
 
 #: 624 words and a position.
 _TWISTER_SIZE = 625 * 4
@@ -177,6 +177,14 @@ class _Numpy:
 
 _modules = sys.modules
 _numpy_stream = _Numpy()
+
+
+def is_library_stream(generator: Any) -> bool:
+    """Whether ``generator`` is the one behind the functions of a library."""
+    if isinstance(generator, random.Random):
+        return generator is random.getstate.__self__  # type: ignore[attr-defined]
+    numpy_random: Any = _modules.get("numpy.random")
+    return numpy_random is not None and generator is numpy_random.get_state.__self__
 
 
 def read_libraries() -> LibraryState:

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 
 from recollect.errors import InputChanged
-from recollect.state.reach import Slot
+from recollect.state.reach import Slot, Writes
 from recollect.torch_private import copy_tensors, set_version, unobserved
 
 __all__ = ["Watch", "is_small", "put_back"]
@@ -33,14 +33,16 @@ SMALL = 4 * 1024
 class _Watched:
     """One tensor, and what it was before the region."""
 
-    __slots__ = ("before", "hidden", "name", "tensor", "version")
+    __slots__ = ("before", "hidden", "name", "required_grad", "tensor", "version", "writes")
 
-    def __init__(self, name: str, tensor: torch.Tensor, hidden: bool) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, writes: Writes) -> None:
         self.name = name
         self.tensor = tensor
         self.version = tensor._version
-        #: Whether it may be written to without a trace.
-        self.hidden = hidden
+        self.required_grad = tensor.requires_grad
+        self.writes = writes
+        #: Whether its content is compared.
+        self.hidden = writes is not Writes.SEEN
         #: A copy of the values, if there was reason to make one.
         self.before: torch.Tensor | None = None
 
@@ -55,16 +57,18 @@ class _Watched:
 class Watch:
     """The tensors that one region may change."""
 
-    __slots__ = ("_changed", "_watched")
+    __slots__ = ("_changed", "_refusal", "_watched")
 
     def __init__(self, buffers: list[Slot], tensors: list[torch.Tensor]) -> None:
         self._watched = [
-            _Watched(f"buffer `{name}`", tensor, hidden)
-            for owner, name, hidden in buffers
+            _Watched(f"buffer `{name}`", tensor, writes)
+            for owner, name, writes in buffers
             if type(tensor := owner[name]) is torch.Tensor and not tensor.is_inference()
         ]
-        self._watched += [_Watched("a tensor in a closure", t, _may_be_hidden(t)) for t in tensors]
+        self._watched += [_Watched("a tensor in a closure", t, _writes_to(t)) for t in tensors]
         self._changed: list[_Watched] = []
+        #: Why there can be no rerun, if so.
+        self._refusal: str | None = None
         to_copy = [w for w in self._watched if _is_copied(w)]
         if to_copy:
             with unobserved():
@@ -75,6 +79,12 @@ class Watch:
         """Note what the region has changed. The others are returned: nobody may change them."""
         with unobserved():
             written = [w.is_written() for w in self._watched]
+        for w in self._watched:
+            if w.tensor.requires_grad and not w.required_grad:
+                self._refusal = _GAINED_HISTORY.format(name=w.name, shape=list(w.tensor.shape))
+                # The history runs through the region, which would hold itself.
+                self._watched, self._changed = [], []
+                return []
         unchanged = []
         for w, is_written in zip(self._watched, written, strict=True):
             if is_written:
@@ -82,17 +92,19 @@ class Watch:
             else:
                 unchanged.append(w.tensor)
             if _nbytes(w.tensor) > LARGE:
-                _remember(w.tensor, is_written)
+                _remember(w, is_written)
         self._watched = []
         return unchanged
 
     @property
     def has_changes(self) -> bool:
         """Whether there is anything to recall."""
-        return bool(self._changed)
+        return bool(self._changed) or self._refusal is not None
 
     def recall(self) -> list[_Present]:
         """Give what was changed its value before the region; the result undoes it."""
+        if self._refusal is not None:
+            raise InputChanged(self._refusal)
         for w in self._changed:
             if w.before is None:
                 raise _not_copied(w)
@@ -121,12 +133,13 @@ def put_back(presents: list[_Present]) -> None:
         set_version(tensor, version)
 
 
-def _may_be_hidden(tensor: torch.Tensor) -> bool:
-    """Whether a tensor in a closure may be written to without a trace, at a bearable cost.
+def _writes_to(tensor: torch.Tensor) -> Writes:
+    """How a tensor in a closure may be written to, at a bearable cost.
 
     Statistics are vectors of numbers. On a CPU a comparison costs little, whatever it is.
     """
-    return tensor.device.type == "cpu" or (tensor.dim() == 1 and tensor.is_floating_point())
+    statistics = tensor.dim() == 1 and tensor.is_floating_point()
+    return Writes.MAYBE if statistics or tensor.device.type == "cpu" else Writes.SEEN
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -144,28 +157,36 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-#: Large buffers that have been watched before, and whether one of them has ever changed.
-_large: dict[int, tuple[ref[torch.Tensor], bool]] = {}
+#: Large buffers that have been watched before, in training or not, and whether one of them has ever
+#: changed.
+_large: dict[tuple[int, Writes], tuple[ref[torch.Tensor], bool]] = {}
 
 
 def _is_copied(watched: _Watched) -> bool:
     tensor = watched.tensor
-    if _nbytes(tensor) <= LARGE:
+    if _nbytes(tensor) <= LARGE or watched.writes is Writes.HIDDEN:
         return True
-    known = _large.get(id(tensor))
+    known = _large.get((id(tensor), watched.writes))
     if known is None or known[0]() is not tensor:
         watched.hidden = True  # compare by content this once
         return True
     return known[1]
 
 
-def _remember(tensor: torch.Tensor, has_changed: bool) -> None:
-    key = id(tensor)
+def _remember(watched: _Watched, has_changed: bool) -> None:
+    tensor, key = watched.tensor, (id(watched.tensor), watched.writes)
     known = _large.get(key)
     if known is None or known[0]() is not tensor:
         _large[key] = ref(tensor, lambda _: _large.pop(key, None)), has_changed
     elif has_changed and not known[1]:
         _large[key] = known[0], True
+
+
+_GAINED_HISTORY = (
+    "a checkpointed region wrote to {name}, {shape}, a value that requires grad. Backward runs "
+    "through that tensor, and would have to run the region again before that: it cannot be put "
+    "back. Write what is detached (buffer.copy_(x.detach())), or return the value from the region."
+)
 
 
 def _not_copied(watched: _Watched) -> InputChanged:

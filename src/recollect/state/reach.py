@@ -14,19 +14,31 @@ import dis
 import random
 import sys
 from collections.abc import Callable, Iterable
+from enum import Enum, auto
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
-from recollect.state.trees import OWN, STATISTICS, Tree, tree_of
+from recollect.state.trees import BARE, OWN, STATISTICS, Tree, tree_of
 
-__all__ = ["Reach", "Slot"]
+__all__ = ["Reach", "Slot", "Writes"]
 
-#: The buffers of a module, the name of one, and whether an op may write to it without trace.
-Slot = tuple[dict[str, Any], str, bool]
+
+class Writes(Enum):
+    """Whether a buffer may be written to without its version being raised."""
+
+    SEEN = auto()
+    MAYBE = auto()
+    MAYBE_IN_TRAINING = auto()
+    HIDDEN = auto()
+
+
+#: The buffers of a module, the name of one, and how it may be written to.
+Slot = tuple[dict[str, Any], str, Writes]
 
 #: How far to go from object to object, and through how many functions.
 _DEPTH = 3
@@ -54,25 +66,34 @@ class Reach:
         "_code",
         "_seen",
         "buffers",
+        "cells",
         "communicates",
         "generators",
+        "modules",
         "owners",
         "parameters",
+        "renormalised",
         "tensors",
     )
 
     def __init__(
         self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]
     ) -> None:
+        #: Those at which a walk began.
+        self.modules: list[nn.Module] = []
         #: The dictionaries in which modules have their parameters.
         self.parameters: list[dict[str, Any]] = []
         #: These, and those with buffers.
         self.owners: list[dict[str, Any]] = []
+        #: Those whose parameters a module may change in forward.
+        self.renormalised: list[dict[str, Any]] = []
         self.buffers: list[Slot] = []
         #: Tensors outside of modules.
         self.tensors: list[torch.Tensor] = []
         #: Random streams that are objects: of torch, numpy and ``random``.
         self.generators: list[Any] = []
+        #: The cells of closures, with what is in them.
+        self.cells: list[tuple[CellType, Any]] = []
         #: Whether a module of torch's gathers statistics from other processes.
         self.communicates = False
         self._seen: set[int] = set()
@@ -114,9 +135,12 @@ class Reach:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
+        self.modules.append(module)
         tree = tree_of(module)
         self.parameters += tree.parameters
         self.owners += tree.owners
+        if tree.renormalised:
+            self.renormalised += tree.renormalised
         if tree.with_buffers:
             self._add_buffers(tree)
         for content, forward in tree.own:
@@ -126,13 +150,37 @@ class Reach:
                         self._add(self.generators, value)
             if type(forward) is FunctionType and (named := _globals_of(forward)):
                 self._look_at_globals(named)
+        if tree.attached is None:
+            tree.attached = []  # for a module that leads to itself
+            tree.attached = self._attached(tree)
+        for reference in tree.attached:
+            self._look(reference(), 1)
+
+    @classmethod
+    def _attached(cls, tree: Tree) -> list[Any]:
+        """Modules and generators that attributes of modules lead to, though not registered there.
+
+        As something to call: a module may lead to the one that holds it, and none is kept alive.
+        """
+        found = cls(len, (), {})
+        for content, _ in tree.own:
+            for name, value in content.items():
+                if name not in BARE and not isinstance(value, (nn.Module, torch.Tensor)):
+                    found._look(value, _DEPTH)
+        modules: list[Any] = [ref(module) for module in found.modules]
+        return modules + [partial(_identity, generator) for generator in found.generators]
 
     def _add_buffers(self, tree: Tree) -> None:
         self.communicates |= tree.communicates
         for content, kind in tree.with_buffers:
-            hidden = kind is OWN or (kind is STATISTICS and content["training"])
+            training = content["training"]
+            writes = Writes.SEEN
+            if kind is OWN:
+                writes = Writes.MAYBE_IN_TRAINING if training else Writes.MAYBE
+            elif kind is STATISTICS and training:
+                writes = Writes.HIDDEN
             buffers = content["_buffers"]
-            self.buffers += [(buffers, name, hidden) for name in buffers]
+            self.buffers += [(buffers, name, writes) for name in buffers]
 
     def _look(self, value: Any, depth: int) -> None:
         if depth == 0 or isinstance(value, _UNINTERESTING) or id(value) in self._seen:
@@ -181,6 +229,7 @@ class Reach:
                 content = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            self.cells.append((cell, content))
             self._look(content, depth)
         for default in function.__defaults__ or ():
             self._look(default, depth)
@@ -193,6 +242,10 @@ class Reach:
         for names, namespace in named:
             for name in names:
                 self._look(namespace.get(name), 2)
+
+
+def _identity(value: Any) -> Any:
+    return value
 
 
 @lru_cache

@@ -12,33 +12,45 @@ from typing import Any
 
 import torch
 
-from recollect.state.libraries import LibraryState, read_libraries, write_libraries
+from recollect.state.libraries import (
+    LibraryState,
+    is_library_stream,
+    read_libraries,
+    write_libraries,
+)
 from recollect.state.rng import HAS_ACCELERATOR, RngState, read_rng, settle_rng, swap_rng, write_rng
 
 __all__ = ["Streams", "read_streams", "settle_streams", "swap_streams", "write_streams"]
 
-#: torch's default generators, the two libraries, and each generator that is an object.
-Streams = tuple[RngState, LibraryState, list[tuple[Any, Any]]]
+#: torch's default generators, the two libraries if they matter, each generator that is an object.
+Streams = tuple[RngState, LibraryState | None, list[tuple[Any, Any]]]
 
 
 def read_streams(generators: Iterable[Any]) -> Streams:
     """Where the streams stand now, those of ``generators`` too."""
-    return read_rng(), read_libraries(), [(g, _read_generator(g)) for g in generators]
+    objects = [(g, _read_generator(g)) for g in generators if not is_library_stream(g)]
+    return read_rng(), read_libraries(), objects
 
 
 def settle_streams(streams: Streams) -> Streams:
-    """``streams``, read before a region, with what only its end can tell."""
-    if not HAS_ACCELERATOR:
-        return streams
-    return settle_rng(streams[0]), streams[1], streams[2]
+    """``streams``, read before a region, with what only its end can tell.
+
+    A region that leaves the streams of the libraries alone does not need them put back, and others
+    may be drawing from them when it is rerun: a thread that loads data.
+    """
+    defaults, libraries, generators = streams
+    if HAS_ACCELERATOR:
+        defaults = settle_rng(defaults)
+    return defaults, None if libraries == read_libraries() else libraries, generators
 
 
 def swap_streams(streams: Streams) -> Streams:
     """Put the streams back; the result has them as they were before."""
     defaults, libraries, generators = streams
-    others = read_libraries(), [(g, _read_generator(g)) for g, _ in generators]
-    before = swap_rng(defaults), *others
-    write_libraries(libraries)
+    others = [(g, _read_generator(g)) for g, _ in generators]
+    before = swap_rng(defaults), None if libraries is None else read_libraries(), others
+    if libraries is not None:
+        write_libraries(libraries)
     for generator, state in generators:
         _write_generator(generator, state)
     return before
@@ -48,7 +60,8 @@ def write_streams(streams: Streams) -> None:
     """Put the streams back."""
     defaults, libraries, generators = streams
     write_rng(defaults)
-    write_libraries(libraries)
+    if libraries is not None:
+        write_libraries(libraries)
     for generator, state in generators:
         _write_generator(generator, state)
 

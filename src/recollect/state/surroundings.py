@@ -19,6 +19,7 @@ import torch
 
 from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
+from recollect.state.cells import fill_cells, moved_cells, settled_cells
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.guards import Guards, UseOfChanged
 from recollect.state.mutation import Watch, is_small, put_back
@@ -34,11 +35,11 @@ class Surroundings:
 
     __slots__ = (
         "_ambient",
+        "_cells",
         "_guards",
-        "_parameters",
+        "_renormalised",
         "_slots",
         "_streams",
-        "_tensors",
         "_watch",
         "collectives",
     )
@@ -53,18 +54,15 @@ class Surroundings:
         reach = Reach(function, args, kwargs)
         self._streams = read_streams(reach.generators) if preserve_rng_state else None
         self._ambient = Ambient()
-        self._parameters = reach.parameters
         self._slots = Slots(reach.owners)
+        self._cells = reach.cells
+        guarded = [p for owner in reach.parameters for p in owner.values() if p is not None]
         state: list[torch.Tensor] = []
-        #: With the version before the region.
-        self._tensors: list[tuple[torch.Tensor, int]] = []
         for tensor in reach.tensors:
-            if not tensor.requires_grad and is_small(tensor):
-                state.append(tensor)
-            elif not tensor.is_inference():
-                self._tensors.append((tensor, tensor._version))
+            (state if not tensor.requires_grad and is_small(tensor) else guarded).append(tensor)
         self._watch = Watch(reach.buffers, state) if reach.buffers or state else None
-        self._guards: Guards | None = None
+        self._guards = Guards(guarded) if version_guard_enabled() else None
+        self._renormalised = reach.renormalised
         #: A mode for the engine to run forward under, if there is one.
         self.collectives = CollectiveRecorder() if reach.communicates else None
 
@@ -72,14 +70,15 @@ class Surroundings:
         """Take note of what the call, which is over, has done."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        guarded = [p for owner in self._parameters for p in owner.values() if p is not None]
-        if self._watch is not None:
-            guarded += self._watch.settle()
-            if not self._watch.has_changes:
-                self._watch = None
-        if version_guard_enabled():
-            self._guards = Guards(guarded, self._tensors)
-        self._parameters, self._tensors = [], []
+        if self._cells:
+            self._cells = settled_cells(self._cells)
+        unchanged = [] if self._watch is None else self._watch.settle()
+        if self._watch is not None and not self._watch.has_changes:
+            self._watch = None
+        if self._guards is not None and unchanged:
+            self._guards.add(unchanged)
+        if self._guards is not None and self._renormalised:
+            self._guards.renew([p for owner in self._renormalised for p in owner.values()])
 
     @property
     def preserves_rng(self) -> bool:
@@ -94,7 +93,7 @@ class Surroundings:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function`` with everything as it was, and leave everything as it is."""
         moved = self._slots.moved()
-        if moved or self._watch is not None or self.collectives is not None:
+        if moved or self._cells or self._watch is not None or self.collectives is not None:
             with ExitStack() as stack:
                 self._restore(moved, stack)
                 return self._run(function, *args)
@@ -117,3 +116,4 @@ class Surroundings:
         if self.collectives is not None:
             stack.enter_context(CollectivePlayer(self.collectives))
         stack.callback(put_in_place, put_in_place(moved))
+        stack.callback(fill_cells, fill_cells(moved_cells(self._cells)))

@@ -13,13 +13,14 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["OWN", "STATISTICS", "Kind", "Tree", "tree_of"]
+__all__ = ["BARE", "OWN", "STATISTICS", "Kind", "Tree", "tree_of"]
 
 
 class Kind:
@@ -66,10 +67,12 @@ class Tree:
         "_lengths",
         "_lists",
         "_root",
+        "attached",
         "communicates",
         "own",
         "owners",
         "parameters",
+        "renormalised",
         "with_buffers",
     )
 
@@ -85,6 +88,11 @@ class Tree:
         self.with_buffers: list[tuple[dict[str, Any], Kind]] = []
         #: The attributes of modules that are not torch's, and their ``forward``.
         self.own: list[tuple[dict[str, Any], Any]] = []
+        #: What the attributes of ``own`` lead to; None until somebody has looked.
+        self.attached: list[Any] | None = None
+        #: Dictionaries of parameters that their module changes in forward, and may: an embedding
+        #: scales its weight, to the same end again; a lazy module makes its parameters.
+        self.renormalised: list[dict[str, Any]] = []
         #: Whether one of them gathers statistics from other processes, in training.
         self.communicates = False
         self._lists: list[dict[str, Any]] = []
@@ -105,6 +113,8 @@ class Tree:
             self.own.append((content, type(module).forward))
         if isinstance(module, nn.SyncBatchNorm):
             self.communicates = True
+        if _may_change_parameters(module):
+            self.renormalised.append(content["_parameters"])
         if content["_modules"] or isinstance(module, _CONTAINERS):
             self._lists.append(content["_modules"])
 
@@ -116,6 +126,15 @@ class Tree:
             and self._lengths == [*map(len, self._lists)]
         )
 
+
+def _may_change_parameters(module: nn.Module) -> bool:
+    if isinstance(module, LazyModuleMixin):
+        return True
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+#: The attributes that every module has.
+BARE = frozenset(nn.Module().__dict__)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
