@@ -7,7 +7,9 @@ instead of running the op, and is then forgotten. If the op drew random numbers,
 to where the op left it.
 
 Views and in-place ops are recomputed whatever the policy says. What they return is memory of
-another tensor, and in the recomputation that is another one.
+another tensor, and in the recomputation that is another one. So are ops that write to an argument
+(the statistics of a batch norm), which a later op may read, and those that draw from a generator of
+the user's.
 
 A parameter that autocast converts is no op of the region's: autocast may have the result from an
 earlier region, in forward or in the recomputation. Such casts run when they come, and are not
@@ -54,6 +56,7 @@ from recollect.torch_private import (
     tag_recompute_nodes,
     traced_graph,
     tree_map_only,
+    writes_argument,
 )
 
 __all__ = [
@@ -138,7 +141,7 @@ _CAST = _Marker("<may be done by autocast>")
 
 @lru_cache(maxsize=4096)  # reading a schema takes microseconds, and it never changes
 def _kind(func: Any) -> _Marker | None:
-    if returns_alias(func):
+    if returns_alias(func) or writes_argument(func):
         return _ALIAS
     if is_cast(func):
         return _CAST
@@ -190,7 +193,7 @@ class RecordMode(DispatchMode):
             return out
         if kept is None:
             kept = is_kept(self._ask(out, func, args, kwargs or {}), func)
-        if not kept or kind is _ALIAS:
+        if not kept or kind is _ALIAS or (kwargs and kwargs.get("generator") is not None):
             entries.append(RECOMPUTE)
         elif before is None:
             entries.append(_keep(out))

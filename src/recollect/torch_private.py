@@ -75,6 +75,7 @@ __all__ = [
     "tree_map_only",
     "unobserved",
     "write_precisions",
+    "writes_argument",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -254,6 +255,28 @@ def returns_alias(op: Any) -> bool:
     return type(op) is OpOverload and any(
         result.alias_info is not None for result in op._schema.returns
     )
+
+
+#: Ops that write to running statistics, of which their schemas say nothing.
+_HIDDEN_WRITES = frozenset(
+    {
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm",
+        "aten::miopen_batch_norm",
+        "aten::native_batch_norm",
+    }
+)
+
+
+def writes_argument(op: Any) -> bool:
+    """Whether ``op`` writes to one of its arguments."""
+    if type(op) is not OpOverload:
+        return False
+    declared = (argument.alias_info for argument in op._schema.arguments)
+    written = any(info is not None and info.is_write for info in declared)
+    return written or op._schema.name in _HIDDEN_WRITES
 
 
 def is_random(op: Any) -> bool:

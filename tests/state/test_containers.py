@@ -219,8 +219,10 @@ def test_modules_are_not_looked_into() -> None:
 def test_modules_and_generators_are_handed_on() -> None:
     module, generator = nn.Linear(1, 1), torch.Generator()
     inputs = Inputs((module,), {"state": State(inner=[generator])})
-    assert [type(thing) for thing in inputs.cared_for] == [nn.Linear, torch.Generator]
-    assert Inputs((torch.zeros(1),), {}).cared_for == []
+    assert [type(thing) for thing in inputs.reachable()] == [nn.Linear, torch.Generator]
+    assert Inputs((torch.zeros(1),), {}).reachable() == []
+    made = Inputs((len, torch.sin, Inputs.settle), {"f": inputs.settle}).reachable()
+    assert made == [Inputs.settle, inputs.settle]
 
 
 # --- arrays and tensors ---------------------------------------------------------------------------

@@ -130,13 +130,13 @@ class State:
         ("args[1]", lambda t: ((t,), {}), lambda t: t, 3),
         ("args[1][1]", lambda t: (((1, t),), {}), lambda pair: pair[1], 3),
         ("kwargs['state']", lambda t: ((), {"state": t}), lambda t: t, 3),
-        ("args[1][0]", lambda t: (([t],), {}), lambda items: items[0], 2000),
-        ("kwargs['state']['n']", lambda t: ((), {"state": {"n": t}}), lambda s: s["n"], 2000),
-        ("kwargs['state'].n", lambda t: ((), {"state": State(n=t)}), lambda s: s.n, 2000),
+        ("args[1][0]", lambda t: (([t],), {}), lambda items: items[0], (50, 40)),
+        ("kwargs['state']['n']", lambda t: ((), {"state": {"n": t}}), lambda s: s["n"], (50, 40)),
+        ("kwargs['state'].n", lambda t: ((), {"state": State(n=t)}), lambda s: s.n, (50, 40)),
     ],
 )
 def test_changed_inside_the_region(
-    run: Run, name: str, pass_on: Any, find: Callable[[Any], Tensor], size: int
+    run: Run, name: str, pass_on: Any, find: Callable[[Any], Tensor], size: Any
 ) -> None:
     """The value that forward began with is lost: no rerun could be right."""
 

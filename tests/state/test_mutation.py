@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect.state import mutation
-from recollect.state.mutation import LARGE, Watch, put_back
+from recollect.state.mutation import LARGE, Watch
 from recollect.state.reach import Writes
 from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
 
@@ -190,14 +191,14 @@ def test_a_watch_that_is_recalled_inside_itself() -> None:
     buffers["state"].add_(1)
     watch.settle()
     buffers["state"].add_(1)
-    outer = watch.recall()
-    assert buffers["state"].tolist() == [0, 0]
-    buffers["state"].add_(5)
-    inner = watch.recall()
-    assert buffers["state"].tolist() == [0, 0]
-    put_back(inner)
-    assert buffers["state"].tolist() == [5, 5]
-    put_back(outer)
+    with ExitStack() as outer:
+        watch.recall(outer)
+        assert buffers["state"].tolist() == [0, 0]
+        buffers["state"].add_(5)
+        with ExitStack() as inner:
+            watch.recall(inner)
+            assert buffers["state"].tolist() == [0, 0]
+        assert buffers["state"].tolist() == [5, 5]
     assert buffers["state"].tolist() == [2, 2]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recollect.state.inputs import Inputs
 from recollect.state.reach import Reach, Writes
 
 np = pytest.importorskip("numpy")
@@ -90,7 +91,7 @@ WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_module_is_found(way: Callable[[Any], Callable[..., Any]]) -> None:
     block = Block()
-    reach = Reach(way(block), (), {})
+    reach = Reach(way(block))
     found = {id(p) for owner in reach.parameters for p in owner.values() if p is not None}
     assert found == {id(p) for p in block.parameters()}
     names = {name: writes for _, name, writes in reach.buffers}
@@ -101,7 +102,7 @@ def test_a_module_is_found(way: Callable[[Any], Callable[..., Any]]) -> None:
 
 def test_statistics_are_not_written_in_eval_mode() -> None:
     norm = nn.BatchNorm1d(2).eval()
-    assert {writes for _, _, writes in Reach(norm, (), {}).buffers} == {Writes.SEEN}
+    assert {writes for _, _, writes in Reach(norm).buffers} == {Writes.SEEN}
 
 
 def _uses_global(x: Tensor) -> Tensor:
@@ -126,11 +127,11 @@ class UsesGlobal(nn.Module):
     [_uses_global, _calls_it, lambda x: _calls_it(x), UsesGlobal(), nn.Sequential(UsesGlobal())],
 )
 def test_a_global_generator_is_found(function: Any) -> None:
-    assert Reach(function, (), {}).generators == [GENERATOR]
+    assert Reach(function).generators == [GENERATOR]
 
 
 def test_a_global_container_is_looked_into() -> None:
-    reach = Reach(_uses_holder, (), {})
+    reach = Reach(_uses_holder)
     assert reach.generators == [HOLDER["generator"]]
     assert [list(owner) for owner in reach.parameters] == [["weight", "bias"]]
 
@@ -144,21 +145,24 @@ def test_generators_in_arguments_and_closures(generator: Any) -> None:
     def run(x: Tensor, **kwargs: Any) -> Any:
         return x
 
-    assert Reach(run, (generator,), {}).generators == [generator]
-    assert Reach(run, (), {"a": [{"b": (generator,)}]}).generators == [generator]
-    assert Reach(lambda: generator, (generator,), {}).generators == [generator]
+    assert Reach(run, [generator]).generators == [generator]
+    assert Reach(run, Inputs((), {"a": [{"b": (generator,)}]}).reachable()).generators == [
+        generator
+    ]
+    assert Reach(lambda: generator, [generator]).generators == [generator]
 
 
 def test_modules_in_arguments() -> None:
     layer = nn.Linear(2, 2)
-    reach = Reach(lambda f, x: f(x), (layer, torch.ones(2)), {"others": [layer]})
+    others = Inputs((layer, torch.ones(2)), {"others": [layer]}).reachable()
+    reach = Reach(lambda f, x: f(x), others)
     assert [list(owner) for owner in reach.parameters] == [["weight", "bias"]]
     assert reach.tensors == []
 
 
 def test_tensors_in_closures() -> None:
     table, weight = torch.ones(3), torch.ones(3, requires_grad=True)
-    reach = Reach(lambda x: x * table * weight, (), {})
+    reach = Reach(lambda x: x * table * weight)
     assert [id(t) for t in reach.tensors] in ([id(table), id(weight)], [id(weight), id(table)])
 
 
@@ -167,7 +171,7 @@ def test_a_cell_that_is_not_filled_yet() -> None:
         def function() -> Any:
             return later
 
-        Reach(function, (), {})
+        Reach(function)
         later = 1
         return function
 
@@ -177,12 +181,12 @@ def test_a_cell_that_is_not_filled_yet() -> None:
 def test_things_that_refer_to_each_other() -> None:
     holder = Holder(nn.Linear(2, 2))
     holder.itself = [holder, {"again": holder}]  # type: ignore[attr-defined]
-    assert len(Reach(holder.run, (), {}).parameters) == 1
+    assert len(Reach(holder.run).parameters) == 1
 
 
 def test_a_global_that_becomes_a_generator_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "GENERATOR", None)
-    assert Reach(_uses_global, (), {}).generators == []
+    assert Reach(_uses_global).generators == []
     generator = torch.Generator()
     monkeypatch.setitem(globals(), "GENERATOR", generator)
-    assert Reach(_uses_global, (), {}).generators == [generator]
+    assert Reach(_uses_global).generators == [generator]

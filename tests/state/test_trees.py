@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from recollect.state import trees
 from recollect.state.trees import tree_of
 
 
@@ -86,17 +86,38 @@ class Own(nn.Module):
         return self.inner(x)
 
 
-def test_modules_die_and_are_forgotten() -> None:
-    gc.collect()
-    known = len(trees._trees)
+def test_modules_die() -> None:
     gc.disable()
     try:
         module = Own()
         tree_of(module)
-        assert len(trees._trees) == known + 1
         dead = weakref.ref(module)
         del module
         assert dead() is None
-        assert len(trees._trees) == known
     finally:
         gc.enable()
+
+
+def test_modules_that_refer_to_themselves_die() -> None:
+    module = Own()
+    module.method, module.back = module.forward, [module]
+    tree_of(module)
+    dead = weakref.ref(module)
+    del module
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_buffer_that_is_assigned_changes_no_tree() -> None:
+    module = Own()
+    tree = tree_of(module)
+    module.state = torch.zeros(2)
+    assert tree_of(module) is tree
+
+
+def test_a_pickled_module_has_no_tree() -> None:
+    module = Own()
+    tree_of(module)
+    assert module.state_dict().keys() == Own().state_dict().keys()
+    twin = pickle.loads(pickle.dumps(module))
+    assert twin.__dict__["_recollect_tree"] is None

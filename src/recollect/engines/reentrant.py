@@ -18,6 +18,7 @@ from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
 from recollect.state.containers import tensor_changed
 from recollect.state.inputs import Inputs
+from recollect.state.kinds import may_be_statistics
 from recollect.state.surroundings import Surroundings
 from recollect.torch_private import backward_allows_reentrant
 
@@ -57,11 +58,11 @@ class CheckpointFunction(torch.autograd.Function):
         ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
         # Tensors go through save_for_backward, which guards their versions; None holds their place.
-        others = tuple([None if isinstance(x, torch.Tensor) else x for x in args])
+        others = tuple([None if _is_only_saved(x) else x for x in args])
         ctx.inputs = Inputs(others, {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.surroundings = Surroundings(run_function, args, {}, preserve_rng_state)
+        ctx.surroundings = Surroundings(run_function, ctx.inputs.reachable(), preserve_rng_state)
         ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
         # What is saved is guarded from the end of forward on only.
@@ -104,6 +105,10 @@ class CheckpointFunction(torch.autograd.Function):
         # An input that the function changed in place is no leaf any more.
         leaves = [x if isinstance(x, torch.Tensor) and x.is_leaf else None for x in inputs]
         return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)
+
+
+def _is_only_saved(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not may_be_statistics(value)
 
 
 def _changed_inside(

@@ -154,7 +154,7 @@ class Frame:
     ) -> None:
         self.function = function
         self.inputs = Inputs(args, kwargs, version_guard_enabled())
-        self.surroundings = Surroundings(function, args, kwargs, preserve_rng_state)
+        self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
         self.recorder = self.surroundings.collectives
         self.contexts = contexts
         self.entered: ExitStack | None = None
@@ -334,7 +334,7 @@ def _reference_counts(tickets: list[Ticket]) -> list[int]:
 
 
 #: References to a ticket that only a list holds, as this interpreter counts them.
-(_OF_THE_DEAD,) = _reference_counts([tuple([object()])])
+(_OF_THE_DEAD,) = _reference_counts([(object(),)])
 
 
 def _end_pass(frame: ReferenceType[Frame], backward: int) -> None:

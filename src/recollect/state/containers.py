@@ -40,7 +40,7 @@ from recollect.state.kinds import (
     TENSOR,
     Kind,
     Kinds,
-    is_small,
+    is_copied,
     kinds_of,
     may_be_statistics,
 )
@@ -111,8 +111,8 @@ class Contents:
     def _add_tensor(self, tensor: _Tensor, is_state: bool) -> None:
         if tensor.is_inference():  # those have no version, and cannot be changed in place
             return
-        is_watched = is_state or may_be_statistics(tensor)
-        if is_watched and len(self._entries) < LIMIT and is_small(tensor):
+        is_watched = (is_state and is_copied(tensor)) or may_be_statistics(tensor)
+        if is_watched and len(self._entries) < LIMIT:
             self._add(tensor, (SMALL_TENSOR,))
         else:
             self.tensors.append(tensor)

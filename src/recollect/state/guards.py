@@ -43,14 +43,6 @@ class Guards:
         self._tensors += tensors
         self._versions += [tensor._version for tensor in tensors]
 
-    def renew(self, tensors: list[torch.Tensor]) -> None:
-        """Take ``tensors`` as they are now."""
-        renewed = {*map(id, tensors)}
-        self._versions = [
-            tensor._version if id(tensor) in renewed else version
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-        ]
-
     def changes(self) -> Changes | None:
         """What has been changed in place since; None, almost always."""
         if [tensor._version for tensor in self._tensors] == self._versions:

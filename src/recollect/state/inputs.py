@@ -16,7 +16,10 @@ there are none, and then arguments cost no more than a look at the type of each.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -31,15 +34,43 @@ _Tensor = torch.Tensor
 
 
 class _Saved:
-    """Marks a place among the arguments whose tensor was saved through hooks."""
+    """Marks a place among the arguments whose tensor was saved through hooks.
 
-    __slots__ = ("handle",)
+    The tensor itself is not held: to let it go may be what the hooks are for.
+    """
+
+    __slots__ = ("_tensor", "_version", "handle")
 
     def __init__(self, tensor: _Tensor) -> None:
         self.handle = save_tensor(tensor)
+        self._tensor = ref(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether ``tensor`` is the one."""
+        return self._tensor() is tensor
+
+    def changed(self) -> tuple[_Tensor, int] | None:
+        """The tensor, if it is alive and was changed in place, and the version it had."""
+        tensor = self._tensor()
+        if tensor is None or self._version < 0 or tensor._version == self._version:
+            return None
+        return tensor, self._version
+
+
+def _save(value: Any) -> Any:
+    if not isinstance(value, _Tensor):
+        return value
+    try:
+        return _Saved(value)
+    except RuntimeError:
+        # A view whose base was changed such that it cannot be used any more. To pass it is no
+        # fault, as long as nobody does.
+        return value
 
 
 _ATOMS = ATOMS | {_Saved}
+_FUNCTIONS = (FunctionType, MethodType, partial)
 
 
 class Inputs:
@@ -52,8 +83,8 @@ class Inputs:
         self._guard = guard
         self._saved = saved_tensor_hooks_active()
         if self._saved:
-            args = tuple(_Saved(a) if isinstance(a, _Tensor) else a for a in args)
-            kwargs = {k: _Saved(v) if isinstance(v, _Tensor) else v for k, v in kwargs.items()}
+            args = tuple([_save(value) for value in args])
+            kwargs = {name: _save(value) for name, value in kwargs.items()}
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []
@@ -79,10 +110,12 @@ class Inputs:
         """The arguments as they are held, for errors to look at."""
         return self._args, self._kwargs
 
-    @property
-    def cared_for(self) -> list[Any]:
-        """Modules and random generators among the arguments, at whatever depth."""
-        return [] if self._contents is None else self._contents.cared_for
+    def reachable(self) -> list[Any]:
+        """What else than tensors the function can get at: modules, generators, functions."""
+        found = [] if self._contents is None else self._contents.cared_for
+        values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
+        functions = [value for value in values if isinstance(value, _FUNCTIONS)]
+        return found + functions if functions else found
 
     def settle(self) -> None:
         """Take note of what the region itself changed in place.
@@ -99,10 +132,16 @@ class Inputs:
             self._contents.settle()
         if not self._guard:
             return
-        for tensor, version in self._guards:
+        for tensor, version in self._all_guards():
             if tensor._version != version:
                 self._give_up(tensor, version)
                 return
+
+    def _all_guards(self) -> list[tuple[_Tensor, int]]:
+        if not self._saved:
+            return self._guards
+        saved = [v for v in (*self._args, *self._kwargs.values()) if type(v) is _Saved]
+        return self._guards + [found for found in (s.changed() for s in saved) if found is not None]
 
     def _give_up(self, tensor: _Tensor, version: int) -> None:
         self._spoilt = str(self._changed(tensor, version, "inside the region"))
@@ -113,7 +152,7 @@ class Inputs:
         if self._spoilt is not None:
             raise InputChanged(self._spoilt)
         if self._guard:
-            for tensor, version in self._guards:
+            for tensor, version in self._all_guards():
                 if tensor._version != version:
                     raise self._changed(tensor, version, "after the region ran")
         if not self._saved:
@@ -145,7 +184,7 @@ class Inputs:
         pending += [(f"kwargs[{key!r}]", value) for key, value in self._kwargs.items()]
         seen: set[int] = set()
         for name, value in pending:  # which grows meanwhile
-            if value is target:
+            if value is target or (type(value) is _Saved and value.is_of(target)):
                 return name
             if id(value) in seen:
                 continue

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import io
 import random
 import sys
 from array import array
@@ -35,6 +36,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from recollect.state.mutation import is_plain
 from recollect.torch_private import set_version, unobserved
 
 __all__ = [
@@ -45,7 +47,7 @@ __all__ = [
     "Kinds",
     "SMALL_TENSOR",
     "TENSOR",
-    "is_small",
+    "is_copied",
     "kinds_of",
     "may_be_statistics",
 ]
@@ -386,18 +388,16 @@ def may_be_statistics(tensor: _Tensor) -> bool:
         not tensor.requires_grad
         and tensor.dim() == 1
         and tensor.is_floating_point()
-        and is_small(tensor)
+        and tensor.numel() * tensor.element_size() <= _SMALL_ARRAY
+        and is_plain(tensor)
     )
 
 
-def is_small(tensor: _Tensor) -> bool:
+def is_copied(tensor: _Tensor) -> bool:
     """Whether a copy of ``tensor`` is cheap, and enough to put it back: it needs no history."""
-    return (
-        type(tensor) is _Tensor
-        and not tensor.requires_grad
-        and tensor.layout is torch.strided
-        and tensor.numel() * tensor.element_size() <= _SMALL_TENSOR
-    )
+    if tensor.requires_grad or not is_plain(tensor):
+        return False
+    return tensor.numel() * tensor.element_size() <= _SMALL_TENSOR
 
 
 # --- which type is of which kind ------------------------------------------------------------------
@@ -493,6 +493,8 @@ def _find_kinds(cls: type) -> Kinds:
     if issubclass(cls, (nn.Module, *_generators())):
         return CARED_FOR
     if issubclass(cls, _CLOSED):
+        return ()
+    if issubclass(cls, io.IOBase):  # a log, as a rule, though one can iterate over it
         return ()
     if hasattr(cls, "__next__") or hasattr(cls, "__anext__"):
         return ITERATOR

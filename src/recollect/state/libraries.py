@@ -16,6 +16,8 @@ import struct
 import sys
 from typing import Any, Protocol
 
+from recollect.errors import CheckpointError
+
 __all__ = ["LibraryState", "is_library_stream", "read_libraries", "write_libraries"]
 
 #: 624 words and a position.
@@ -198,5 +200,10 @@ def write_libraries(state: LibraryState) -> None:
     _python.write(state[0])
     if state[1] is not None:
         numpy = _numpy_stream()
-        assert numpy is not None
+        if numpy is None or type(state[1]) is not type(numpy.read()):
+            raise CheckpointError(
+                "numpy's bit generator was exchanged after a checkpointed region drew from it, "
+                "which cannot draw the same numbers again. Exchange it before forward or after "
+                "backward, or pass preserve_rng_state=False."
+            )
         numpy.write(state[1])

@@ -6,14 +6,17 @@ rerun, in place, and gets its present value again afterwards. Version counters s
 for autograd nothing has happened.
 
 Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics behind
-its schema's back, and ``buffer.data.copy_()`` is a common way to update a moving average. Buffers
-of modules that may do so are compared by content on the CPU, and taken for changed on a device,
-where to compare would be to wait. Large buffers are masks and tables, as a rule: those are copied
-at their first call, and later only if they have ever changed.
+its schema's back, and ``buffer.data.copy_()`` is a common way to update a moving average. So what
+was copied is compared by content on the CPU. On a device that would be to wait: there, buffers of
+modules that may do so are taken for changed. Large buffers are masks and tables, as a rule: those
+are copied at their first call, and later only if they have ever changed.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from ctypes import string_at
+from typing import Any
 from weakref import ref
 
 import torch
@@ -22,11 +25,12 @@ from recollect.errors import InputChanged
 from recollect.state.reach import Slot, Writes
 from recollect.torch_private import copy_tensors, set_version, unobserved
 
-__all__ = ["Watch", "is_small", "put_back"]
+__all__ = ["Watch", "is_plain"]
 
 #: More bytes than this are not copied at every call.
 LARGE = 64 * 1024
-#: A tensor in a closure is watched up to this size; a larger one is guarded, like a parameter.
+#: A tensor in a closure is watched up to this size, one that may be statistics up to the former; a
+#: larger one is guarded, like a parameter.
 SMALL = 4 * 1024
 
 
@@ -49,23 +53,35 @@ class _Watched:
     def is_written(self) -> bool:
         if self.tensor._version != self.version:
             return True
-        if not self.hidden or self.before is None:
+        if self.before is None:
             return False
-        return self.tensor.device.type != "cpu" or not torch.equal(self.tensor, self.before)
+        if self.tensor.device.type == "cpu":
+            return not _same_values(self.tensor, self.before)
+        return self.hidden
 
 
 class Watch:
     """The tensors that one region may change."""
 
-    __slots__ = ("_changed", "_refusal", "_watched")
+    __slots__ = ("_changed", "_refusal", "_watched", "others")
 
     def __init__(self, buffers: list[Slot], tensors: list[torch.Tensor]) -> None:
-        self._watched = [
-            _Watched(f"buffer `{name}`", tensor, writes)
-            for owner, name, writes in buffers
-            if type(tensor := owner[name]) is torch.Tensor and not tensor.is_inference()
-        ]
-        self._watched += [_Watched("a tensor in a closure", t, _writes_to(t)) for t in tensors]
+        """Watch ``buffers``, and those of ``tensors`` that are small and need no gradient."""
+        self._watched: list[_Watched] = []
+        #: Those that are not watched: nobody may change them.
+        self.others: list[torch.Tensor] = []
+        for owner, name, writes in buffers:
+            tensor = owner[name]
+            if is_plain(tensor):
+                self._watched.append(_Watched(f"buffer `{name}`", tensor, writes))
+            elif isinstance(tensor, torch.Tensor):
+                self.others.append(tensor)
+        for tensor in tensors:
+            if _is_state(tensor):
+                name = "a tensor in a closure"
+                self._watched.append(_Watched(name, tensor, _writes_to(tensor)))
+            else:
+                self.others.append(tensor)
         self._changed: list[_Watched] = []
         #: Why there can be no rerun, if so.
         self._refusal: str | None = None
@@ -101,50 +117,68 @@ class Watch:
         """Whether there is anything to recall."""
         return bool(self._changed) or self._refusal is not None
 
-    def recall(self) -> list[_Present]:
-        """Give what was changed its value before the region; the result undoes it."""
+    def recall(self, stack: ExitStack) -> None:
+        """Give what was changed its value before the region, until ``stack`` closes."""
         if self._refusal is not None:
             raise InputChanged(self._refusal)
         for w in self._changed:
             if w.before is None:
-                raise _not_copied(w)
+                raise InputChanged(_NOT_COPIED.format(name=w.name, shape=list(w.tensor.shape)))
+            if w.before.shape != w.tensor.shape:
+                sizes = {"before": list(w.before.shape), "now": list(w.tensor.shape)}
+                raise InputChanged(_RESIZED.format(name=w.name, **sizes))
+        tensors = [w.tensor for w in self._changed]
         with unobserved():
-            tensors = [w.tensor for w in self._changed]
-            presents = [
-                (tensor, tensor._version, value)
-                for tensor, value in zip(tensors, _copies(tensors), strict=True)
-            ]
+            stack.callback(_put_back, tensors, [t._version for t in tensors], _copies(tensors))
             copy_tensors([t.data for t in tensors], [w.before for w in self._changed])
         for w in self._changed:
             # Where the rerun saves it, it has the version it had when forward saved it.
             set_version(w.tensor, w.version)
-        return presents
 
 
-#: What a watched tensor is outside of reruns: itself, its version, its value.
-_Present = tuple[torch.Tensor, int, torch.Tensor]
-
-
-def put_back(presents: list[_Present]) -> None:
-    """Undo ``Watch.recall``."""
+def _put_back(tensors: list[torch.Tensor], versions: list[int], values: list[torch.Tensor]) -> None:
     with unobserved():
-        copy_tensors([t.data for t, _, _ in presents], [value for _, _, value in presents])
-    for tensor, version, _ in presents:
+        copy_tensors([tensor.data for tensor in tensors], values)
+    for tensor, version in zip(tensors, versions, strict=True):
         set_version(tensor, version)
 
 
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # As bytes: an op of comparison would be seen by transforms around the region, such as vmap.
+    if not (a.is_contiguous() and b.is_contiguous() and a.shape == b.shape):
+        return a.shape == b.shape and torch.equal(a, b)
+    size = _nbytes(a)
+    return string_at(a.data_ptr(), size) == string_at(b.data_ptr(), size)
+
+
 def _writes_to(tensor: torch.Tensor) -> Writes:
-    """How a tensor in a closure may be written to, at a bearable cost.
-
-    Statistics are vectors of numbers. On a CPU a comparison costs little, whatever it is.
-    """
-    statistics = tensor.dim() == 1 and tensor.is_floating_point()
-    return Writes.MAYBE if statistics or tensor.device.type == "cpu" else Writes.SEEN
+    """How a tensor in a closure may be written to: statistics are vectors of numbers."""
+    return Writes.MAYBE if _are_statistics(tensor) else Writes.SEEN
 
 
-def is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor in a closure is watched."""
-    return type(tensor) is torch.Tensor and not tensor.is_inference() and _nbytes(tensor) <= SMALL
+def is_plain(tensor: Any) -> bool:
+    """Whether ``tensor`` is memory that can be copied and copied back."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and (tensor.is_contiguous() or 0 not in tensor.stride())  # expanded: one place for many
+    )
+
+
+def _is_state(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in a closure is put back if the region changes it."""
+    if not is_plain(tensor) or tensor.requires_grad:
+        return False
+    return _nbytes(tensor) <= (LARGE if _are_statistics(tensor) else SMALL)
+
+
+def _are_statistics(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_floating_point()
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,11 +223,14 @@ _GAINED_HISTORY = (
 )
 
 
-def _not_copied(watched: _Watched) -> InputChanged:
-    return InputChanged(
-        f"a checkpointed region changed {watched.name}, {list(watched.tensor.shape)}, which it "
-        "had left alone in earlier calls. Being large it was not copied, so the region cannot be "
-        "recomputed as it was. From the next call on it will be copied. To have it right "
-        "from the start, change it outside of the region or keep the code that changes it out of "
-        "the recomputation: `if not recollect.is_recomputing(): ...`."
-    )
+_NOT_COPIED = (
+    "a checkpointed region changed {name}, {shape}, which it had left alone in earlier calls. "
+    "Being large it was not copied, so the region cannot be recomputed as it was. From the next "
+    "call on it will be copied. To have it right from the start, change it outside of the region."
+)
+
+_RESIZED = (
+    "a checkpointed region changed the shape of {name} from {before} to {now}, which cannot be "
+    "undone for its recomputation. Give it its shape before the region runs, or assign a new "
+    "tensor instead of resizing this one."
+)

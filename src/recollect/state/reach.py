@@ -13,17 +13,26 @@ from __future__ import annotations
 import dis
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
-from weakref import ref
+from weakref import ProxyTypes, ref
 
 import torch
 from torch import nn
 
-from recollect.state.trees import BARE, OWN, STATISTICS, Tree, tree_of
+from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, tree_of
 
 __all__ = ["Reach", "Slot", "Writes"]
 
@@ -40,8 +49,9 @@ class Writes(Enum):
 #: The buffers of a module, the name of one, and how it may be written to.
 Slot = tuple[dict[str, Any], str, Writes]
 
-#: How far to go from object to object, and through how many functions.
-_DEPTH = 3
+#: How far to go from object to object, how many to look at, and through how many functions.
+_DEPTH = 6
+_THINGS = 300
 _FUNCTIONS = 64
 
 _UNINTERESTING = (
@@ -56,6 +66,7 @@ _UNINTERESTING = (
     BuiltinFunctionType,
     torch.dtype,
     torch.device,
+    *ProxyTypes,
 )
 
 
@@ -63,30 +74,30 @@ class Reach:
     """What one function can get at."""
 
     __slots__ = (
-        "_code",
+        "_count",
         "_seen",
         "buffers",
         "cells",
         "communicates",
+        "content",
         "generators",
+        "globals",
         "modules",
         "owners",
         "parameters",
-        "renormalised",
         "tensors",
     )
 
-    def __init__(
-        self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]
-    ) -> None:
-        #: Those at which a walk began.
+    def __init__(self, function: Callable[..., Any], others: Iterable[Any] = ()) -> None:
+        """Look from ``function``, and from ``others``: what else it can get at."""
+        #: Modules at which a walk began.
         self.modules: list[nn.Module] = []
+        #: The attributes of these and of all below.
+        self.content: list[dict[str, Any]] = []
         #: The dictionaries in which modules have their parameters.
         self.parameters: list[dict[str, Any]] = []
-        #: These, and those with buffers.
+        #: The dictionaries in which modules have parameters, buffers and children.
         self.owners: list[dict[str, Any]] = []
-        #: Those whose parameters a module may change in forward.
-        self.renormalised: list[dict[str, Any]] = []
         self.buffers: list[Slot] = []
         #: Tensors outside of modules.
         self.tensors: list[torch.Tensor] = []
@@ -94,36 +105,18 @@ class Reach:
         self.generators: list[Any] = []
         #: The cells of closures, with what is in them.
         self.cells: list[tuple[CellType, Any]] = []
+        #: Global variables by namespace and name, with their values.
+        self.globals: list[tuple[dict[str, Any], str, Any]] = []
         #: Whether a module of torch's gathers statistics from other processes.
         self.communicates = False
         self._seen: set[int] = set()
-        self._code = 0
+        self._count = 0
         if isinstance(function, nn.Module):
             self._walk(function)
         else:
             self._look(function, _DEPTH)
-        for value in args:
-            if not isinstance(value, torch.Tensor):
-                self._look_at_argument(value)
-        if kwargs:
-            for value in kwargs.values():
-                if not isinstance(value, torch.Tensor):
-                    self._look_at_argument(value)
-
-    def _look_at_argument(self, value: Any) -> None:
-        # The tensors among the arguments are guarded as such.
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                if not isinstance(item, torch.Tensor):
-                    self._look_at_argument(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                if not isinstance(item, torch.Tensor):
-                    self._look_at_argument(item)
-        elif isinstance(value, nn.Module):
-            self._walk(value)
-        elif isinstance(value, _generator_types()):
-            self._add(self.generators, value)
+        for value in others:
+            self._look(value, _DEPTH)
 
     def _add(self, found: list[Any], value: Any) -> None:
         if id(value) not in self._seen:
@@ -137,93 +130,120 @@ class Reach:
         self._seen.add(id(module))
         self.modules.append(module)
         tree = tree_of(module)
+        if tree.is_unfinished:
+            raise ValueError(
+                f"a checkpointed region uses {type(module).__name__} with parameters that are not "
+                "made yet: a lazy module makes them in its first call, which cannot be repeated. "
+                "Run the model once before (with torch.no_grad(): model(x))."
+            )
         self.parameters += tree.parameters
         self.owners += tree.owners
-        if tree.renormalised:
-            self.renormalised += tree.renormalised
-        if tree.with_buffers:
-            self._add_buffers(tree)
-        for content, forward in tree.own:
-            if not _generator_types_set().isdisjoint(map(type, content.values())):
-                for value in content.values():
-                    if isinstance(value, _generator_types()):
-                        self._add(self.generators, value)
+        if tree.scripted:
+            self.tensors += tree.scripted
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        content = module.__dict__
+        self.content += (content, *tree.content)
+        if content["_buffers"]:
+            self._add_buffers(content, tree.kind)
+        for each, kind in tree.with_buffers:
+            self._add_buffers(each, kind)
+        self.communicates |= tree.communicates
+        own = [(content, tree.forward), *tree.own] if tree.kind is OWN else tree.own
+        for each, forward in own:
+            self._look_at_attributes(each)
             if type(forward) is FunctionType and (named := _globals_of(forward)):
                 self._look_at_globals(named)
         if tree.attached is None:
             tree.attached = []  # for a module that leads to itself
-            tree.attached = self._attached(tree)
+            tree.attached = self._attached(own)
         for reference in tree.attached:
             self._look(reference(), 1)
 
+    def _look_at_attributes(self, content: dict[str, Any]) -> None:
+        """Generators, and tensors that are no buffers, among the attributes of a module."""
+        kinds = {*map(type, content.values())} - _dull
+        if not kinds:
+            return
+        wanted = (torch.Tensor, *_generator_types())
+        _dull.update([kind for kind in kinds if not issubclass(kind, wanted)])
+        for value in content.values():
+            if type(value) in kinds and isinstance(value, wanted):
+                found = self.tensors if isinstance(value, torch.Tensor) else self.generators
+                self._add(found, value)
+
     @classmethod
-    def _attached(cls, tree: Tree) -> list[Any]:
+    def _attached(cls, own: list[tuple[dict[str, Any], Any]]) -> list[Any]:
         """Modules and generators that attributes of modules lead to, though not registered there.
 
         As something to call: a module may lead to the one that holds it, and none is kept alive.
         """
-        found = cls(len, (), {})
-        for content, _ in tree.own:
+        found = cls(len)
+        for content, _ in own:
             for name, value in content.items():
                 if name not in BARE and not isinstance(value, (nn.Module, torch.Tensor)):
                     found._look(value, _DEPTH)
         modules: list[Any] = [ref(module) for module in found.modules]
         return modules + [partial(_identity, generator) for generator in found.generators]
 
-    def _add_buffers(self, tree: Tree) -> None:
-        self.communicates |= tree.communicates
-        for content, kind in tree.with_buffers:
-            training = content["training"]
-            writes = Writes.SEEN
-            if kind is OWN:
-                writes = Writes.MAYBE_IN_TRAINING if training else Writes.MAYBE
-            elif kind is STATISTICS and training:
-                writes = Writes.HIDDEN
-            buffers = content["_buffers"]
-            self.buffers += [(buffers, name, writes) for name in buffers]
+    def _add_buffers(self, content: dict[str, Any], kind: ModuleKind) -> None:
+        training = content.get("training")  # a compiled module has it elsewhere
+        writes = Writes.SEEN
+        if kind is OWN:
+            writes = Writes.MAYBE_IN_TRAINING if training else Writes.MAYBE
+        elif kind is STATISTICS and training:
+            writes = Writes.HIDDEN
+        buffers = content["_buffers"]
+        self.buffers += [(buffers, name, writes) for name in buffers]
 
     def _look(self, value: Any, depth: int) -> None:
-        if depth == 0 or isinstance(value, _UNINTERESTING) or id(value) in self._seen:
+        # By type: to ask the value itself what it is may run code of the user's (weak references).
+        kind = type(value)
+        if depth == 0 or issubclass(kind, _UNINTERESTING) or id(value) in self._seen:
             return
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             self._add(self.tensors, value)
-        elif isinstance(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             self._walk(value)
-        elif isinstance(value, _generator_types()):
+        elif issubclass(kind, _generator_types()):
             self._add(self.generators, value)
-        else:
+        elif self._count < _THINGS:
+            self._count += 1
             self._seen.add(id(value))
-            self._look_inside(value, depth - 1)
+            self._look_inside(value, kind, depth - 1)
 
-    def _look_inside(self, value: Any, depth: int) -> None:
-        if type(value) is FunctionType:
+    def _look_inside(self, value: Any, kind: type, depth: int) -> None:
+        if kind is FunctionType:
             self._look_at_function(value, depth + 1)
-        elif type(value) is MethodType:
+        elif kind is MethodType:
             self._look(value.__self__, depth + 1)
             self._look(value.__func__, depth + 1)
-        elif type(value) is partial:
+        elif issubclass(kind, partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._look(item, depth + 1)
-        elif isinstance(value, (list, tuple)):
-            for item in value[:_FUNCTIONS]:
+        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+            for item in [*value]:
                 self._look(item, depth)
-        elif isinstance(value, dict):
-            for item in list(value.values())[:_FUNCTIONS]:
+        elif issubclass(kind, dict):
+            for item in [*value.values()]:
                 self._look(item, depth)
-        elif hasattr(value, "__dict__"):
-            self._look_at_object(value, depth)
+        else:
+            self._look_at_object(value, kind, depth)
 
-    def _look_at_object(self, value: Any, depth: int) -> None:
-        for item in list(vars(value).values())[:_FUNCTIONS]:
-            self._look(item, depth)
-        call = getattr(type(value), "__call__", None)  # noqa: B004 - the function, not whether
+    def _look_at_object(self, value: Any, kind: type, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            for item in [*attributes.values()]:
+                self._look(item, depth)
+        for owner in kind.__mro__:
+            for slot in vars(owner).values() if "__slots__" in vars(owner) else ():
+                if type(slot) is MemberDescriptorType:
+                    self._look(_read_slot(slot, value), depth)
+        call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
         if type(call) is FunctionType:
             self._look_at_function(call, depth)
 
     def _look_at_function(self, function: FunctionType, depth: int) -> None:
-        self._code += 1
-        if self._code > _FUNCTIONS:
-            return
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
@@ -241,7 +261,17 @@ class Reach:
     def _look_at_globals(self, named: _Globals) -> None:
         for names, namespace in named:
             for name in names:
-                self._look(namespace.get(name), 2)
+                value = namespace.get(name, _ABSENT)
+                if value is not _ABSENT:
+                    self.globals.append((namespace, name, value))
+                    self._look(value, 2)
+
+
+def _read_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # not assigned
+        return None
 
 
 def _identity(value: Any) -> Any:
@@ -261,32 +291,32 @@ def _generator_types() -> tuple[type, ...]:
     return _with_numpy("numpy.random" in sys.modules)
 
 
-@lru_cache
-def _as_set(kinds: tuple[type, ...]) -> frozenset[type]:
-    return frozenset(kinds)
-
-
-def _generator_types_set() -> frozenset[type]:
-    return _as_set(_generator_types())
-
+#: Types of attributes that are no generators and no tensors.
+_dull: set[type] = set()
 
 _Globals = list[tuple[tuple[str, ...], dict[str, Any]]]
 
-#: By code. What lasts as long as its code, in a process, is not many.
-_known_globals: dict[CodeType, _Globals] = {}
+#: By the addresses of code and namespace, with both. Of the first so many: it keeps them alive.
+_known_globals: dict[tuple[int, int], tuple[CodeType, dict[str, Any], _Globals]] = {}
+_KNOWN = 4096
 
 
 def _globals_of(function: FunctionType) -> _Globals:
-    """The globals with data that ``function`` and the functions it calls name, by namespace."""
-    known = _known_globals.get(function.__code__)
-    if known is None:
-        known = _known_globals[function.__code__] = _find_globals(function)
-    return known
+    """The variables that ``function`` and the functions it calls name as globals, by namespace."""
+    code, namespace = function.__code__, function.__globals__
+    key = id(code), id(namespace)
+    known = _known_globals.get(key)
+    if known is not None:
+        return known[2]
+    found = _find_globals(function)
+    if len(_known_globals) < _KNOWN:
+        _known_globals[key] = code, namespace, found
+    return found
 
 
 def _find_globals(function: FunctionType) -> _Globals:
     found: dict[int, tuple[list[str], dict[str, Any]]] = {}
-    pending, seen = [function], {function.__code__}
+    pending, seen = [function], {id(function.__code__)}
     while pending and len(seen) <= _FUNCTIONS:
         current = pending.pop()
         namespace = current.__globals__
@@ -296,12 +326,16 @@ def _find_globals(function: FunctionType) -> _Globals:
         for name in _names_in(current.__code__):
             value = namespace.get(name, _ABSENT)
             if type(value) is FunctionType:
-                if value.__code__ not in seen:
-                    seen.add(value.__code__)
+                if id(value.__code__) not in seen:
+                    seen.add(id(value.__code__))
                     pending.append(value)
-            elif value is None or not isinstance(value, (*_UNINTERESTING, _Absent)):
+            elif value is not _ABSENT and not isinstance(value, _FIXED):
                 names.append(name)
     return [(tuple(dict.fromkeys(names)), space) for names, space in found.values() if names]
+
+
+#: Types of globals that are no variables.
+_FIXED = (type, ModuleType, BuiltinFunctionType)
 
 
 class _Absent:

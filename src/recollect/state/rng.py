@@ -23,10 +23,10 @@ __all__ = [
     "RngState",
     "get_device_states",
     "read_rng",
+    "read_same_rng",
     "same_rng",
     "set_device_states",
     "settle_rng",
-    "swap_rng",
     "write_rng",
 ]
 
@@ -103,11 +103,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return ctypes.string_at(a.data_ptr(), size) == ctypes.string_at(b.data_ptr(), size)
 
 
-def swap_rng(state: RngState) -> RngState:
-    """Put the streams of ``state`` back to it; the result has them as they were before."""
-    before = _cpu.get_state(), None if state[1] is None else _read_accelerator()
-    write_rng(state)
-    return before
+def read_same_rng(state: RngState) -> RngState:
+    """Where the streams that ``state`` is about stand now."""
+    return _cpu.get_state(), None if state[1] is None else _read_accelerator()
 
 
 def write_rng(state: RngState) -> None:

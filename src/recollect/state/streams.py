@@ -18,9 +18,16 @@ from recollect.state.libraries import (
     read_libraries,
     write_libraries,
 )
-from recollect.state.rng import HAS_ACCELERATOR, RngState, read_rng, settle_rng, swap_rng, write_rng
+from recollect.state.rng import (
+    HAS_ACCELERATOR,
+    RngState,
+    read_rng,
+    read_same_rng,
+    settle_rng,
+    write_rng,
+)
 
-__all__ = ["Streams", "read_streams", "settle_streams", "swap_streams", "write_streams"]
+__all__ = ["Streams", "read_same_streams", "read_streams", "settle_streams", "write_streams"]
 
 #: torch's default generators, the two libraries if they matter, each generator that is an object.
 Streams = tuple[RngState, LibraryState | None, list[tuple[Any, Any]]]
@@ -44,16 +51,14 @@ def settle_streams(streams: Streams) -> Streams:
     return defaults, None if libraries == read_libraries() else libraries, generators
 
 
-def swap_streams(streams: Streams) -> Streams:
-    """Put the streams back; the result has them as they were before."""
+def read_same_streams(streams: Streams) -> Streams:
+    """Where the streams that ``streams`` is about stand now."""
     defaults, libraries, generators = streams
-    others = [(g, _read_generator(g)) for g, _ in generators]
-    before = swap_rng(defaults), None if libraries is None else read_libraries(), others
-    if libraries is not None:
-        write_libraries(libraries)
-    for generator, state in generators:
-        _write_generator(generator, state)
-    return before
+    return (
+        read_same_rng(defaults),
+        None if libraries is None else read_libraries(),
+        [(g, _read_generator(g)) for g, _ in generators],
+    )
 
 
 def write_streams(streams: Streams) -> None:

@@ -11,21 +11,24 @@ forward                                     rerun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
-from recollect.state.cells import fill_cells, moved_cells, settled_cells
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.guards import Guards, UseOfChanged
-from recollect.state.mutation import Watch, is_small, put_back
+from recollect.state.mutation import Watch
 from recollect.state.reach import Reach
 from recollect.state.slots import Moved, Slots, put_in_place
-from recollect.state.streams import read_streams, settle_streams, swap_streams, write_streams
+from recollect.state.streams import (
+    read_same_streams,
+    read_streams,
+    settle_streams,
+    write_streams,
+)
+from recollect.state.variables import Variables
 
 __all__ = ["Surroundings"]
 
@@ -35,34 +38,31 @@ class Surroundings:
 
     __slots__ = (
         "_ambient",
-        "_cells",
         "_guards",
-        "_renormalised",
         "_slots",
         "_streams",
+        "_variables",
         "_watch",
         "collectives",
     )
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        preserve_rng_state: bool,
+        self, function: Callable[..., Any], others: Iterable[Any], preserve_rng_state: bool
     ) -> None:
-        reach = Reach(function, args, kwargs)
+        """``others``: what else the function can get at, among its arguments."""
+        reach = Reach(function, others)
         self._streams = read_streams(reach.generators) if preserve_rng_state else None
         self._ambient = Ambient()
-        self._slots = Slots(reach.owners)
-        self._cells = reach.cells
+        self._slots = Slots(reach.owners, reach.content)
+        self._variables: Variables | None = None
+        if reach.cells or reach.globals:
+            self._variables = Variables(reach.cells, reach.globals)
         guarded = [p for owner in reach.parameters for p in owner.values() if p is not None]
-        state: list[torch.Tensor] = []
-        for tensor in reach.tensors:
-            (state if not tensor.requires_grad and is_small(tensor) else guarded).append(tensor)
-        self._watch = Watch(reach.buffers, state) if reach.buffers or state else None
+        self._watch: Watch | None = None
+        if reach.buffers or reach.tensors:
+            self._watch = Watch(reach.buffers, reach.tensors)
+            guarded += self._watch.others
         self._guards = Guards(guarded) if version_guard_enabled() else None
-        self._renormalised = reach.renormalised
         #: A mode for the engine to run forward under, if there is one.
         self.collectives = CollectiveRecorder() if reach.communicates else None
 
@@ -70,15 +70,14 @@ class Surroundings:
         """Take note of what the call, which is over, has done."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        if self._cells:
-            self._cells = settled_cells(self._cells)
-        unchanged = [] if self._watch is None else self._watch.settle()
-        if self._watch is not None and not self._watch.has_changes:
-            self._watch = None
-        if self._guards is not None and unchanged:
-            self._guards.add(unchanged)
-        if self._guards is not None and self._renormalised:
-            self._guards.renew([p for owner in self._renormalised for p in owner.values()])
+        if self._variables is not None:
+            self._variables.settle()
+        if self._watch is not None:
+            unchanged = self._watch.settle()
+            if self._guards is not None:
+                self._guards.add(unchanged)
+            if not self._watch.has_changes:
+                self._watch = None
 
     @property
     def preserves_rng(self) -> bool:
@@ -93,16 +92,19 @@ class Surroundings:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function`` with everything as it was, and leave everything as it is."""
         moved = self._slots.moved()
-        if moved or self._cells or self._watch is not None or self.collectives is not None:
+        if moved or self._variables is not None or self._watch is not None or self.collectives:
             with ExitStack() as stack:
                 self._restore(moved, stack)
                 return self._run(function, *args)
         return self._run(function, *args)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        outside = None if self._streams is None else swap_streams(self._streams)
+        streams = self._streams
+        outside = None if streams is None else read_same_streams(streams)
         recomputing.depth += 1
         try:
+            if streams is not None:
+                write_streams(streams)
             return self._ambient.run(function, *args)
         finally:
             recomputing.depth -= 1
@@ -112,8 +114,9 @@ class Surroundings:
     def _restore(self, moved: list[Moved], stack: ExitStack) -> None:
         """What few regions need, until ``stack`` closes."""
         if self._watch is not None:
-            stack.callback(put_back, self._watch.recall())
+            self._watch.recall(stack)
         if self.collectives is not None:
             stack.enter_context(CollectivePlayer(self.collectives))
         stack.callback(put_in_place, put_in_place(moved))
-        stack.callback(fill_cells, fill_cells(moved_cells(self._cells)))
+        if self._variables is not None:
+            self._variables.restore(stack)

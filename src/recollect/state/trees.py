@@ -1,9 +1,12 @@
 """What is below a module, remembered.
 
 Walking through a module takes a microsecond for each of its parts; a region would pay that at every
-call. What was found holds until some module is given a child, a parameter or a buffer, of which
-torch tells those who ask. Only lists of modules can be changed without, so their lengths are
-compared.
+call. What was found holds until some module is given a child, a parameter or a buffer that it did
+not have, of which torch tells those who ask. Only lists of modules can be changed without, so their
+lengths are compared.
+
+It is remembered in the module itself: in a table of ours, a module that refers to itself (by a
+bound method among its attributes, say) would be kept alive for good.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from itertools import count
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
@@ -19,11 +23,18 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
-__all__ = ["BARE", "OWN", "STATISTICS", "Kind", "Tree", "tree_of"]
+__all__ = ["BARE", "OWN", "STATISTICS", "ModuleKind", "Tree", "tree_of"]
+
+#: Where in a module it is remembered.
+_KEY = "_recollect_tree"
+
+#: The attributes that every module has.
+BARE = frozenset(nn.Module().__dict__) | {_KEY}
 
 
-class Kind:
+class ModuleKind:
     """What is known of a class of modules."""
 
     __slots__ = ("_name",)
@@ -35,12 +46,12 @@ class Kind:
         return self._name
 
 
-#: Of torch's.
-PLAIN = Kind("plain")
-#: Of torch's, with running statistics that its op writes to without raising their versions.
-STATISTICS = Kind("statistics")
-#: Of somebody else's: nothing is known.
-OWN = Kind("own")
+#: A layer of torch's.
+PLAIN = ModuleKind("plain")
+#: A layer of torch's with running statistics, written to without their versions being raised.
+STATISTICS = ModuleKind("statistics")
+#: Of somebody else's, or made by a tool: nothing is known.
+OWN = ModuleKind("own")
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -53,10 +64,14 @@ _WITH_STATISTICS = (
 )
 
 
-def _kind_of(module: nn.Module) -> Kind:
-    if (type(module).__module__ or "").partition(".")[0] != "torch":
+def _kind_of(module: nn.Module) -> ModuleKind:
+    if not (type(module).__module__ or "").startswith("torch.nn.") or type(module) is nn.Module:
         return OWN
     return STATISTICS if isinstance(module, _WITH_STATISTICS) else PLAIN
+
+
+_Attributes = dict[str, Any]
+_PLACES = ("_parameters", "_buffers", "_modules")
 
 
 class Tree:
@@ -67,56 +82,71 @@ class Tree:
         "_lengths",
         "_lists",
         "_root",
+        "_unfinished",
         "attached",
         "communicates",
+        "content",
+        "forward",
+        "kind",
         "own",
         "owners",
         "parameters",
-        "renormalised",
+        "scripted",
         "with_buffers",
     )
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = ref(root, _forget(id(root)))
+        self._root = ref(root)
         self._epoch = _epoch.value
-        #: The dictionaries in which modules have their parameters, if they have any.
+        #: The attributes of each module, but for the root: nothing here may refer to what refers to
+        #: this. (The same holds for all lists of attributes.)
+        self.content: list[_Attributes] = []
+        #: Dictionaries of parameters, if there are any, that a forward leaves alone.
         self.parameters: list[dict[str, Any]] = []
-        #: These, and those with buffers.
+        #: Dictionaries of parameters, buffers and children, if there are any.
         self.owners: list[dict[str, Any]] = []
-        #: The attributes of modules that have buffers. (Attributes, and not modules: nothing here
-        #: may keep the root alive.)
-        self.with_buffers: list[tuple[dict[str, Any], Kind]] = []
-        #: The attributes of modules that are not torch's, and their ``forward``.
-        self.own: list[tuple[dict[str, Any], Any]] = []
+        #: The attributes of modules that have buffers.
+        self.with_buffers: list[tuple[_Attributes, ModuleKind]] = []
+        #: The attributes of modules that are not torch's layers, and their ``forward``.
+        self.own: list[tuple[_Attributes, Any]] = []
         #: What the attributes of ``own`` lead to; None until somebody has looked.
         self.attached: list[Any] | None = None
-        #: Dictionaries of parameters that their module changes in forward, and may: an embedding
-        #: scales its weight, to the same end again; a lazy module makes its parameters.
-        self.renormalised: list[dict[str, Any]] = []
+        #: Parameters and buffers of scripted modules, which have no attributes to look at.
+        self.scripted: list[torch.Tensor] = []
+        #: Dictionaries of modules that make their parameters at the first call.
+        self._unfinished: list[dict[str, Any]] = []
         #: Whether one of them gathers statistics from other processes, in training.
         self.communicates = False
         self._lists: list[dict[str, Any]] = []
+        self.kind = _kind_of(root)
+        self.forward = type(root).forward
         for module in root.modules():
-            self._add(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted += [*module.parameters(), *module.buffers()]
+            else:
+                self._add_dictionaries(module)
+                if module is not root:
+                    self._add_attributes(module)
         self._lengths = [*map(len, self._lists)]
 
-    def _add(self, module: nn.Module) -> None:
-        content = module.__dict__
-        kind = _kind_of(module)
-        if content["_parameters"]:
-            self.parameters.append(content["_parameters"])
-            self.owners.append(content["_parameters"])
+    def _add_dictionaries(self, module: nn.Module) -> None:
+        parameters, buffers, children = (module.__dict__[place] for place in _PLACES)
+        if parameters and not _may_change_parameters(module):
+            self.parameters.append(parameters)
+        self.owners += [owner for owner in (parameters, buffers, children) if owner]
+        if children or isinstance(module, _CONTAINERS):
+            self._lists.append(children)
+        if isinstance(module, LazyModuleMixin):
+            self._unfinished += [parameters, buffers]
+        self.communicates |= isinstance(module, nn.SyncBatchNorm)
+
+    def _add_attributes(self, module: nn.Module) -> None:
+        content, kind = module.__dict__, _kind_of(module)
+        self.content.append(content)
         if content["_buffers"]:
             self.with_buffers.append((content, kind))
-            self.owners.append(content["_buffers"])
         if kind is OWN:
             self.own.append((content, type(module).forward))
-        if isinstance(module, nn.SyncBatchNorm):
-            self.communicates = True
-        if _may_change_parameters(module):
-            self.renormalised.append(content["_parameters"])
-        if content["_modules"] or isinstance(module, _CONTAINERS):
-            self._lists.append(content["_modules"])
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is what is below ``module`` now."""
@@ -126,21 +156,29 @@ class Tree:
             and self._lengths == [*map(len, self._lists)]
         )
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a parameter or buffer is still to be made, by the first call."""
+        return any(is_lazy(tensor) for owner in self._unfinished for tensor in owner.values())
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of the module has its own
+
+
+def _nothing() -> None:
+    return None
+
 
 def _may_change_parameters(module: nn.Module) -> bool:
-    if isinstance(module, LazyModuleMixin):
-        return True
+    """Whether a forward changes parameters, and may: an embedding scales them, to the same end."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
-
-#: The attributes that every module has.
-BARE = frozenset(nn.Module().__dict__)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class _Epoch:
-    """Counts what modules are given."""
+    """Counts what modules are given. What is in dictionaries that we know is read there."""
 
     __slots__ = ("_numbers", "_watching", "value")
 
@@ -154,29 +192,30 @@ class _Epoch:
         if not self._watching:
             self._watching = True
             register_module_module_registration_hook(self._next)
-            register_module_parameter_registration_hook(self._next)
-            register_module_buffer_registration_hook(self._next)
+            register_module_parameter_registration_hook(self._on_parameter)
+            register_module_buffer_registration_hook(self._on_buffer)
+
+    def _on_parameter(self, module: nn.Module, name: str, _: Any) -> None:
+        if name not in module.__dict__["_parameters"]:
+            self._next()
+
+    def _on_buffer(self, module: nn.Module, name: str, _: Any) -> None:
+        if name not in module.__dict__["_buffers"]:
+            self._next()
 
     def _next(self, *_: Any) -> None:
         self.value = next(self._numbers)
 
 
 _epoch = _Epoch()
-#: By identity: to hash a module, or to look it up weakly, costs more than the rest of a call.
-_trees: dict[int, Tree] = {}
-
-
-def _forget(key: int) -> Any:
-    def forget(_: Any) -> None:
-        _trees.pop(key, None)
-
-    return forget
 
 
 def tree_of(module: nn.Module) -> Tree:
     """What is below ``module``."""
-    tree = _trees.get(id(module))
+    tree: Tree | None = module.__dict__.get(_KEY)
     if tree is None or not tree.is_of(module):
         _epoch.watch()
-        tree = _trees[id(module)] = Tree(module)
+        tree = Tree(module)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__[_KEY] = tree
     return tree
