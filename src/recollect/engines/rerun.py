@@ -406,11 +406,13 @@ class Rerun:
         # This may rerun an outer region, which has to see its own arguments as they were.
         args, kwargs = self._frame.inputs.recall()
         swapped = self._frame.inputs.swap()
+        if swapped is None:
+            self._run_with(args, kwargs)
+            return
         try:
             self._run_with(args, kwargs)
         finally:
-            if swapped is not None:
-                swapped.put_back()
+            swapped.put_back()
 
     def _run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
@@ -622,10 +624,11 @@ def _hold_memory(tensors: list[Any]) -> bool:
     hooks: their history is light, and leaving it on saves detaching every tensor.
     """
     try:
-        return any(isinstance(t.grad_fn, BackwardCFunction) for t in tensors if t is not None)
+        nodes = [tensor.grad_fn for tensor in tensors if tensor is not None]
     except RuntimeError:
         # A view that may not be differentiated any more. Nobody has, and nobody need.
         return True
+    return any(isinstance(node, BackwardCFunction) for node in nodes)
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:

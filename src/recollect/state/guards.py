@@ -40,6 +40,7 @@ class Guards:
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Guard ``tensors`` too, from here on."""
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._tensors += tensors
         self._versions += [tensor._version for tensor in tensors]
 

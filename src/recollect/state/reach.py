@@ -32,9 +32,9 @@ from weakref import ProxyTypes, ref
 import torch
 from torch import nn
 
-from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, tree_of
+from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, Tree, tree_of
 
-__all__ = ["Reach", "Slot", "Writes"]
+__all__ = ["Reach", "Slot", "Writes", "content_of", "simple_tree"]
 
 
 class Writes(Enum):
@@ -83,6 +83,7 @@ class Reach:
         "generators",
         "globals",
         "modules",
+        "names",
         "owners",
         "parameters",
         "tensors",
@@ -96,8 +97,9 @@ class Reach:
         self.content: list[dict[str, Any]] = []
         #: The dictionaries in which modules have their parameters.
         self.parameters: list[dict[str, Any]] = []
-        #: The dictionaries in which modules have parameters, buffers and children.
+        #: The dictionaries in which modules have parameters, buffers and children; their names.
         self.owners: list[dict[str, Any]] = []
+        self.names: list[tuple[str, ...]] = []
         self.buffers: list[Slot] = []
         #: Tensors outside of modules.
         self.tensors: list[torch.Tensor] = []
@@ -138,12 +140,13 @@ class Reach:
             )
         self.parameters += tree.parameters
         self.owners += tree.owners
+        self.names += tree.names
         if tree.scripted:
             self.tensors += tree.scripted
         if isinstance(module, torch.jit.ScriptModule):
             return
         content = module.__dict__
-        self.content += (content, *tree.content)
+        self.content += content_of(module, tree)
         if content["_buffers"]:
             self._add_buffers(content, tree.kind)
         for each, kind in tree.with_buffers:
@@ -265,6 +268,40 @@ class Reach:
                 if value is not _ABSENT:
                     self.globals.append((namespace, name, value))
                     self._look(value, 2)
+
+
+def simple_tree(function: Any) -> Tree | None:
+    """What is below ``function`` if that is a module, and nothing but parameters is reached by it.
+
+    As most regions are: there is no need to look any further.
+    """
+    if not isinstance(function, nn.Module):
+        return None
+    tree = tree_of(function)
+    if tree.is_simple is None:
+        tree.is_simple = _is_simple(Reach(function))
+    if not tree.is_simple or (tree.kind is OWN and not _is_dull(function.__dict__)):
+        return None
+    for content, _ in tree.own:
+        if not _is_dull(content):
+            return None
+    return tree
+
+
+def _is_dull(content: dict[str, Any]) -> bool:
+    """Whether there are neither generators nor tensors among the attributes of a module."""
+    return _dull.issuperset(map(type, content.values()))
+
+
+def _is_simple(reach: Reach) -> bool:
+    found = reach.buffers, reach.tensors, reach.generators, reach.cells, reach.globals
+    return len(reach.modules) == 1 and not any(found) and not reach.communicates
+
+
+def content_of(module: Any, tree: Tree) -> list[dict[str, Any]]:
+    """The attributes of ``module`` and of all below it."""
+    content = module.__dict__
+    return [content, *tree.content] if "training" in content else tree.content
 
 
 def _read_slot(slot: Any, value: Any) -> Any:

@@ -7,8 +7,8 @@ around it. ``model.eval()`` changes what dropout does. A rerun must find what fo
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import is_
+from itertools import chain, islice
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -22,40 +22,55 @@ Owner = dict[str, Any]
 Moved = tuple[Owner, str, Any]
 
 _values = dict.values
+_training = itemgetter("training")
 
 
 class Slots:
     """What was in the dictionaries of modules when a region began."""
 
-    __slots__ = ("_before", "_content", "_owners", "_training")
+    __slots__ = ("_content", "_names", "_owners", "_then", "_training")
 
-    def __init__(self, owners: list[Owner], content: list[Owner]) -> None:
-        """``owners`` hold parameters, buffers and children; ``content`` are modules' attributes."""
+    def __init__(
+        self, owners: list[Owner], names: list[tuple[str, ...]], content: list[Owner]
+    ) -> None:
+        """``owners`` hold parameters, buffers and children; ``content`` are modules' attributes.
+
+        ``names``: those in each of ``owners``, in their order when they were first looked at.
+        """
         self._owners = owners
-        self._before = [*map(dict.copy, owners)]
+        self._names = names
+        # Flat: for the microsecond that this may take, a copy of each would be too much.
+        self._then = [*chain.from_iterable(map(_values, owners))]
         self._content = content
-        self._training = [attributes.get("training") for attributes in content]
+        self._training = [*map(_training, content)]
 
     def moved(self) -> list[Moved]:
         """What is not in its place now; nothing, almost always."""
-        owners, before = self._owners, self._before
-        now = chain.from_iterable(map(_values, owners))
-        then = chain.from_iterable(map(_values, before))
-        same_mode = [attributes.get("training") for attributes in self._content] == self._training
-        same_sizes = [*map(len, owners)] == [*map(len, before)]
-        if same_mode and same_sizes and all(map(is_, now, then)):
+        now = [*chain.from_iterable(map(_values, self._owners))]
+        same_values = len(now) == len(self._then) and all(map(is_, now, self._then))
+        if same_values and [*map(_training, self._content)] == self._training:
             return []
-        # What is gone altogether was taken by somebody who keeps track of it.
-        return [
-            (owner, name, value)
-            for owner, content in zip(owners, before, strict=True)
-            for name, value in content.items()
-            if name in owner and _is_exchangeable(value, owner[name])
-        ] + [
+        return self._moved_values() + [
             (attributes, "training", mode)
             for attributes, mode in zip(self._content, self._training, strict=True)
-            if attributes.get("training") != mode
+            if attributes["training"] != mode
         ]
+
+    def _moved_values(self) -> list[Moved]:
+        if sum(map(len, self._names)) != len(self._then):
+            return []  # somebody writes to the dictionaries, and knows what is where
+        then = iter(self._then)
+        moved: list[Moved] = []
+        for owner, names in zip(self._owners, self._names, strict=True):
+            values = [*islice(then, len(names))]
+            # What is gone, or in another place in order, was taken by somebody who keeps track.
+            if (*owner,) == names:
+                moved += [
+                    (owner, name, value)
+                    for name, value in zip(names, values, strict=True)
+                    if _is_exchangeable(value, owner[name])
+                ]
+        return moved
 
 
 _TENSORS = {torch.Tensor, nn.Parameter, type(None)}

@@ -11,7 +11,7 @@ forward                                     rerun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,9 +20,10 @@ from recollect.state.ambient import Ambient
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.guards import Guards, UseOfChanged
 from recollect.state.mutation import Watch
-from recollect.state.reach import Reach
+from recollect.state.reach import Reach, content_of, simple_tree
 from recollect.state.slots import Moved, Slots, put_in_place
 from recollect.state.streams import (
+    Streams,
     read_same_streams,
     read_streams,
     settle_streams,
@@ -31,6 +32,12 @@ from recollect.state.streams import (
 from recollect.state.variables import Variables
 
 __all__ = ["Surroundings"]
+
+
+def _guard(owners: list[dict[str, Any]]) -> Guards | None:
+    if not version_guard_enabled():
+        return None
+    return Guards([p for owner in owners for p in owner.values() if p is not None])
 
 
 class Surroundings:
@@ -46,24 +53,39 @@ class Surroundings:
         "collectives",
     )
 
+    _guards: Guards | None
+    _streams: Streams | None
+    _variables: Variables | None
+    _watch: Watch | None
+    #: A mode for the engine to run forward under, if there is one.
+    collectives: CollectiveRecorder | None
+
     def __init__(
-        self, function: Callable[..., Any], others: Iterable[Any], preserve_rng_state: bool
+        self, function: Callable[..., Any], others: Sequence[Any], preserve_rng_state: bool
     ) -> None:
         """``others``: what else the function can get at, among its arguments."""
-        reach = Reach(function, others)
-        self._streams = read_streams(reach.generators) if preserve_rng_state else None
+        tree = None if others else simple_tree(function)
+        if tree is None:
+            self._init_from(Reach(function, others), preserve_rng_state)
+        else:
+            self._streams = read_streams(()) if preserve_rng_state else None
+            self._slots = Slots(tree.owners, tree.names, content_of(function, tree))
+            self._guards = _guard(tree.parameters)
+            self._variables = self._watch = self.collectives = None
         self._ambient = Ambient()
-        self._slots = Slots(reach.owners, reach.content)
-        self._variables: Variables | None = None
+
+    def _init_from(self, reach: Reach, preserve_rng_state: bool) -> None:
+        self._streams = read_streams(reach.generators) if preserve_rng_state else None
+        self._slots = Slots(reach.owners, reach.names, reach.content)
+        self._guards = _guard(reach.parameters)
+        self._variables = None
         if reach.cells or reach.globals:
             self._variables = Variables(reach.cells, reach.globals)
-        guarded = [p for owner in reach.parameters for p in owner.values() if p is not None]
-        self._watch: Watch | None = None
+        self._watch = None
         if reach.buffers or reach.tensors:
             self._watch = Watch(reach.buffers, reach.tensors)
-            guarded += self._watch.others
-        self._guards = Guards(guarded) if version_guard_enabled() else None
-        #: A mode for the engine to run forward under, if there is one.
+            if self._guards is not None:
+                self._guards.add(self._watch.others)
         self.collectives = CollectiveRecorder() if reach.communicates else None
 
     def settle(self) -> None:
@@ -95,10 +117,10 @@ class Surroundings:
         if moved or self._variables is not None or self._watch is not None or self.collectives:
             with ExitStack() as stack:
                 self._restore(moved, stack)
-                return self._run(function, *args)
-        return self._run(function, *args)
+                return self._run(function, args)
+        return self._run(function, args)
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         streams = self._streams
         outside = None if streams is None else read_same_streams(streams)
         recomputing.depth += 1

@@ -87,7 +87,9 @@ class Tree:
         "communicates",
         "content",
         "forward",
+        "is_simple",
         "kind",
+        "names",
         "own",
         "owners",
         "parameters",
@@ -103,8 +105,9 @@ class Tree:
         self.content: list[_Attributes] = []
         #: Dictionaries of parameters, if there are any, that a forward leaves alone.
         self.parameters: list[dict[str, Any]] = []
-        #: Dictionaries of parameters, buffers and children, if there are any.
+        #: Dictionaries of parameters, buffers and children, if there are any; the names in them.
         self.owners: list[dict[str, Any]] = []
+        self.names: list[tuple[str, ...]] = []
         #: The attributes of modules that have buffers.
         self.with_buffers: list[tuple[_Attributes, ModuleKind]] = []
         #: The attributes of modules that are not torch's layers, and their ``forward``.
@@ -118,6 +121,8 @@ class Tree:
         #: Whether one of them gathers statistics from other processes, in training.
         self.communicates = False
         self._lists: list[dict[str, Any]] = []
+        #: Whether there is nothing to it but parameters; None until somebody has looked.
+        self.is_simple: bool | None = None
         self.kind = _kind_of(root)
         self.forward = type(root).forward
         for module in root.modules():
@@ -128,6 +133,7 @@ class Tree:
                 if module is not root:
                     self._add_attributes(module)
         self._lengths = [*map(len, self._lists)]
+        self.names = [(*owner,) for owner in self.owners]
 
     def _add_dictionaries(self, module: nn.Module) -> None:
         parameters, buffers, children = (module.__dict__[place] for place in _PLACES)
@@ -142,7 +148,8 @@ class Tree:
 
     def _add_attributes(self, module: nn.Module) -> None:
         content, kind = module.__dict__, _kind_of(module)
-        self.content.append(content)
+        if "training" in content:  # a compiled module has it elsewhere
+            self.content.append(content)
         if content["_buffers"]:
             self.with_buffers.append((content, kind))
         if kind is OWN:
@@ -159,6 +166,8 @@ class Tree:
     @property
     def is_unfinished(self) -> bool:
         """Whether a parameter or buffer is still to be made, by the first call."""
+        if not self._unfinished:
+            return False
         return any(is_lazy(tensor) for owner in self._unfinished for tensor in owner.values())
 
     def __reduce__(self) -> Any:
