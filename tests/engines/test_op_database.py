@@ -37,11 +37,6 @@ NO_ORACLE = {
     "linalg.eig": "plain autograd refuses a loss that depends on the phase of the eigenvectors",
     "sparse.sampled_addmm": "torch cannot copy or compare its sparse inputs and gradients",
 }
-REFUSED_BY_RERUN = {
-    "nn.functional.instance_norm": "its sample passes running statistics, which the op changes in "
-    "place, as arguments: the inputs are guarded against that",
-}
-
 OPS = [
     pytest.param(
         op,
@@ -99,7 +94,6 @@ def test_op(op: Any) -> None:
     samples = islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), SAMPLES)
     for sample in samples:
         outputs, gradients = outcome(plain, op, sample)
-        if op.name not in REFUSED_BY_RERUN:
-            assert_identical(outcome(rerun, op, sample), (outputs, gradients))
+        assert_identical(outcome(rerun, op, sample), (outputs, gradients))
         expected = outputs_without_grad(op, sample), gradients
         assert_identical(outcome(reentrant, op, sample), expected)

@@ -127,9 +127,9 @@ class State:
 @pytest.mark.parametrize(
     ("name", "pass_on", "find", "size"),
     [
-        ("args[1]", lambda t: ((t,), {}), lambda t: t, 3),
-        ("args[1][1]", lambda t: (((1, t),), {}), lambda pair: pair[1], 3),
-        ("kwargs['state']", lambda t: ((), {"state": t}), lambda t: t, 3),
+        ("args[1]", lambda t: ((t,), {}), lambda t: t, (3, 1)),
+        ("args[1][1]", lambda t: (((1, t),), {}), lambda pair: pair[1], (3, 1)),
+        ("kwargs['state']", lambda t: ((), {"state": t}), lambda t: t, (3, 1)),
         ("args[1][0]", lambda t: (([t],), {}), lambda items: items[0], (50, 40)),
         ("kwargs['state']['n']", lambda t: ((), {"state": {"n": t}}), lambda s: s["n"], (50, 40)),
         ("kwargs['state'].n", lambda t: ((), {"state": State(n=t)}), lambda s: s.n, (50, 40)),

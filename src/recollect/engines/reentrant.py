@@ -67,7 +67,8 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
         # What is saved is guarded from the end of forward on only.
         versions = [
-            None if args[i].is_inference() else args[i]._version for i in ctx.tensor_indices
+            args[i]._version if _is_only_saved(args[i]) and not args[i].is_inference() else None
+            for i in ctx.tensor_indices
         ]
         with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
             outputs = run_function(*args)

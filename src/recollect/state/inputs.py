@@ -206,9 +206,10 @@ def _sort_out(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]
         if cls is _Tensor or (cls not in _ATOMS and isinstance(value, _Tensor)):
             if value.is_inference():  # those have no version, and cannot be changed in place
                 continue
-            guards.append((value, value._version))
             if may_be_statistics(value):
                 others.append(value)
+            else:
+                guards.append((value, value._version))
         elif cls is tuple:
             values += value
         elif cls not in _ATOMS:
