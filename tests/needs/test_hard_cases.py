@@ -66,7 +66,8 @@ def test_tensors_that_cannot_be_copied_like_others(make: Any, place: str, run: R
 
 @RERUNS
 def test_vmap_around_a_region_with_a_buffer(run: Run) -> None:
-    norm = nn.BatchNorm1d(3).eval()
+    norm = nn.BatchNorm1d(3, track_running_stats=False)
+    norm.register_buffer("table", torch.ones(2, 3).t())
     x = leaf(2, 4, 3)
     out = torch.vmap(lambda x: run(norm, x))(x)
     assert out.shape == (2, 4, 3)
@@ -97,9 +98,11 @@ def test_a_buffer_that_the_region_resizes_is_loud(run: Run) -> None:
 
 @ENGINES
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted_modules(run: Run) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_scripted_modules(run: Run, direct: bool) -> None:
     def train(run: Run) -> Any:
-        module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.Linear(3, 3))
+        module = torch.jit.script(nn.BatchNorm1d(3))
+        module = module if direct else nn.Sequential(module, nn.Linear(3, 3))
         x = leaf(4, 3)
         with recollect.set_checkpoint_early_stop(False):
             run(module, x).sum().backward()
@@ -234,6 +237,28 @@ def test_state_is_found(place: Any, run: Run) -> None:
         kit, x = Kit(nn.BatchNorm1d(3), torch.Generator().manual_seed(1)), leaf(4, 3)
         place(run, kit, x).sum().backward()
         return x.grad, [*kit.norm.buffers()], kit.generator.get_state()
+
+    assert_transparent(train, run)
+
+
+NOISE = torch.Generator()
+
+
+class NoisyInside(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noisy(x).sin()
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return x * torch.rand(3, generator=NOISE)
+
+
+@ENGINES
+def test_a_global_that_a_method_names(run: Run) -> None:
+    def train(run: Run) -> Any:
+        NOISE.manual_seed(1)
+        x = leaf(3)
+        run(nn.Sequential(NoisyInside()), x).sum().backward()
+        return x.grad, NOISE.get_state()
 
     assert_transparent(train, run)
 

@@ -36,7 +36,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from recollect.state.mutation import is_plain
+from recollect.state.mutation import is_plain, same_values
 from recollect.torch_private import set_version, unobserved
 
 __all__ = [
@@ -374,7 +374,7 @@ class _SmallTensor(Kind):
         if thing._version != taken[0] or thing.device.type != "cpu":
             return thing._version == taken[0]
         with unobserved():
-            return torch.equal(thing, taken[1])
+            return same_values(thing, taken[1])
 
     def put(self, thing: _Tensor, taken: tuple[int, _Tensor]) -> None:
         with unobserved():

@@ -25,7 +25,7 @@ from recollect.errors import InputChanged
 from recollect.state.reach import Slot, Writes
 from recollect.torch_private import copy_tensors, set_version, unobserved
 
-__all__ = ["Watch", "is_plain"]
+__all__ = ["Watch", "is_plain", "same_values"]
 
 #: More bytes than this are not copied at every call.
 LARGE = 64 * 1024
@@ -56,7 +56,7 @@ class _Watched:
         if self.before is None:
             return False
         if self.tensor.device.type == "cpu":
-            return not _same_values(self.tensor, self.before)
+            return not same_values(self.tensor, self.before)
         return self.hidden
 
 
@@ -143,12 +143,19 @@ def _put_back(tensors: list[torch.Tensor], versions: list[int], values: list[tor
         set_version(tensor, version)
 
 
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # As bytes: an op of comparison would be seen by transforms around the region, such as vmap.
-    if not (a.is_contiguous() and b.is_contiguous() and a.shape == b.shape):
-        return a.shape == b.shape and torch.equal(a, b)
-    size = _nbytes(a)
-    return string_at(a.data_ptr(), size) == string_at(b.data_ptr(), size)
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors on the CPU hold the same; False if that cannot be found out."""
+    if a.shape != b.shape:
+        return False
+    try:
+        # As bytes, where that can be: an op of comparison is more than a transform around the
+        # region, such as vmap, may know how to do.
+        if not (a.is_contiguous() and b.is_contiguous()):
+            return torch.equal(a, b)
+        size = _nbytes(a)
+        return string_at(a.data_ptr(), size) == string_at(b.data_ptr(), size)
+    except RuntimeError:
+        return False
 
 
 def _writes_to(tensor: torch.Tensor) -> Writes:

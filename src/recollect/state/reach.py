@@ -152,16 +152,17 @@ class Reach:
         for each, kind in tree.with_buffers:
             self._add_buffers(each, kind)
         self.communicates |= tree.communicates
-        own = [(content, tree.forward), *tree.own] if tree.kind is OWN else tree.own
-        for each, forward in own:
+        own = [content, *tree.own] if tree.kind is OWN else tree.own
+        for each in own:
             self._look_at_attributes(each)
-            if type(forward) is FunctionType and (named := _globals_of(forward)):
-                self._look_at_globals(named)
         if tree.attached is None:
             tree.attached = []  # for a module that leads to itself
             tree.attached = self._attached(own)
+            tree.named = [named for f in tree.functions if (named := _globals_of(f))]
         for reference in tree.attached:
             self._look(reference(), 1)
+        for named in tree.named:
+            self._look_at_globals(named)
 
     def _look_at_attributes(self, content: dict[str, Any]) -> None:
         """Generators, and tensors that are no buffers, among the attributes of a module."""
@@ -176,13 +177,13 @@ class Reach:
                 self._add(found, value)
 
     @classmethod
-    def _attached(cls, own: list[tuple[dict[str, Any], Any]]) -> list[Any]:
+    def _attached(cls, own: list[dict[str, Any]]) -> list[Any]:
         """Modules and generators that attributes of modules lead to, though not registered there.
 
         As something to call: a module may lead to the one that holds it, and none is kept alive.
         """
         found = cls(len)
-        for content, _ in own:
+        for content in own:
             for name, value in content.items():
                 if name not in BARE and not isinstance(value, (nn.Module, torch.Tensor)):
                     found._look(value, _DEPTH)
@@ -282,7 +283,7 @@ def simple_tree(function: Any) -> Tree | None:
         tree.is_simple = _is_simple(Reach(function))
     if not tree.is_simple or (tree.kind is OWN and not _is_dull(function.__dict__)):
         return None
-    for content, _ in tree.own:
+    for content in tree.own:
         if not _is_dull(content):
             return None
     return tree

@@ -12,6 +12,7 @@ bound method among its attributes, say) would be kept alive for good.
 from __future__ import annotations
 
 from itertools import count
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
@@ -86,9 +87,10 @@ class Tree:
         "attached",
         "communicates",
         "content",
-        "forward",
+        "functions",
         "is_simple",
         "kind",
+        "named",
         "names",
         "own",
         "owners",
@@ -110,10 +112,12 @@ class Tree:
         self.names: list[tuple[str, ...]] = []
         #: The attributes of modules that have buffers.
         self.with_buffers: list[tuple[_Attributes, ModuleKind]] = []
-        #: The attributes of modules that are not torch's layers, and their ``forward``.
-        self.own: list[tuple[_Attributes, Any]] = []
-        #: What the attributes of ``own`` lead to; None until somebody has looked.
+        #: The attributes of modules that are not torch's layers.
+        self.own: list[_Attributes] = []
+        #: What the attributes of ``own`` lead to, and the global variables that their functions
+        #: name; None until somebody has looked.
         self.attached: list[Any] | None = None
+        self.named: list[Any] = []
         #: Parameters and buffers of scripted modules, which have no attributes to look at.
         self.scripted: list[torch.Tensor] = []
         #: Dictionaries of modules that make their parameters at the first call.
@@ -124,7 +128,7 @@ class Tree:
         #: Whether there is nothing to it but parameters; None until somebody has looked.
         self.is_simple: bool | None = None
         self.kind = _kind_of(root)
-        self.forward = type(root).forward
+        self.functions = _functions_of(type(root)) if self.kind is OWN else []
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 self.scripted += [*module.parameters(), *module.buffers()]
@@ -153,7 +157,8 @@ class Tree:
         if content["_buffers"]:
             self.with_buffers.append((content, kind))
         if kind is OWN:
-            self.own.append((content, type(module).forward))
+            self.own.append(content)
+            self.functions += _functions_of(type(module))
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is what is below ``module`` now."""
@@ -176,6 +181,13 @@ class Tree:
 
 def _nothing() -> None:
     return None
+
+
+def _functions_of(cls: type) -> list[FunctionType]:
+    """The functions that a class of modules has beside those of every module."""
+    classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    members = [member for base in classes for member in vars(base).values()]
+    return list({id(m.__code__): m for m in members if type(m) is FunctionType}.values())
 
 
 def _may_change_parameters(module: nn.Module) -> bool:
