@@ -1,0 +1,108 @@
+"""Regions on a CUDA device: streams, two types of devices, buffers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recollect
+from tests._support import Run, assert_transparent, reentrant, rerun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
+
+
+def on_cuda(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+@ENGINES
+def test_dropout_on_a_side_stream(run: Run) -> None:
+    def train(run: Run) -> Any:
+        layer, x = nn.Linear(64, 64, device="cuda"), on_cuda(256, 64)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out = run(lambda x: F.dropout(layer(x), 0.5).sin(), x)
+        torch.cuda.current_stream().wait_stream(side)
+        out.square().sum().backward()
+        torch.cuda.synchronize()
+        return out, x.grad, layer.weight.grad, torch.cuda.get_rng_state()
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_random_numbers_of_two_types_of_devices(run: Run) -> None:
+    def train(run: Run) -> Any:
+        x = on_cuda(64)
+
+        def noisy(x: Tensor) -> Tensor:
+            noise = torch.rand(64)  # on the CPU
+            return F.dropout(x, 0.5).sin() * noise.to("cuda")
+
+        out = run(noisy, run(noisy, x))
+        out.sum().backward()
+        return out, x.grad, torch.cuda.get_rng_state(), torch.get_rng_state()
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_batch_norm_counts_once(run: Run) -> None:
+    def train(run: Run) -> Any:
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()).cuda()
+        x = on_cuda(8, 16)
+        first, second = run(model, x), run(model, x)
+        (first + second).square().sum().backward()
+        return x.grad, [*model.buffers()], [b._version for b in model.buffers()]
+
+    assert_transparent(train, run)
+
+
+@ENGINES
+def test_statistics_in_a_closure(run: Run) -> None:
+    def train(run: Run) -> Any:
+        mean, var = torch.zeros(16, device="cuda"), torch.ones(16, device="cuda")
+        x = on_cuda(8, 16)
+        run(lambda x: F.batch_norm(x, mean, var, training=True).sin(), x).sum().backward()
+        return x.grad, mean, var
+
+    assert_transparent(train, run)
+
+
+def test_a_generator_of_the_device() -> None:
+    def train(run: Run) -> Any:
+        generator, x = torch.Generator("cuda").manual_seed(1), on_cuda(8)
+
+        def noisy(x: Tensor) -> Tensor:
+            return (x * torch.rand(8, device="cuda", generator=generator)).sin()
+
+        run(noisy, run(noisy, x)).sum().backward()
+        return x.grad, generator.get_state()
+
+    assert_transparent(train, rerun)
+
+
+def test_values_are_compared_on_the_device() -> None:
+    class Drifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return (x * self.step).sin()
+
+    check = partial(recollect.checkpoint, determinism_check="values")
+    check(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda(), on_cuda(4, 8)).sum().backward()
+    with pytest.raises(recollect.CheckpointError, match="mul"):
+        check(Drifting(), on_cuda(8)).sum().backward()
