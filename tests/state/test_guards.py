@@ -218,3 +218,12 @@ def test_inference_tensors_are_passed_over() -> None:
     module.register_buffer("table", table)
     rerun(module, x).sum().backward()
     assert x.grad is not None
+
+
+def test_the_parameter_is_named_by_its_path() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(3, 3)))
+    out = rerun(model[1], leaf(2, 3))
+    with torch.no_grad():
+        model[1][0].weight.add_(1)
+    with pytest.raises(recollect.CheckpointError, match=r"`1\.0\.weight` \[torch.FloatTensor"):
+        out.sum().backward()

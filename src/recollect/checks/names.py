@@ -9,9 +9,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["module_of", "name_in", "path_of", "region_name"]
+__all__ = ["module_of", "name_in", "path_of", "region_name", "tensor_name"]
 
 
 def region_name(function: Any) -> str:
@@ -112,6 +113,25 @@ def path_of(module: nn.Module) -> str:
         name, module = parents[id(module)]
         parts.append(name)
     return _joined(reversed(parts))
+
+
+def tensor_name(tensor: torch.Tensor) -> str:
+    """The name of a parameter or buffer in the model that holds it. Searches memory."""
+    try:
+        for module in gc.get_objects():
+            if issubclass(type(module), nn.Module):
+                for name, value in _tensors(module):
+                    if value is tensor:
+                        return f"`{_joined((*filter(None, [path_of(module)]), name))}`"
+    except Exception:  # noqa: BLE001 - the name is a courtesy
+        pass
+    return "a tensor"
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Any]]:
+    content = module.__dict__
+    owners = (content.get("_parameters"), content.get("_buffers"))
+    return [pair for owner in owners if type(owner) is dict for pair in owner.items()]
 
 
 def name_in(parent: nn.Module, module: nn.Module) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recollect.checks.names import tensor_name
 from recollect.errors import InputChanged
 from recollect.torch_private import DispatchMode
 
@@ -78,9 +79,9 @@ class UseOfChanged(DispatchMode):
 def _error(func: Any, tensor: torch.Tensor, what: str) -> InputChanged:
     return InputChanged(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: a tensor [{tensor.type()} {list(tensor.shape)}] that a checkpointed region "
-        f"uses in {func} {what} instead. It was changed since the region began, and backward would "
-        "recompute the region from the changed value. Go backward before changing it (call "
+        f"operation: {tensor_name(tensor)} [{tensor.type()} {list(tensor.shape)}], which a "
+        f"checkpointed region uses in {func}, {what} instead. It was changed since the region "
+        "began, and backward would recompute the region from the changed value. Go backward before changing it (call "
         "optimizer.step() after backward()), or, if the change does no harm, run forward inside "
         "`with recollect.set_checkpoint_version_guard(False):`."
     )
