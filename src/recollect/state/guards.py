@@ -81,7 +81,7 @@ def _error(func: Any, tensor: torch.Tensor, what: str) -> InputChanged:
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {tensor_name(tensor)} [{tensor.type()} {list(tensor.shape)}], which a "
         f"checkpointed region uses in {func}, {what} instead. It was changed since the region "
-        "began, and backward would recompute the region from the changed value. Go backward before changing it (call "
-        "optimizer.step() after backward()), or, if the change does no harm, run forward inside "
-        "`with recollect.set_checkpoint_version_guard(False):`."
+        "began, and backward would recompute the region from the changed value. Go backward "
+        "before changing it (call optimizer.step() after backward()), or, if the change does no "
+        "harm, run forward inside `with recollect.set_checkpoint_version_guard(False):`."
     )
