@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from functools import lru_cache, partial
+from itertools import islice
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -49,9 +50,11 @@ class Writes(Enum):
 #: The buffers of a module, the name of one, and how it may be written to.
 Slot = tuple[dict[str, Any], str, Writes]
 
-#: How far to go from object to object, how many to look at, and through how many functions.
+#: How far to go from object to object, how many to look at, how many items of each, and through how
+#: many functions.
 _DEPTH = 6
 _THINGS = 300
+_ITEMS = 1000
 _FUNCTIONS = 64
 
 _UNINTERESTING = (
@@ -226,19 +229,24 @@ class Reach:
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._look(item, depth + 1)
         elif issubclass(kind, (list, tuple, set, frozenset, deque)):
-            for item in [*value]:
-                self._look(item, depth)
+            self._look_at_items(value, depth)
         elif issubclass(kind, dict):
-            for item in [*value.values()]:
-                self._look(item, depth)
+            self._look_at_items(value.values(), depth)
         else:
             self._look_at_object(value, kind, depth)
+
+    def _look_at_items(self, values: Iterable[Any], depth: int) -> None:
+        items = [*islice(values, _ITEMS)]
+        kinds = {*map(type, items)}
+        if all(issubclass(kind, _UNINTERESTING) for kind in kinds):
+            return  # a long list of numbers, say
+        for item in items:
+            self._look(item, depth)
 
     def _look_at_object(self, value: Any, kind: type, depth: int) -> None:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            for item in [*attributes.values()]:
-                self._look(item, depth)
+            self._look_at_items(attributes.values(), depth)
         for owner in kind.__mro__:
             for slot in vars(owner).values() if "__slots__" in vars(owner) else ():
                 if type(slot) is MemberDescriptorType:
