@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
+from recollect.state import mutation
 from tests._support import Run, assert_transparent, reentrant, rerun
 
 pytestmark = [
@@ -106,3 +107,28 @@ def test_values_are_compared_on_the_device() -> None:
     check(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda(), on_cuda(4, 8)).sum().backward()
     with pytest.raises(recollect.CheckpointError, match="mul"):
         check(Drifting(), on_cuda(8)).sum().backward()
+
+
+def test_threads_of_two_devices_share_one_recomputation() -> None:
+    """Backward works on the CPU's part and on the device's part of a graph at once."""
+    calls = []
+
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(recollect.is_recomputing())
+        return x.sin().exp(), y.sin().exp()
+
+    x, y = torch.randn(1000, requires_grad=True), on_cuda(1000)
+    on_cpu, on_device = rerun(both, x, y)
+    torch.autograd.backward([on_cpu.sum(), on_device.sum()])
+    assert calls == [False, True]
+
+
+def test_a_large_buffer_is_copied_once_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(16, 16).cuda()
+    layer.register_buffer("table", torch.ones(200, 200, device="cuda"))
+    rerun(layer, on_cuda(4, 16)).sum().backward()
+    copied: list[Any] = []
+    copies = mutation._copies
+    monkeypatch.setattr(mutation, "_copies", lambda t: copied.extend(t) or copies(t))
+    rerun(layer, on_cuda(4, 16)).sum().backward()
+    assert copied == []

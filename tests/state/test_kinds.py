@@ -29,7 +29,6 @@ from recollect.state.kinds import (
     ITERATOR,
     SMALL_TENSOR,
     TENSOR,
-    is_copied,
     kinds_of,
 )
 
@@ -326,23 +325,6 @@ def test_small_tensor_gets_its_version_back() -> None:
     assert (tensor.tolist(), tensor._version) == ([1, 1, 1], 1)
     SMALL_TENSOR.put(tensor, held)
     assert (tensor.tolist(), tensor._version) == ([2, 2, 2], 2)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "small"),
-    [
-        (torch.zeros(3), True),
-        (torch.zeros(1024), True),
-        (torch.zeros(1025), False),
-        (torch.zeros(2, dtype=torch.complex64).conj(), False),
-        (torch.zeros(3, requires_grad=True), False),
-        (nn.Parameter(torch.zeros(3), requires_grad=False), False),
-        (torch.zeros(3).to_sparse(), False),
-    ],
-    ids=["small", "just", "large", "conjugate", "grad", "parameter", "sparse"],
-)
-def test_which_tensors_are_copied(tensor: Tensor, small: bool) -> None:
-    assert is_copied(tensor) is small
 
 
 # --- types ----------------------------------------------------------------------------------------

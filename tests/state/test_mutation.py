@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect.state import mutation
-from recollect.state.mutation import LARGE, Watch
+from recollect.state.mutation import Watch
 from recollect.state.reach import Writes
+from recollect.state.tensors import LARGE
 from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
 from recollect.state.containers import tensor_changed
 from recollect.state.inputs import Inputs
-from recollect.state.kinds import may_be_statistics
 from recollect.state.surroundings import Surroundings
+from recollect.state.tensors import are_statistics
 from recollect.torch_private import backward_allows_reentrant
 
 __all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
@@ -109,7 +109,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _is_only_saved(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not may_be_statistics(value)
+    return isinstance(value, torch.Tensor) and not are_statistics(value)
 
 
 def _changed_inside(

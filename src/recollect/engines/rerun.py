@@ -134,7 +134,6 @@ class Frame:
         "locks",
         "passes",
         "read_once",
-        "recorder",
         "running",
         "surroundings",
         "tickets",
@@ -155,7 +154,6 @@ class Frame:
         self.function = function
         self.inputs = Inputs(args, kwargs, version_guard_enabled())
         self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
-        self.recorder = self.surroundings.collectives
         self.contexts = contexts
         self.entered: ExitStack | None = None
         #: Whether the bits are compared, beside what ``describe`` sees.
@@ -183,14 +181,15 @@ class Frame:
 
     def __enter__(self) -> None:
         push_saved_tensor_hooks(self._pack_hook(), self.unpack)
-        if self.contexts is None and self.forward_log is None and self.recorder is None:
+        recorder = self.surroundings.collectives
+        if self.contexts is None and self.forward_log is None and recorder is None:
             return
         try:
             with ExitStack() as stack:
                 if self.contexts is not None:
                     stack.enter_context(self.contexts[0])
-                if self.recorder is not None:
-                    stack.enter_context(self.recorder)
+                if recorder is not None:
+                    stack.enter_context(recorder)
                 if self.forward_log is not None:
                     stack.enter_context(self.forward_log)
                 self.entered = stack.pop_all()

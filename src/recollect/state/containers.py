@@ -40,10 +40,9 @@ from recollect.state.kinds import (
     TENSOR,
     Kind,
     Kinds,
-    is_copied,
     kinds_of,
-    may_be_statistics,
 )
+from recollect.state.tensors import are_statistics, is_small
 
 __all__ = ["Contents", "Swapped", "tensor_changed"]
 
@@ -111,7 +110,7 @@ class Contents:
     def _add_tensor(self, tensor: _Tensor, is_state: bool) -> None:
         if tensor.is_inference():  # those have no version, and cannot be changed in place
             return
-        is_watched = (is_state and is_copied(tensor)) or may_be_statistics(tensor)
+        is_watched = (is_state and is_small(tensor)) or are_statistics(tensor)
         if is_watched and len(self._entries) < LIMIT:
             self._add(tensor, (SMALL_TENSOR,))
         else:

@@ -25,7 +25,8 @@ import torch
 
 from recollect.errors import InputChanged
 from recollect.state.containers import Contents, Swapped, tensor_changed
-from recollect.state.kinds import ATOMS, may_be_statistics
+from recollect.state.kinds import ATOMS
+from recollect.state.tensors import are_statistics
 from recollect.torch_private import save_tensor, saved_tensor_hooks_active
 
 __all__ = ["Inputs"]
@@ -206,7 +207,7 @@ def _sort_out(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]
         if cls is _Tensor or (cls not in _ATOMS and isinstance(value, _Tensor)):
             if value.is_inference():  # those have no version, and cannot be changed in place
                 continue
-            if may_be_statistics(value):
+            if are_statistics(value):
                 others.append(value)
             else:
                 guards.append((value, value._version))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import gc
 import io
-import random
 import sys
 from array import array
 from collections import OrderedDict, deque
@@ -36,7 +35,8 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from recollect.state.mutation import is_plain, same_values
+from recollect.state.streams import generator_types
+from recollect.state.tensors import LARGE, same_values
 from recollect.torch_private import set_version, unobserved
 
 __all__ = [
@@ -47,17 +47,10 @@ __all__ = [
     "Kinds",
     "SMALL_TENSOR",
     "TENSOR",
-    "is_copied",
     "kinds_of",
-    "may_be_statistics",
 ]
 
 _Tensor = torch.Tensor
-
-#: Bytes of an array that are copied; of a larger one there is a checksum.
-_SMALL_ARRAY = 64 * 1024
-#: Bytes of a tensor that are copied.
-_SMALL_TENSOR = 4 * 1024
 
 #: Types of values in which there is nothing to see.
 ATOMS: frozenset[type] = frozenset(
@@ -358,7 +351,7 @@ class _Array(_Buffer):
 
 
 def _digest(data: bytes) -> bytes | int:
-    return data if len(data) <= _SMALL_ARRAY else crc32(data)
+    return data if len(data) <= LARGE else crc32(data)
 
 
 class _SmallTensor(Kind):
@@ -380,24 +373,6 @@ class _SmallTensor(Kind):
         with unobserved():
             thing.data.copy_(taken[1])
         set_version(thing, taken[0])
-
-
-def may_be_statistics(tensor: _Tensor) -> bool:
-    """Whether an operation may write to ``tensor`` without raising its version."""
-    return (
-        not tensor.requires_grad
-        and tensor.dim() == 1
-        and tensor.is_floating_point()
-        and tensor.numel() * tensor.element_size() <= _SMALL_ARRAY
-        and is_plain(tensor)
-    )
-
-
-def is_copied(tensor: _Tensor) -> bool:
-    """Whether a copy of ``tensor`` is cheap, and enough to put it back: it needs no history."""
-    if tensor.requires_grad or not is_plain(tensor):
-        return False
-    return tensor.numel() * tensor.element_size() <= _SMALL_TENSOR
 
 
 # --- which type is of which kind ------------------------------------------------------------------
@@ -490,7 +465,7 @@ def kinds_of(cls: type) -> Kinds:
 def _find_kinds(cls: type) -> Kinds:
     if issubclass(cls, _Tensor):
         return TENSOR
-    if issubclass(cls, (nn.Module, *_generators())):
+    if issubclass(cls, (nn.Module, *generator_types())):
         return CARED_FOR
     if issubclass(cls, _CLOSED):
         return ()
@@ -535,9 +510,3 @@ def _attribute_kinds(cls: type) -> list[Kind]:
 def _is_opaque(cls: type) -> bool:
     module = str(cls.__module__)  # anything, if a class sets it
     return module.partition(".")[0] in _OPAQUE and not module.startswith(_PLAIN_DATA)
-
-
-def _generators() -> tuple[type, ...]:
-    numpy: Any = sys.modules.get("numpy.random")
-    more = () if numpy is None else (numpy.Generator, numpy.RandomState)
-    return (torch.Generator, random.Random, *more)

@@ -9,35 +9,29 @@ Not every change shows in a version: the op of ``BatchNorm`` writes to the runni
 its schema's back, and ``buffer.data.copy_()`` is a common way to update a moving average. So what
 was copied is compared by content on the CPU. On a device that would be to wait: there, buffers of
 modules that may do so are taken for changed. Large buffers are masks and tables, as a rule: those
-are copied at their first call, and later only if they have ever changed.
+are copied and compared, wherever they are, at their first call, and copied later only if they have
+ever changed.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from ctypes import string_at
-from typing import Any
 from weakref import ref
 
 import torch
 
 from recollect.errors import InputChanged
 from recollect.state.reach import Slot, Writes
+from recollect.state.tensors import LARGE, are_statistics, is_plain, is_small, nbytes, same_values
 from recollect.torch_private import copy_tensors, set_version, unobserved
 
-__all__ = ["Watch", "is_plain", "same_values"]
-
-#: More bytes than this are not copied at every call.
-LARGE = 64 * 1024
-#: A tensor in a closure is watched up to this size, one that may be statistics up to the former; a
-#: larger one is guarded, like a parameter.
-SMALL = 4 * 1024
+__all__ = ["Watch"]
 
 
 class _Watched:
     """One tensor, and what it was before the region."""
 
-    __slots__ = ("before", "hidden", "name", "required_grad", "tensor", "version", "writes")
+    __slots__ = ("before", "is_new", "name", "required_grad", "tensor", "version", "writes")
 
     def __init__(self, name: str, tensor: torch.Tensor, writes: Writes) -> None:
         self.name = name
@@ -45,8 +39,8 @@ class _Watched:
         self.version = tensor._version
         self.required_grad = tensor.requires_grad
         self.writes = writes
-        #: Whether its content is compared.
-        self.hidden = writes is not Writes.SEEN
+        #: Whether to compare values even on a device, which is to wait for it.
+        self.is_new = False
         #: A copy of the values, if there was reason to make one.
         self.before: torch.Tensor | None = None
 
@@ -55,9 +49,9 @@ class _Watched:
             return True
         if self.before is None:
             return False
-        if self.tensor.device.type == "cpu":
+        if self.is_new or self.tensor.device.type == "cpu":
             return not same_values(self.tensor, self.before)
-        return self.hidden
+        return self.writes is not Writes.SEEN
 
 
 class Watch:
@@ -77,9 +71,10 @@ class Watch:
             elif isinstance(tensor, torch.Tensor):
                 self.others.append(tensor)
         for tensor in tensors:
-            if _is_state(tensor):
-                name = "a tensor in a closure"
-                self._watched.append(_Watched(name, tensor, _writes_to(tensor)))
+            if are_statistics(tensor):
+                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.MAYBE))
+            elif is_small(tensor):
+                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.SEEN))
             else:
                 self.others.append(tensor)
         self._changed: list[_Watched] = []
@@ -107,7 +102,7 @@ class Watch:
                 self._changed.append(w)
             else:
                 unchanged.append(w.tensor)
-            if _nbytes(w.tensor) > LARGE:
+            if nbytes(w.tensor) > LARGE:
                 _remember(w, is_written)
         self._watched = []
         return unchanged
@@ -143,59 +138,10 @@ def _put_back(tensors: list[torch.Tensor], versions: list[int], values: list[tor
         set_version(tensor, version)
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors on the CPU hold the same; False if that cannot be found out."""
-    if a.shape != b.shape:
-        return False
-    try:
-        # As bytes, where that can be: an op of comparison is more than a transform around the
-        # region, such as vmap, may know how to do.
-        if not (a.is_contiguous() and b.is_contiguous()):
-            return torch.equal(a, b)
-        size = _nbytes(a)
-        return string_at(a.data_ptr(), size) == string_at(b.data_ptr(), size)
-    except RuntimeError:
-        return False
-
-
-def _writes_to(tensor: torch.Tensor) -> Writes:
-    """How a tensor in a closure may be written to: statistics are vectors of numbers."""
-    return Writes.MAYBE if _are_statistics(tensor) else Writes.SEEN
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether ``tensor`` is memory that can be copied and copied back."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_inference()
-        and not tensor.is_meta
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and (tensor.is_contiguous() or 0 not in tensor.stride())  # expanded: one place for many
-    )
-
-
-def _is_state(tensor: torch.Tensor) -> bool:
-    """Whether a tensor in a closure is put back if the region changes it."""
-    if not is_plain(tensor) or tensor.requires_grad:
-        return False
-    return _nbytes(tensor) <= (LARGE if _are_statistics(tensor) else SMALL)
-
-
-def _are_statistics(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_floating_point()
-
-
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_tensors(copies, tensors)
     return copies
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 #: Large buffers that have been watched before, in training or not, and whether one of them has ever
@@ -205,11 +151,11 @@ _large: dict[tuple[int, Writes], tuple[ref[torch.Tensor], bool]] = {}
 
 def _is_copied(watched: _Watched) -> bool:
     tensor = watched.tensor
-    if _nbytes(tensor) <= LARGE or watched.writes is Writes.HIDDEN:
+    if nbytes(tensor) <= LARGE or watched.writes is Writes.HIDDEN:
         return True
     known = _large.get((id(tensor), watched.writes))
     if known is None or known[0]() is not tensor:
-        watched.hidden = True  # compare by content this once
+        watched.is_new = True
         return True
     return known[1]
 

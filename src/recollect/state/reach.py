@@ -11,12 +11,10 @@ a module anywhere gets another child, parameter or buffer.
 from __future__ import annotations
 
 import dis
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -33,6 +31,7 @@ from weakref import ProxyTypes, ref
 import torch
 from torch import nn
 
+from recollect.state.streams import generator_types
 from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, Tree, tree_of
 
 __all__ = ["Reach", "Slot", "Writes", "content_of", "simple_tree"]
@@ -172,7 +171,7 @@ class Reach:
         kinds = {*map(type, content.values())} - _dull
         if not kinds:
             return
-        wanted = (torch.Tensor, *_generator_types())
+        wanted = (torch.Tensor, *generator_types())
         _dull.update([kind for kind in kinds if not issubclass(kind, wanted)])
         for value in content.values():
             if type(value) in kinds and isinstance(value, wanted):
@@ -212,7 +211,7 @@ class Reach:
             self._add(self.tensors, value)
         elif issubclass(kind, nn.Module):
             self._walk(value)
-        elif issubclass(kind, _generator_types()):
+        elif issubclass(kind, generator_types()):
             self._add(self.generators, value)
         elif self._count < _THINGS:
             self._count += 1
@@ -322,19 +321,6 @@ def _read_slot(slot: Any, value: Any) -> Any:
 
 def _identity(value: Any) -> Any:
     return value
-
-
-@lru_cache
-def _with_numpy(loaded: bool) -> tuple[type, ...]:
-    kinds: list[type] = [torch.Generator, random.Random]
-    if loaded:
-        numpy_random: Any = sys.modules["numpy.random"]
-        kinds += [numpy_random.Generator, numpy_random.RandomState]
-    return tuple(kinds)
-
-
-def _generator_types() -> tuple[type, ...]:
-    return _with_numpy("numpy.random" in sys.modules)
 
 
 #: Types of attributes that are no generators and no tensors.

@@ -7,7 +7,9 @@ are objects, where the function keeps them or is given them.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +29,14 @@ from recollect.state.rng import (
     write_rng,
 )
 
-__all__ = ["Streams", "read_same_streams", "read_streams", "settle_streams", "write_streams"]
+__all__ = [
+    "Streams",
+    "generator_types",
+    "read_same_streams",
+    "read_streams",
+    "settle_streams",
+    "write_streams",
+]
 
 #: torch's default generators, the two libraries if they matter, each generator that is an object.
 Streams = tuple[RngState, LibraryState | None, list[tuple[Any, Any]]]
@@ -69,6 +78,18 @@ def write_streams(streams: Streams) -> None:
         write_libraries(libraries)
     for generator, state in generators:
         _write_generator(generator, state)
+
+
+def generator_types() -> tuple[type, ...]:
+    """The types of random streams that are objects."""
+    return _types_with_numpy("numpy.random" in sys.modules)
+
+
+@lru_cache
+def _types_with_numpy(is_loaded: bool) -> tuple[type, ...]:
+    numpy_random: Any = sys.modules.get("numpy.random") if is_loaded else None
+    more = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
+    return torch.Generator, random.Random, *more
 
 
 def _read_generator(generator: Any) -> Any:

@@ -1,12 +1,15 @@
 """Everything that a rerun must find again beside its arguments, in one object for all engines.
 
-forward                                     rerun
+In forward:
 
-(1) look what the function can reach        (4) raise on what has changed, if it gets used
-(2) random streams, ambient state,          (5) buffers, streams, ambient state as in (2)
-    copies of buffers                       (6) run the function
-(3) settle: which buffers has it changed;   (7) all of (5) as it was before
-    versions of everything else
+1. Look what the function can reach.
+2. Read random streams and ambient state, copy buffers, note the versions of everything else.
+3. When it is over, note which buffers it has changed.
+
+In a rerun:
+
+4. Prepare to raise on what has changed since (2), if it gets used.
+5. Put buffers, streams and ambient state back to (2), run the function, and undo that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""Which tensors can be copied and put back, and up to which size that is done.
+
+A tensor of numbers in one dimension may be running statistics, which ``batch_norm`` writes to
+without raising their version: those are copied up to a larger size than others.
+"""
+
+from __future__ import annotations
+
+from ctypes import string_at
+from typing import Any
+
+import torch
+
+__all__ = ["LARGE", "SMALL", "are_statistics", "is_plain", "is_small", "nbytes", "same_values"]
+
+#: Bytes that are copied at every call: of buffers and of what may be statistics; of other tensors.
+LARGE = 64 * 1024
+SMALL = 4 * 1024
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether ``tensor`` is memory that can be copied and copied back."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and (tensor.is_contiguous() or 0 not in tensor.stride())  # expanded: one place for many
+    )
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a copy of ``tensor`` is cheap, and enough to put it back: it needs no history."""
+    return not tensor.requires_grad and is_plain(tensor) and nbytes(tensor) <= SMALL
+
+
+def are_statistics(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, not a large one, may be written to without its version being raised."""
+    return (
+        not tensor.requires_grad
+        and tensor.dim() == 1
+        and tensor.is_floating_point()
+        and nbytes(tensor) <= LARGE
+        and is_plain(tensor)
+    )
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes of all values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; False if that cannot be found out. Waits for a device."""
+    if a.shape != b.shape:
+        return False
+    try:
+        # As bytes, where that can be: an op of comparison is more than a transform around the
+        # region, such as vmap, may know how to do.
+        if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
+            return torch.equal(a, b)
+        size = nbytes(a)
+        return string_at(a.data_ptr(), size) == string_at(b.data_ptr(), size)
+    except RuntimeError:
+        return False
