@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_flatten
 
@@ -33,9 +34,20 @@ torch_rerun = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 torch_reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
 
+#: Each way of calling a region; and those of the rerun engine, which takes keywords and options.
+CHECKPOINTS: dict[str, Run] = {"rerun": rerun, "compat": compat_rerun, "reentrant": reentrant}
+ALL = pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
+RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
+
+
 def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the region without checkpointing it."""
     return function(*args, **kwargs)
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    """The gradient of each parameter."""
+    return [parameter.grad for parameter in module.parameters()]
 
 
 # --- the same, bit for bit ------------------------------------------------------------------------

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 import recollect
 from tests._support import (
+    ALL,
+    RERUNS,
     Counted,
     Run,
     assert_identical,
     assert_transparent,
-    compat_rerun,
+    gradients,
     leaf,
     plain,
     reentrant,
@@ -34,14 +36,6 @@ from tests._support import (
 )
 
 aten = torch.ops.aten
-
-CHECKPOINTS: dict[str, Run] = {"rerun": rerun, "compat": compat_rerun, "reentrant": reentrant}
-ALL = pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
-RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
-
-
-def gradients(module: nn.Module) -> list[Any]:
-    return [p.grad for p in module.parameters()]
 
 
 # --- R13: errors that say what, where and why -----------------------------------------------------

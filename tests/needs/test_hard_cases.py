@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
-
-ENGINES = pytest.mark.parametrize(
-    "run", [rerun, reentrant, compat_rerun], ids=["rerun", "reentrant", "compat"]
-)
-RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
-
+from tests._support import ALL, RERUNS, Run, assert_transparent, leaf, rerun
 
 # --- odd tensors ----------------------------------------------------------------------------------
 
@@ -48,7 +42,7 @@ def _conjugate() -> Tensor:
     return torch.ones(3, 3, dtype=torch.complex64).conj()
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("place", ["closure", "buffer"])
 @pytest.mark.parametrize("make", [_sparse, _csr, _expanded, _meta, _conjugate])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
@@ -73,7 +67,7 @@ def test_vmap_around_a_region_with_a_buffer(run: Run) -> None:
     assert out.shape == (2, 4, 3)
 
 
-@ENGINES
+@ALL
 def test_a_buffer_that_the_region_resizes_is_loud(run: Run) -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
@@ -96,7 +90,7 @@ def test_a_buffer_that_the_region_resizes_is_loud(run: Run) -> None:
 # --- odd modules ----------------------------------------------------------------------------------
 
 
-@ENGINES
+@ALL
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("direct", [True, False])
 def test_scripted_modules(run: Run, direct: bool) -> None:
@@ -111,7 +105,7 @@ def test_scripted_modules(run: Run, direct: bool) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_quantisation_aware_training(run: Run) -> None:
     def train(run: Run) -> Any:
         observer = torch.ao.quantization.MovingAverageMinMaxObserver()
@@ -122,7 +116,7 @@ def test_quantisation_aware_training(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_an_embedding_that_scales_its_weight_twice(run: Run) -> None:
     def train(run: Run) -> Any:
         embedding, scale = nn.Embedding(5, 3, max_norm=1.0), leaf(3)
@@ -134,7 +128,7 @@ def test_an_embedding_that_scales_its_weight_twice(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_lazy_modules_are_to_be_made_before(run: Run) -> None:
     module, x = nn.Sequential(nn.LazyLinear(3), nn.Dropout(0.5)), leaf(2, 3)
     with pytest.raises(ValueError, match="Run the model once before"):
@@ -145,7 +139,7 @@ def test_lazy_modules_are_to_be_made_before(run: Run) -> None:
     assert module[0].weight.grad is not None
 
 
-@ENGINES
+@ALL
 def test_eval_mode_entered_before_backward(run: Run) -> None:
     def train(run: Run) -> Any:
         model, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), leaf(8, 3)
@@ -158,7 +152,7 @@ def test_eval_mode_entered_before_backward(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_a_child_that_is_replaced_before_backward(run: Run) -> None:
     def train(run: Run) -> Any:
         model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), leaf(2, 3)
@@ -230,7 +224,7 @@ PLACES: dict[str, Any] = {
 }
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_state_is_found(place: Any, run: Run) -> None:
     def train(run: Run) -> Any:
@@ -252,7 +246,7 @@ class NoisyInside(nn.Module):
         return x * torch.rand(3, generator=NOISE)
 
 
-@ENGINES
+@ALL
 def test_a_global_that_a_method_names(run: Run) -> None:
     def train(run: Run) -> Any:
         NOISE.manual_seed(1)
@@ -263,7 +257,7 @@ def test_a_global_that_a_method_names(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_loop_variables_at_the_top_level_of_a_script(run: Run) -> None:
     script = """
 for layer in layers:
@@ -279,7 +273,7 @@ x.sum().backward()
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_equal_functions_of_two_modules(run: Run) -> None:
     def train(run: Run) -> Any:
         x = leaf(4, 3)
@@ -292,7 +286,7 @@ def test_equal_functions_of_two_modules(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_a_dead_weak_reference_in_a_closure(run: Run) -> None:
     gone = weakref.proxy(nn.Linear(1, 1))
     x = leaf(3)
@@ -300,7 +294,7 @@ def test_a_dead_weak_reference_in_a_closure(run: Run) -> None:
     assert x.grad is not None
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("log", [io.StringIO(), logging.getLogger("test")], ids=["file", "logger"])
 def test_logs_among_the_arguments(run: Run, log: Any) -> None:
     x = leaf(3)
@@ -308,7 +302,7 @@ def test_logs_among_the_arguments(run: Run, log: Any) -> None:
     assert x.grad is not None
 
 
-@ENGINES
+@ALL
 def test_a_tensor_that_is_a_plain_attribute(run: Run) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

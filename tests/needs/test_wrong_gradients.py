@@ -28,11 +28,15 @@ from torch.overrides import TorchFunctionMode
 
 import recollect
 from tests._support import (
+    ALL,
+    CHECKPOINTS,
+    RERUNS,
     Run,
     Scenario,
     assert_identical,
     assert_transparent,
     compat_rerun,
+    gradients,
     leaf,
     plain,
     reentrant,
@@ -41,10 +45,6 @@ from tests._support import (
 
 aten = torch.ops.aten
 
-CHECKPOINTS: dict[str, Run] = {"rerun": rerun, "compat": compat_rerun, "reentrant": reentrant}
-ALL = pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
-#: For what the reentrant engine cannot do: keywords, options, tensors in containers.
-RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
 
 #: Forward of a reentrant region runs without grad, and a region nested in it notices.
 nested_reentrant = pytest.mark.filterwarnings(
@@ -80,10 +80,6 @@ def assert_same_or_refused(scenario: Scenario, run: Run) -> None:
         assert_same(scenario, run)
     except recollect.CheckpointError:
         assert not recollect.is_recomputing()
-
-
-def gradients(module: nn.Module) -> list[Any]:
-    return [p.grad for p in module.parameters()]
 
 
 # --- R1: state that a region changes --------------------------------------------------------------

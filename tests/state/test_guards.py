@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
-
-ENGINES = pytest.mark.parametrize(
-    "run", [rerun, reentrant, compat_rerun], ids=["rerun", "reentrant", "compat"]
-)
+from tests._support import ALL, Run, assert_transparent, leaf, rerun
 
 
 class Net(nn.Module):
@@ -38,7 +34,7 @@ def _tensor(net: Net, name: str) -> Tensor:
     return dict([*net.named_parameters(), *net.named_buffers()])[name]
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", USED)
 def test_changed_in_place(run: Run, name: str, early_stop: bool) -> None:
@@ -51,7 +47,7 @@ def test_changed_in_place(run: Run, name: str, early_stop: bool) -> None:
         out.sum().backward()
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("name", UNUSED)
 def test_what_the_region_does_not_use_may_change(run: Run, name: str) -> None:
     def train(run: Run) -> Any:
@@ -65,7 +61,7 @@ def test_what_the_region_does_not_use_may_change(run: Run, name: str) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_the_last_operation_is_seen_too(run: Run) -> None:
     """A rerun may stop before the operation that uses what has changed."""
     layer, x = nn.Linear(3, 3, bias=False), leaf(2, 3)
@@ -76,7 +72,7 @@ def test_the_last_operation_is_seen_too(run: Run) -> None:
         out.sum().backward()
 
 
-@ENGINES
+@ALL
 def test_an_error_that_the_function_swallows_is_raised_all_the_same(run: Run) -> None:
     net, x = Net(), leaf(2, 3)
 
@@ -93,7 +89,7 @@ def test_an_error_that_the_function_swallows_is_raised_all_the_same(run: Run) ->
         out.sum().backward()
 
 
-@ENGINES
+@ALL
 def test_the_guard_can_be_switched_off(run: Run) -> None:
     net, x = Net(), leaf(2, 3)
     with recollect.set_checkpoint_version_guard(False):
@@ -131,7 +127,7 @@ def _data_exchanged(parameter: Tensor) -> None:
     parameter.data = parameter.data.clone()
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("shard", [_emptied_and_filled, _storage_freed_and_filled, _data_exchanged])
 def test_what_sharding_engines_do_is_no_change(run: Run, shard: Callable[[Tensor], None]) -> None:
     def train(run: Run) -> Any:
@@ -145,7 +141,7 @@ def test_what_sharding_engines_do_is_no_change(run: Run, shard: Callable[[Tensor
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_a_parameter_that_is_replaced(run: Run) -> None:
     def train(run: Run) -> Any:
         net, x = Net(), leaf(2, 3)
@@ -175,7 +171,7 @@ def test_functional_call() -> None:
     assert_transparent(train, rerun)
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("size", [3, 5000])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_tensor_in_a_closure(run: Run, size: int, requires_grad: bool) -> None:
@@ -187,7 +183,7 @@ def test_a_tensor_in_a_closure(run: Run, size: int, requires_grad: bool) -> None
         out.sum().backward()
 
 
-@ENGINES
+@ALL
 def test_a_large_tensor_in_a_closure_that_the_region_changes(run: Run) -> None:
     table, x = torch.ones(500, 10), leaf(3)
 

@@ -16,11 +16,7 @@ from recollect.state import mutation
 from recollect.state.mutation import Watch
 from recollect.state.reach import Writes
 from recollect.state.tensors import LARGE
-from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
-
-ENGINES = pytest.mark.parametrize(
-    "run", [rerun, reentrant, compat_rerun], ids=["rerun", "reentrant", "compat"]
-)
+from tests._support import ALL, Run, assert_transparent, leaf, rerun
 
 
 class Holder(nn.Module):
@@ -74,7 +70,7 @@ CHANGES = [
 ]
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("size", [3, LARGE // 4 + 1], ids=["small", "large"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_buffer_is_changed_once(run: Run, change: Callable[[Any], None], size: int) -> None:
@@ -90,7 +86,7 @@ def test_a_buffer_is_changed_once(run: Run, change: Callable[[Any], None], size:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 def test_the_version_of_a_buffer_is_that_of_one_forward(run: Run) -> None:
     versions = {}
     for name, way in (("plain", lambda f, x: f(x)), ("checkpointed", run)):
@@ -100,7 +96,7 @@ def test_the_version_of_a_buffer_is_that_of_one_forward(run: Run) -> None:
     assert versions["checkpointed"] == versions["plain"]
 
 
-@ENGINES
+@ALL
 def test_a_failing_rerun_leaves_the_buffer_as_it_is(run: Run) -> None:
     def change(module: Any) -> None:
         _in_place(module)
@@ -116,7 +112,7 @@ def test_a_failing_rerun_leaves_the_buffer_as_it_is(run: Run) -> None:
     assert module.state._version == version
 
 
-@ENGINES
+@ALL
 def test_a_counter_in_a_closure_counts_once(run: Run) -> None:
     def train(run: Run) -> Any:
         counter, x = torch.zeros(()), leaf(3)

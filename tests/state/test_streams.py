@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
+from tests._support import ALL, Run, assert_transparent, leaf, rerun
 
 np = pytest.importorskip("numpy")
 
-ENGINES = pytest.mark.parametrize(
-    "run", [rerun, reentrant, compat_rerun], ids=["rerun", "reentrant", "compat"]
-)
 
 #: A generator object with a seed, and how to draw from it.
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -32,7 +29,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-@ENGINES
+@ALL
 @EACH_KIND
 def test_generators_in_a_closure(run: Run, kind: Any) -> None:
     make, draw = kind
@@ -63,7 +60,7 @@ def test_generators_in_a_keyword(kind: Any) -> None:
     assert_transparent(train, rerun)
 
 
-@ENGINES
+@ALL
 def test_a_generator_of_a_module(run: Run) -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:
@@ -81,7 +78,7 @@ def test_a_generator_of_a_module(run: Run) -> None:
     assert_transparent(train, run)
 
 
-@ENGINES
+@ALL
 @pytest.mark.parametrize("drawn_before", [0, 1])
 def test_the_functions_of_random_and_numpy(run: Run, drawn_before: int) -> None:
     def train(run: Run) -> Any:
