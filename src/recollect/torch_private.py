@@ -7,6 +7,7 @@ release drops or changes one of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FunctionType, TracebackType
@@ -34,6 +35,7 @@ __all__ = [
     "backward_allows_reentrant",
     "bare_op",
     "below_python",
+    "compiled_in",
     "copy_tensors",
     "current_graph_task",
     "current_node",
@@ -46,7 +48,10 @@ __all__ = [
     "function_modes",
     "get_graph_exec_group",
     "hide_from_dynamo",
+    "hook_module",
     "is_cast",
+    "is_compiling",
+    "is_functorch_wrapped",
     "inductor_region_key",
     "inner_tensors",
     "is_nonstrict_tracing",
@@ -56,9 +61,11 @@ __all__ = [
     "metadata_ops",
     "nested_trace_policy",
     "never_traced",
+    "op_name",
     "packed_by",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "raw_memory",
     "read_precisions",
     "returns_alias",
     "run_without_dynamo",
@@ -69,13 +76,18 @@ __all__ = [
     "set_graph_exec_group",
     "set_version",
     "storage_key",
+    "tag_in_trace",
     "tag_recompute_nodes",
     "traced_graph",
+    "traced_modules",
+    "traced_tag",
     "tree_leaves",
     "tree_map_only",
     "unobserved",
+    "view_base",
     "write_precisions",
     "writes_argument",
+    "written_arguments",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -250,11 +262,19 @@ def bare_op(op: Any) -> Callable[..., Any]:
     return op._op if type(op) is OpOverload else op
 
 
+def op_name(op: Any) -> str:
+    """The name by which the dispatcher knows ``op``, without its overload: ``aten::mm``."""
+    return op._schema.name if type(op) is OpOverload else str(op)
+
+
 def returns_alias(op: Any) -> bool:
-    """Whether ``op`` returns one of its inputs, or a view of it (or cannot tell)."""
-    return type(op) is OpOverload and any(
-        result.alias_info is not None for result in op._schema.returns
-    )
+    """Whether ``op`` returns one of its inputs, or a view of it."""
+    if type(op) is not OpOverload:
+        return False
+    # The one view that does not say so: it is promised that the input is not used any more.
+    if op is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(result.alias_info is not None for result in op._schema.returns)
 
 
 #: Ops that write to running statistics, of which their schemas say nothing.
@@ -270,13 +290,22 @@ _HIDDEN_WRITES = frozenset(
 )
 
 
+def written_arguments(op: Any) -> list[tuple[int, str]]:
+    """The arguments that ``op`` says it writes to: position and name of each."""
+    if type(op) is not OpOverload:
+        return []
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def writes_argument(op: Any) -> bool:
     """Whether ``op`` writes to one of its arguments."""
     if type(op) is not OpOverload:
         return False
-    declared = (argument.alias_info for argument in op._schema.arguments)
-    written = any(info is not None and info.is_write for info in declared)
-    return written or op._schema.name in _HIDDEN_WRITES
+    return bool(written_arguments(op)) or op._schema.name in _HIDDEN_WRITES
 
 
 def is_random(op: Any) -> bool:
@@ -333,6 +362,37 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     _autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def hook_module(
+    module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
+) -> None:
+    """Have ``before`` and ``after`` called around each call of ``module``, until `unhook_module`.
+
+    ``after`` is called when the module raises, too. ``key`` tells this pair from others.
+    """
+    module._forward_pre_hooks[key] = before
+    module._forward_hooks[key] = after
+    module._forward_hooks_always_called[key] = True
+
+
+def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that calls of ``module`` run in compiled code, hooks and all."""
+    if module._compiled_call_impl is not None:  # module.compile()
+        return list(module.modules())
+    if type(module).__module__.startswith("torch._dynamo."):  # torch.compile(module)
+        return [each for each in module.modules() if each is not module]
+    return []
+
+
+def unhook_module(module: torch.nn.Module, key: int) -> None:
+    """Undo `hook_module`."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ):
+        hooks.pop(key, None)
+
+
 _functorch = torch._C._functorch
 
 
@@ -366,13 +426,55 @@ class below_python:  # noqa: N801 - used like a function
             self._guards.pop().__exit__(exc_type, exc, traceback)
 
 
+_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+class raw_memory(below_python):  # noqa: N801 - used like a function
+    """As `below_python`, with aliases that share version counters, and never in inference mode.
+
+    What is made here is an ordinary tensor, wherever the caller is: in a dispatch mode, where the
+    version tracking of views is off, or in inference mode.
+    """
+
+    __slots__ = ("_excluded", "_inference")
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._inference: Any = None
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        self._excluded = _key_excluded(_VERSIONS_OF_VIEWS)
+        _set_key_excluded(_VERSIONS_OF_VIEWS, False)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _set_key_excluded(_VERSIONS_OF_VIEWS, self._excluded)
+        if self._inference is not None:
+            self._inference.__exit__(exc_type, exc, traceback)
+        super().__exit__(exc_type, exc, traceback)
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of, if autograd knows one."""
+    return tensor._base
+
+
+#: Whether a tensor is one of ``torch.func``'s, that stands for another.
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+
+
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
 
     None if there are no data, or no way to them: a fake tensor, one of ``torch.func``. To be called
     inside `below_python`. Each may have inner tensors in turn.
     """
-    if tensor.is_meta or _functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.is_meta or is_functorch_wrapped(tensor):
         return None
     if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return _inner_of_subclass(tensor)
@@ -565,6 +667,13 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_compiling() -> bool:
+    """Whether a compiler runs this code, to trace it or to see what it does."""
+    return is_tracing() or (
+        not is_nonstrict_tracing() and torch._guards.TracingContext.try_get() is not None
+    )
+
+
 def nested_trace_policy() -> Callable[[], AbstractContextManager[Any]] | None:
     """What a rerun must set so that nested tracing is judged as in forward (torch >= 2.12)."""
     if not is_nonstrict_tracing():
@@ -581,6 +690,31 @@ def traced_graph() -> Any:
 
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+_current_meta = torch.fx.traceback.get_current_meta
+
+
+def traced_modules() -> list[str]:
+    """The paths of the modules, the outermost first, that the op being traced was called in."""
+    stack = _current_meta().get("nn_module_stack", {})
+    return [re.sub(r"^L\['\w+'\]\.?", "", str(path)) for path, _ in stack.values()]
+
+
+_TAG = "recollect.tag"
+
+
+def traced_tag() -> str | None:
+    """The name given by `tag_in_trace` to what the op being traced returns."""
+    custom: dict[str, str] = _current_meta().get("custom") or {}
+    return custom.get(_TAG)
+
+
+def tag_in_trace(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Called by code that dynamo compiles: an alias of ``tensor`` that the graph knows by name."""
+    with torch.fx.traceback.annotate({_TAG: name}):
+        alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return alias
 
 
 def _compiler_policy(name: str) -> Any:

@@ -1,0 +1,150 @@
+"""What one region has put into a store, and when it will be wanted again.
+
+Backward goes through the regions in the opposite order of forward, and through the tensors of each
+in the order of forward. So as a region is recomputed, its own tensors are asked for, and then those
+of the region before it: they are on their way while this one computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from recollect.errors import KeptTensorError
+from recollect.store.host import host_store
+from recollect.store.protocol import Store
+from recollect.torch_private import raw_memory, storage_key, unobserved
+
+__all__ = ["Deposit", "Looks", "Parcel", "looks_of"]
+
+#: Shape, strides, dtype and device.
+Looks = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def looks_of(tensor: torch.Tensor) -> Looks | None:
+    """What ``tensor`` looks like; None if its numbers may be read without an op.
+
+    As integers are: ``counts.tolist()``.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or not tensor.is_floating_point():
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+class Parcel:
+    """A tensor in a store. Dropped there when nobody holds this any more."""
+
+    __slots__ = (
+        "__weakref__",
+        "_handle",
+        "_layout",
+        "_memory",
+        "_storage",
+        "_store",
+        "_tensor",
+        "_version",
+        "looks",
+    )
+
+    def __init__(self, store: Store, tensor: torch.Tensor) -> None:
+        self._memory = storage_key(tensor)
+        self._storage = None if self._memory is None else ref(tensor.untyped_storage())
+        self.looks = looks_of(tensor)
+        self._store = store
+        self._tensor = ref(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
+        self._layout: Any = None
+        if not hasattr(store, "before_write") and tensor.layout is torch.strided:
+            self._layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        with unobserved():  # what a store does is no op of any region
+            self._handle = store.put(tensor)
+
+    @property
+    def memory(self) -> int | None:
+        """Which memory the tensor that was put is; None if it is gone, and others may have it."""
+        return None if self._storage is None or self._storage() is None else self._memory
+
+    @property
+    def handle(self) -> Any:
+        """What the store knows it by."""
+        return self._handle
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        with unobserved():
+            tensor = self._store.get(self._handle)
+        # A store may simply hold what it is given.
+        if tensor is self._tensor() and self._version >= 0 and tensor._version != self._version:
+            raise KeptTensorError(
+                "Tensor cached during selective activation checkpoint has been mutated: a tensor "
+                f"of shape {list(tensor.shape)} that {type(self._store).__name__} holds was "
+                "changed in place afterwards. Let put() copy it, or replace the in-place operation."
+            )
+        return tensor
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """To be called before ``tensor``, on the memory of what was put, is changed in place."""
+        prepare = getattr(self._store, "before_write", None)
+        if prepare is not None:
+            prepare(self._handle)
+        elif self._layout is not None and tensor.dtype == self._layout[3]:
+            # The store may hold what it was given: have it hold a copy instead.
+            with raw_memory():
+                copy = tensor.as_strided(*self._layout[:3]).clone()
+            handle, self._handle = self._handle, self._store.put(copy)
+            self._store.drop(handle)
+            self._storage = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):  # the store may have refused the tensor
+            self._store.drop(self._handle)
+
+
+class _Latest(threading.local):
+    deposit: ReferenceType[Deposit] | None = None
+
+
+_latest = _Latest()
+
+
+class Deposit:
+    """The parcels of one region. ``store``: for whatever is kept; None: see `put`."""
+
+    __slots__ = ("__weakref__", "_parcels", "_previous", "_store", "chosen")
+
+    def __init__(self, store: Store | None = None) -> None:
+        #: Whether the user has chosen a store, which then gets everything that is kept.
+        self.chosen = store is not None
+        self._store = store
+        self._parcels: list[ReferenceType[Parcel]] = []
+        self._previous: ReferenceType[Deposit] | None = None
+
+    def put(self, tensor: torch.Tensor) -> Parcel:
+        """Send ``tensor`` away: to the memory of the host, unless there is another store."""
+        if self._store is None:
+            self._store = host_store()
+        if not self._parcels:
+            self._previous = _latest.deposit
+            _latest.deposit = ref(self)
+        parcel = Parcel(self._store, tensor)
+        self._parcels.append(ref(parcel))
+        return parcel
+
+    def announce(self) -> None:
+        """Say that the region is about to be recomputed."""
+        self.prefetch()
+        previous = None if self._previous is None else self._previous()
+        if previous is not None:
+            previous.prefetch()
+
+    def prefetch(self) -> None:
+        """Have what is still here brought, if the store can do so ahead of time."""
+        prefetch = getattr(self._store, "prefetch", None)
+        if prefetch is None or not self._parcels:
+            return
+        parcels = [parcel() for parcel in self._parcels]
+        prefetch([parcel.handle for parcel in parcels if parcel is not None])

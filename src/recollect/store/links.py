@@ -1,0 +1,137 @@
+"""The way between a device and the host: streams, events, copies, memory.
+
+Everything of the host store that needs a device is here, behind a class so small that a test can
+put another in its place: one whose "device" is the CPU and whose copies come late.
+
+A copy runs on a stream of its own, one for each direction, beside the streams that compute. Nothing
+here waits on the CPU: streams wait for events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaLink", "CudaLinks", "Link", "Piece"]
+
+#: From, to. Bytes, of the same number on both sides.
+Piece = tuple[Tensor, Tensor]
+
+
+class Link(Protocol):
+    """One device, and the copies between it and the host.
+
+    Events and streams are what the link says they are: others only hand them back.
+    """
+
+    def usable(self) -> bool:
+        """Whether copies can be started now; not while the stream is captured into a graph."""
+
+    def capacity(self) -> int:
+        """The bytes of memory that the device has."""
+
+    def stream(self) -> Any:
+        """The stream that the caller computes on."""
+
+    def empty(self, size: int) -> Tensor:
+        """So many bytes of the device, for the caller's stream."""
+
+    def pin(self, size: int) -> Tensor:
+        """So many bytes of pinned host memory; RuntimeError if there are none."""
+
+    def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
+        """Start copies to the host, once the caller's stream is here and ``after`` is done."""
+
+    def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
+        """Start copies to the device, likewise. Returns the event of their end, as `copy_out`."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether ``event`` has happened."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Make all that ``stream`` is given from now on wait for ``event``."""
+
+    def trim(self) -> None:
+        """Give pinned memory that nobody refers to back to the system."""
+
+
+class CudaLink:
+    """The link of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+
+    def usable(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing()
+
+    def capacity(self) -> int:
+        device = self._device
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def pin(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> torch.cuda.Event:
+        return self._start(self._out, pieces, after)
+
+    def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> torch.cuda.Event:
+        return self._start(self._in, pieces, after)
+
+    def _start(
+        self, side: torch.cuda.Stream, pieces: Iterable[Piece], after: Iterable[Any]
+    ) -> torch.cuda.Event:
+        side.wait_event(self.stream().record_event())
+        for event in after:
+            side.wait_event(event)
+        with torch.cuda.stream(side):
+            self._copy(pieces)
+            done: torch.cuda.Event = side.record_event()
+        return done
+
+    def _copy(self, pieces: Iterable[Piece]) -> None:
+        for source, target in pieces:
+            host = source if target.is_cuda else target
+            # To and from pageable memory the CPU has to take part, or the values are not there yet
+            # when somebody looks.
+            target.copy_(source, non_blocking=host.is_pinned())
+
+    def is_done(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def trim(self) -> None:
+        # torch keeps what we no longer refer to, for its next caller. Older releases cannot let go.
+        empty = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty is not None:
+            empty()
+
+
+class CudaLinks:
+    """Finds the link of a tensor: one for each CUDA device, made when it is first needed."""
+
+    __slots__ = ("_links",)
+
+    def __init__(self) -> None:
+        self._links: dict[torch.device, CudaLink] = {}
+
+    def __call__(self, tensor: Tensor) -> Link | None:
+        """The link of the device that ``tensor`` is on, None if it is not a CUDA device."""
+        if not tensor.is_cuda:
+            return None
+        link = self._links.get(tensor.device)
+        if link is None:
+            link = self._links[tensor.device] = CudaLink(tensor.device)
+        return link

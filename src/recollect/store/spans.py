@@ -1,0 +1,76 @@
+"""Tensors as ranges of bytes of their storage, and back.
+
+A store keeps bytes and not values, so that strides, expanded dimensions and views of one storage
+come back as they were.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout", "Span", "bytes_of", "layout_of", "span_of", "span_to_store", "tensor_on"]
+
+#: Ranges start at a multiple of this, as allocations of a device do. So a copy is aligned for every
+#: dtype and kernel if the original was.
+_ALIGNMENT = 512
+
+
+class Span(NamedTuple):
+    """A range of bytes of a storage."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def covers(self, other: Span) -> bool:
+        """Whether every byte of ``other`` is in this range."""
+        return self.start <= other.start and other.end <= self.end
+
+
+class Layout(NamedTuple):
+    """How a tensor lies on its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """How ``tensor`` lies on its storage."""
+    return Layout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def span_of(layout: Layout) -> Span:
+    """The bytes of the storage from the first value of a tensor, not an empty one, to its last."""
+    steps = zip(layout.size, layout.stride, strict=True)
+    last = layout.offset + sum((size - 1) * stride for size, stride in steps)
+    item = layout.dtype.itemsize
+    return Span(layout.offset * item // _ALIGNMENT * _ALIGNMENT, (last + 1) * item)
+
+
+def span_to_store(span: Span, whole: int) -> Span:
+    """What to copy for ``span`` out of ``whole`` bytes: all, unless it is less than half.
+
+    Other views of the rest are likely to follow, such as the parts of a split.
+    """
+    return span if 2 * span.size < whole else Span(0, whole)
+
+
+def bytes_of(storage: torch.UntypedStorage, span: Span) -> Tensor:
+    """The bytes ``span`` of ``storage``, as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, span.start, (span.size,), (1,))
+
+
+def tensor_on(memory: Tensor, start: int, layout: Layout) -> Tensor:
+    """The tensor of ``layout`` on a copy of its storage that begins at the byte ``start``."""
+    empty = torch.empty(0, dtype=layout.dtype, device=memory.device)
+    offset = layout.offset - start // layout.dtype.itemsize
+    return empty.set_(memory.untyped_storage(), offset, layout.size, layout.stride)
