@@ -19,7 +19,7 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --constraint const
 
 .PHONY: help
 help: ## Show this help
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12   the interpreter that makes the environment, or that has CUDA"
 	@echo "  ARGS='-k name -x'   more arguments for pytest, the demo or the benchmark"
@@ -53,22 +53,32 @@ docs: $(DOCS)/.installed ## Build the documentation into site/, warnings being e
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "built site/index.html"
 
-# A machine with a GPU often has its own torch and allows no installs: the first interpreter
-# that has pytest and sees a CUDA device is used, with the package straight from src.
-.PHONY: test-gpu
-test-gpu: ## Run the tests that need a GPU, on PYTHON or else the virtual environment
+# A machine with a GPU often has its own torch and allows no installs: the first interpreter that
+# has what is in NEEDS and sees a CUDA device is used, with the package straight from src.
+define run-with-cuda
 	@for python in $(PYTHON) $(BIN)/python; do \
 	    if command -v "$$python" >/dev/null && "$$python" -c \
-	        'import pytest, sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	        'import sys, $(NEEDS); sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
 	    then found=$$python; break; fi; \
 	done; \
 	if [ -z "$${found-}" ]; then \
-	    echo "make test-gpu: neither $(PYTHON) nor $(BIN)/python has pytest and a torch that sees a" \
-	        "CUDA device; name one that does: make test-gpu PYTHON=/path/to/python" >&2; \
+	    echo "make $@: neither $(PYTHON) nor $(BIN)/python has $(NEEDS) and sees a CUDA device;" \
+	        "name one that does: make $@ PYTHON=/path/to/python" >&2; \
 	    exit 1; \
 	fi; \
 	set -x; \
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" "$$found" -m pytest -m gpu $(ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" "$$found"
+endef
+
+.PHONY: test-gpu
+test-gpu: NEEDS := pytest, torch
+test-gpu: ## Run the tests that need a GPU, on PYTHON or else the virtual environment
+	$(run-with-cuda) -m pytest -m gpu $(ARGS)
+
+.PHONY: bench-offload
+bench-offload: NEEDS := torch
+bench-offload: ## Measure offload to the memory of the host; needs a GPU, as test-gpu does
+	$(run-with-cuda) benchmarks/offload.py $(ARGS)
 
 .PHONY: clean
 clean: ## Remove everything that make and the tools have made

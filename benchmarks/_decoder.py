@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from recollect import tag
+
+# The linear layers of a block, as policies know them.
+LINEARS = ("qkv", "out", "gate", "up", "down")
 
 
 class DecoderBlock(nn.Module):
@@ -40,6 +47,29 @@ class DecoderBlock(nn.Module):
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class TaggedBlock(DecoderBlock):
+    """A `DecoderBlock` that tags what its linear layers return. Made by `tagged`."""
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = tag(self.qkv(x), "qkv")
+        by_head = qkv.view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = by_head.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return tag(self.out(mixed.transpose(1, 2).reshape(batch, tokens, width)), "out")
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up = tag(self.gate(x), "gate"), tag(self.up(x), "up")
+        return tag(self.down(F.silu(gate) * up), "down")
+
+
+def tagged(block: DecoderBlock) -> TaggedBlock:
+    """Return a twin of `block` with the same weights, whose results have names."""
+    twin = copy.copy(block)
+    twin.__class__ = TaggedBlock
+    return twin
 
 
 def decoder(

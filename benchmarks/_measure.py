@@ -28,6 +28,9 @@ T = TypeVar("T")
 _FORWARD = "recollect.measure: forward"
 _MEMORY_EVENT = "[memory]"
 
+# Deterministic products demand it. Set only for them: torch parses it anew at every product.
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -156,6 +159,18 @@ def largest_difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> floa
         return float((a.float() - b.float()).abs().max() / scale)
 
     return max(difference(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Use kernels that add up in a fixed order: attention's usual backward varies by 1%."""
+    torch.use_deterministic_algorithms(True)
+    os.environ[_WORKSPACE] = ":4096:8"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        del os.environ[_WORKSPACE]
 
 
 def interleaved(

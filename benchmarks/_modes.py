@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from _decoder import LINEARS, tagged
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
 import recollect
 import recollect.compat
+from recollect import policy
 
 aten = torch.ops.aten
 
@@ -127,6 +129,13 @@ def _our_selective(keep: Any) -> RunBlock:
     return _with(recollect.checkpoint, context_fn=contexts)
 
 
+def _with_tags() -> RunBlock:
+    """Keep the same results as the policies of ops and modules do, by name."""
+    run = _with(recollect.checkpoint, policy=policy.save_named(*LINEARS) | policy.attention())
+    twin = functools.cache(tagged)  # made once for each block
+    return lambda block, x: run(twin(block), x)
+
+
 PLAIN, FLOOR = "plain", "floor"
 
 MODES: Mapping[str, Mode] = {
@@ -146,6 +155,15 @@ MODES: Mapping[str, Mode] = {
     ),
     "selective, function": Mode(_our_selective(keep_products), "torch selective, function"),
     "selective, op list": Mode(_our_selective(KEPT_OPS), "torch selective, op list"),
+    "policy, ops": Mode(
+        _with(recollect.checkpoint, policy=policy.matmuls() | policy.attention()),
+        "torch selective, function",
+    ),
+    "policy, modules": Mode(
+        _with(recollect.checkpoint, policy=policy.save_modules(*LINEARS) | policy.attention()),
+        "torch selective, function",
+    ),
+    "policy, names": Mode(_with_tags(), "torch selective, function"),
 }
 
 

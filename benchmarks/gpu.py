@@ -9,16 +9,22 @@ and a half on an H200.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from _decoder import decoder
-from _measure import Spread, clear_gradients, gradients, interleaved, largest_difference, steadied
+from _measure import (
+    Spread,
+    clear_gradients,
+    deterministic,
+    gradients,
+    interleaved,
+    largest_difference,
+    steadied,
+)
 from _modes import MODES, PLAIN, Mode, run_blocks
 from _table import Progress, table
 from torch import Tensor
@@ -26,9 +32,6 @@ from torch import Tensor
 GIB = 2**30
 TIME_COLUMNS = ["x plain", "step ms", "quartiles", "forward CPU ms"]
 COLUMNS = ["", *TIME_COLUMNS, "held GiB", "peak GiB", "gradients off by"]
-
-# Deterministic products demand it. Set only for them: torch parses it anew at every product.
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 SHOWN = (
     PLAIN,
@@ -122,18 +125,6 @@ def differences(bench: Bench) -> dict[str, float]:
     with deterministic():
         plain = bench.gradients_of(MODES[PLAIN])
         return {name: largest_difference(bench.gradients_of(MODES[name]), plain) for name in SHOWN}
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Use kernels that add up in a fixed order: attention's usual backward varies by 1%."""
-    torch.use_deterministic_algorithms(True)
-    os.environ[_WORKSPACE] = ":4096:8"
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        del os.environ[_WORKSPACE]
 
 
 def report(steps: Mapping[str, Sequence[Step]], difference: Mapping[str, float]) -> str:

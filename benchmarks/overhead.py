@@ -60,6 +60,8 @@ TARGETS = (
     Target("selective, function", "torch selective, function", 0.55),
     Target("selective, op list", "torch selective, op list", 0.55),
     Target("compat reentrant", "torch reentrant", 1.0),
+    Target("policy, modules", "policy, ops", 1.05),
+    Target("policy, names", "policy, ops", 1.05),
 )
 
 

@@ -12,11 +12,11 @@ INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
 
 LAYERS = [
     {"errors", "settings", "torch_private"},
-    {"state", "checks", "policy"},
+    {"state", "checks", "policy", "store", "naming"},
     {"selective"},
     {"engines"},
     {"options", "region", "modules", "sequential"},
-    {"api", "compat", "install"},
+    {"api", "compat", "explain", "install"},
     {"__init__"},
 ]
 

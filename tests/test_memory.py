@@ -375,8 +375,8 @@ def test_reentrant_needs_no_more_than_torch(make: Callable[[], Case]) -> None:
 @pytest.mark.parametrize(
     "ops",
     [
-        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
-        [torch.ops.aten.gelu.default],
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.sum.default],
+        [torch.ops.aten.gelu.default, torch.ops.aten.sin.default],
         [],
     ],
     ids=["matmuls", "gelu", "nothing"],

@@ -19,6 +19,8 @@ BAD = {
     "determinism_check": [None, 3, "always", "values ", True, ["default"]],
     "policy": [3, "mm", [torch.mm], ["mm"], (None,), {"mm": 1}],
     "engine": [3, "fast", "RERUN", True, ["rerun"]],
+    "offload_inputs": [None, 0, "yes"],
+    "store": [3, "host", {}, recollect.store.HostStore],
 }
 
 BAD_OPTIONS = [(name, value) for name, values in BAD.items() for value in values]
@@ -26,6 +28,7 @@ IDS = [f"{name}={str(value)[:30]}" for name, value in BAD_OPTIONS]
 
 CONFLICTS = {
     "use_reentrant against engine": ({"use_reentrant": True, "engine": "rerun"}, "use_reentrant"),
+    "store with nothing to keep": ({"store": recollect.store.DeviceStore()}, "store"),
     "policy and context_fn": ({"policy": [], "context_fn": lambda: None}, "policy"),
     "policy when reentrant": ({"policy": [], "engine": "reentrant"}, "policy"),
     "policy function when reentrant": ({"policy": len, "use_reentrant": True}, "policy"),

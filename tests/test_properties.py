@@ -522,7 +522,11 @@ FORBIDDEN_VIEW = region(
     region(Step("sin"), inputs=(2, 0)),
 )
 
+#: A random region often has none of the ops that its policy keeps.
+QUIET = pytest.mark.filterwarnings("ignore:the policy's .* matched nothing:UserWarning")
 
+
+@QUIET
 @with_examples(350)
 @example(Program((GAINS_A_HISTORY,)))
 @example(Program((FORBIDDEN_VIEW,)))
@@ -552,6 +556,7 @@ def test_random_programs(program: Program) -> None:
 NOT_IN_PLACE = [op for op in OPS if op not in WRITING]
 
 
+@QUIET
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @with_examples(150)
 @given(programs(NOT_IN_PLACE, ["backward", "backward_twice", "one_by_one"]))

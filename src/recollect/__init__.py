@@ -5,6 +5,7 @@ It forgets activations in forward and recollects them in backward. ``recollect.c
 place of ``torch.utils.checkpoint``.
 """
 
+from recollect import policy, store
 from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
 from recollect.engines.groups import GraphExecGroup
 from recollect.engines.reentrant import (
@@ -13,9 +14,11 @@ from recollect.engines.reentrant import (
     detach_variable,
 )
 from recollect.errors import CheckpointError
+from recollect.explain import explain
 from recollect.install import install, installed, uninstall
+from recollect.naming import tag
 from recollect.options import noop_context_fn
-from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
 from recollect.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from recollect.settings import (
     is_recomputing,
@@ -42,15 +45,19 @@ __all__ = [
     "checkpointed",
     "create_selective_checkpoint_contexts",
     "detach_variable",
+    "explain",
     "get_device_states",
     "install",
     "installed",
     "is_recomputing",
     "noop_context_fn",
+    "policy",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_checkpoint_version_guard",
     "set_device_states",
+    "store",
+    "tag",
     "uninstall",
     "unwrap",
 ]

@@ -17,6 +17,7 @@ from recollect.options import DEFAULTS, Options, noop_context_fn
 from recollect.region import run_compiled, run_region
 from recollect.selective import create_selective_checkpoint_contexts
 from recollect.sequential import as_functions, balanced, run_segments
+from recollect.store import Store
 from recollect.torch_private import hide_from_dynamo
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpointed", "unwrap"]
@@ -35,6 +36,8 @@ def checkpoint(
     preserve_rng_state: bool = True,
     policy: Any = None,
     engine: str | None = None,
+    offload_inputs: bool = False,
+    store: Store | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping its activations for backward.
@@ -54,9 +57,13 @@ def checkpoint(
         debug: On a mismatch show the ops of both runs side by side from where they part.
         early_stop: End the recomputation as soon as everything needed is there.
         preserve_rng_state: Give the recomputation the random numbers of forward.
-        policy: Keep some results instead of recomputing them: a list of ops (packets such as
-            ``torch.ops.aten.mm`` stand for all their overloads), or a policy function.
+        policy: Keep some results instead of recomputing them: made by ``recollect.policy``, such as
+            ``policy.matmuls() | policy.attention()``; or a list of ops (packets such as
+            ``torch.ops.aten.mm`` stand for all their overloads); or a policy function.
         engine: ``"rerun"`` (the default) or ``"reentrant"``.
+        offload_inputs: Hold the activations among the arguments in the memory of the host.
+        store: Where everything that is kept goes, instead of staying where it is: a
+            ``recollect.store.HostStore``, or an object of your own with ``put``, ``get``, ``drop``.
         **kwargs: Keyword arguments of ``function``.
 
     Example::
@@ -78,6 +85,8 @@ def checkpoint(
         and preserve_rng_state is True
         and policy is None
         and engine is None
+        and offload_inputs is False
+        and store is None
     ):
         options = DEFAULTS
     else:
@@ -90,6 +99,8 @@ def checkpoint(
             preserve_rng_state,
             policy,
             engine,
+            offload_inputs,
+            store,
         )
     return run_region(function, args, kwargs, options)
 

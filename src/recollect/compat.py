@@ -21,9 +21,10 @@ from recollect.engines.reentrant import (
 )
 from recollect.errors import CheckpointError
 from recollect.options import DEFAULTS, Options, noop_context_fn
-from recollect.policy import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.policy.rules import as_policy
 from recollect.region import enter_region, run_compiled, run_region
-from recollect.selective import SAC_IGNORED_OPS, policy_function, selective_contexts
+from recollect.selective import SAC_IGNORED_OPS, selective_contexts
 from recollect.sequential import as_functions, run_segments
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from recollect.state.devices import DefaultDeviceType, infer_device_type
@@ -170,11 +171,8 @@ def create_selective_checkpoint_contexts(
     Takes ops with their overload, or a policy function, and gives each kept result out once, as
     torch does; ``recollect.create_selective_checkpoint_contexts`` has neither limit.
     """
-    return selective_contexts(
-        policy_function(policy_fn_or_list, packets=False),
-        allow_mutation=allow_cache_entry_mutation,
-        once=True,
-    )
+    policy = as_policy(policy_fn_or_list, "policy_fn_or_list", packets=False)
+    return selective_contexts(policy, allow_mutation=allow_cache_entry_mutation, as_torch=True)
 
 
 def _checkpoint_without_reentrant_generator(

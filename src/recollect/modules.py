@@ -10,8 +10,10 @@ gets checkpointed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -50,7 +52,11 @@ def _checkpointed_class(base: type) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # By way of ``base`` and not of ``super()``: this method may outlive the exchange of class.
         attributes = self.__dict__
-        function = attributes.get(_OWN_FORWARD) or base.forward.__get__(self)  # type: ignore[attr-defined]
+        own: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+        if torch.compiler.is_dynamo_compiling():  # which cannot bind a function before torch 2.13
+            function = attributes.get(_OWN_FORWARD) or partial(own, self)
+        else:
+            function = attributes.get(_OWN_FORWARD) or own.__get__(self)
         options = attributes.get(OPTIONS)
         if options is None:
             return function(*args, **kwargs)

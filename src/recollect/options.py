@@ -12,11 +12,9 @@ import torch
 
 from recollect.checks.determinism import Describe, default_check, resolve_check, values_check
 from recollect.engines.rerun import Contexts
-from recollect.selective import (
-    create_selective_checkpoint_contexts,
-    policy_function,
-    selective_contexts,
-)
+from recollect.policy.rules import Policy, as_policy
+from recollect.selective import create_selective_checkpoint_contexts, selective_contexts
+from recollect.store import Store, check_store
 
 __all__ = ["DEFAULTS", "Options", "noop_context_fn"]
 
@@ -41,8 +39,10 @@ class Options:
         "describe",
         "early_stop",
         "make_contexts",
+        "offload_inputs",
         "preserve_rng_state",
         "reentrant",
+        "store",
     )
 
     def __init__(
@@ -55,6 +55,8 @@ class Options:
         preserve_rng_state: bool = True,
         policy: Any = None,
         engine: str | None = None,
+        offload_inputs: bool = False,
+        store: Store | None = None,
     ) -> None:
         if use_reentrant is not False or engine is not None:
             self.reentrant = _is_reentrant(use_reentrant, engine)
@@ -67,7 +69,15 @@ class Options:
         self.describe = resolve_check(determinism_check)
         #: What makes the two contexts of a call, None if there are none; in a form that dynamo can
         #: take as a constant, and with the policy ready for use.
-        self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy)
+        self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy, store)
+        self.offload_inputs = _checked_bool("offload_inputs", offload_inputs)
+        self.store = store
+        if store is not None:
+            check_store(store, "store")
+            if policy is None and not offload_inputs:
+                raise ValueError(
+                    "store has no effect without a policy or offload_inputs=True: nothing is kept"
+                )
         if self.reentrant:
             self._check_reentrant(determinism_check)
 
@@ -100,7 +110,7 @@ class Options:
         policy = None
         if isinstance(context_fn, partial) and context_fn.func is _SELECTIVE:
             context_fn, policy = noop_context_fn, context_fn.args[0]
-            if not callable(policy):
+            if not callable(policy) and not isinstance(policy, Policy):
                 policy = [str(op) for op in policy]
         keywords = {
             "use_reentrant": self.reentrant,
@@ -110,6 +120,8 @@ class Options:
             "early_stop": self.early_stop,
             "preserve_rng_state": self.preserve_rng_state,
             "policy": policy,
+            "offload_inputs": self.offload_inputs,
+            "store": self.store,
         }
         return _unpickle, (keywords,)
 
@@ -143,7 +155,7 @@ def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
 _Maker = Callable[[], Contexts] | None
 
 
-def _checked_contexts(context_fn: Any, policy: Any) -> tuple[_Maker, _Maker]:
+def _checked_contexts(context_fn: Any, policy: Any, store: Store | None) -> tuple[_Maker, _Maker]:
     if policy is None:
         if context_fn is noop_context_fn:
             return None, None
@@ -158,10 +170,9 @@ def _checked_contexts(context_fn: Any, policy: Any) -> tuple[_Maker, _Maker]:
             "policy and context_fn cannot be combined: policy= is short for context_fn="
             "functools.partial(create_selective_checkpoint_contexts, policy)"
         )
-    function = policy_function(policy, packets=True)
     return (
         partial(create_selective_checkpoint_contexts, policy),
-        partial(selective_contexts, function, allow_mutation=False, once=False),
+        partial(selective_contexts, as_policy(policy, "policy"), store=store),
     )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 from recollect.engines.reentrant import CheckpointFunction
 from recollect.engines.rerun import Contexts, Frame, make_contexts
 from recollect.options import Options
+from recollect.selective import RecordMode
+from recollect.selective.explaining import explaining, make_deposit
 from recollect.settings import resolve_debug, resolve_early_stop
+from recollect.store.deposit import Deposit
 from recollect.torch_private import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
 
 __all__ = ["enter_region", "run_compiled", "run_region"]
@@ -49,17 +54,28 @@ def enter_region(
     read_once: bool,
 ) -> Frame:
     """A context of the rerun engine, inside which the caller runs the function's forward."""
-    return Frame(
+    contexts = None if options.make_contexts is None else make_contexts(options.make_contexts)
+    explainer = explaining.explainer
+    make_frame = Frame if explainer is None else explainer.frame
+    return make_frame(
         function,
         args,
         kwargs,
         options.preserve_rng_state,
-        None if options.make_contexts is None else make_contexts(options.make_contexts),
+        contexts,
         options.describe,
         resolve_early_stop(options.early_stop),
         resolve_debug(options.debug),
         read_once,
+        _deposit(contexts, options) if options.offload_inputs else None,
     )
+
+
+def _deposit(contexts: Contexts | None, options: Options) -> Deposit:
+    """Where the inputs of a region go: to what the policy keeps, if it keeps something."""
+    if contexts is not None and isinstance(contexts[0], RecordMode):
+        return contexts[0].ledger.deposit
+    return make_deposit(options.store)
 
 
 def _run_reentrant(
@@ -70,7 +86,28 @@ def _run_reentrant(
             f"Unexpected keyword arguments: {','.join(kwargs)}. The reentrant engine passes "
             "positional arguments only; use the default engine (use_reentrant=False)"
         )
-    return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+    explainer = explaining.explainer
+    with (
+        nullcontext() if explainer is None else explainer.reentrant(function, args),
+        _offloading(make_deposit(options.store)) if options.offload_inputs else nullcontext(),
+    ):
+        return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+
+def _offloading(deposit: Deposit) -> saved_tensors_hooks:
+    """Hooks by which the inputs that a node saves go to a store."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        away = tensor.requires_grad and not tensor.is_leaf
+        return deposit.put(tensor.detach()) if away else tensor
+
+    def unpack(packed: Any) -> Any:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        deposit.announce()
+        return packed.get()
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def run_compiled(

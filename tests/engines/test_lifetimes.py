@@ -49,7 +49,9 @@ def watch() -> Iterator[Watch]:
 
 
 def selective() -> Any:
-    return recollect.create_selective_checkpoint_contexts([torch.ops.aten.exp.default])
+    return recollect.create_selective_checkpoint_contexts(
+        [torch.ops.aten.exp.default, torch.ops.aten.mul.Tensor]
+    )
 
 
 RERUNS: dict[str, Run] = {

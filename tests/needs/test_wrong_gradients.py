@@ -1891,6 +1891,7 @@ SHARING: dict[str, Run] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the policy's save_ops")  # without autocast nothing is cast
 @pytest.mark.parametrize("run", SHARING.values(), ids=SHARING)
 @pytest.mark.parametrize("autocast", [nullcontext, bfloat16], ids=["float32", "bfloat16"])
 def test_r8_one_weight_in_two_regions(autocast: Any, run: Run) -> None:

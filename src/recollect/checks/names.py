@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["module_of", "name_in", "path_of", "region_name", "tensor_name"]
+__all__ = [
+    "model_of",
+    "module_of",
+    "name_in",
+    "names_in_memory",
+    "path_of",
+    "plain_name",
+    "region_name",
+    "tensor_name",
+]
 
 
 def region_name(function: Any) -> str:
@@ -102,17 +111,38 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 def path_of(module: nn.Module) -> str:
     """The name of ``module`` in the model that holds it; empty if none does. Searches memory."""
+    return _joined(reversed([name for name, _ in _way_up(module)]))
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    """The outermost module that holds ``module``: itself, if none does. Searches memory."""
+    return [module, *(parent for _, parent in _way_up(module))][-1]
+
+
+def _way_up(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The name of ``module`` in its parent, the parent, and so on."""
     parents: dict[int, tuple[str, nn.Module]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
             parents.update((id(child), (name, each)) for name, child in _children(each))
-    parts: list[str] = []
+    way: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
         seen.add(id(module))
         name, module = parents[id(module)]
-        parts.append(name)
-    return _joined(reversed(parts))
+        way.append((name, module))
+    return way
+
+
+def names_in_memory() -> set[str]:
+    """The names of all modules, in every module that holds them. Searches memory."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return {plain_name(name) for module in modules for name, _ in module.named_modules()}
+
+
+def plain_name(path: str) -> str:
+    """A path without the names that wrappers add."""
+    return _joined(path.split("."))
 
 
 def tensor_name(tensor: torch.Tensor) -> str:

@@ -6,6 +6,7 @@ same op is in ``Decoder: layers.3.mlp`` in forward and in ``Block: mlp`` when re
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import FrameType
 from weakref import WeakKeyDictionary
@@ -53,6 +54,12 @@ class Place:
                 stack.append((file, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
         self.stack: Stack = tuple(stack)
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """The user's line that is running."""
+        lines = [entry[:2] for entry in self.stack if entry[0] != contextlib.__file__]
+        return lines[0] if lines else ("<unknown>", 0)
 
     def path(self, names: Names) -> str:
         """The innermost module by its name in the outermost; ``>`` where one is in no other."""

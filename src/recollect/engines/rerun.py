@@ -52,11 +52,12 @@ from recollect.checks.oplog import OpLog
 from recollect.checks.trace import explain
 from recollect.checks.values import value_difference
 from recollect.errors import AlreadyUnpacked, CheckpointError, InputChanged, StopRecompute
-from recollect.selective import ReplayMode
+from recollect.selective import RecordMode, ReplayMode
 from recollect.settings import version_guard_enabled
 from recollect.state.guards import UseOfChanged
 from recollect.state.inputs import Inputs
 from recollect.state.surroundings import Surroundings
+from recollect.store.deposit import Deposit
 from recollect.torch_private import (
     TorchDispatchMode,
     at_end_of_backward,
@@ -125,6 +126,7 @@ class Frame:
         "compares_values",
         "contexts",
         "debug",
+        "deposit",
         "describe",
         "early_stop",
         "entered",
@@ -150,9 +152,12 @@ class Frame:
         early_stop: bool,
         debug: bool,
         read_once: bool,
+        deposit: Deposit | None = None,
     ) -> None:
         self.function = function
-        self.inputs = Inputs(args, kwargs, version_guard_enabled())
+        #: Where the inputs go, if they are not held.
+        self.deposit = deposit
+        self.inputs = Inputs(args, kwargs, version_guard_enabled(), deposit)
         self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
         self.contexts = contexts
         self.entered: ExitStack | None = None
@@ -170,6 +175,9 @@ class Frame:
         #: By backward.
         self.passes: dict[Any, Pass] = {}
         self.locks: dict[Any, threading.RLock] = {}
+        if contexts is not None and isinstance(contexts[0], RecordMode):
+            values, exact = (*args, *kwargs.values()), self.forward_log is not None
+            contexts[0].bind(function, values, stops_early=early_stop, exact=exact)
 
     def make_log(self) -> OpLog | None:
         """A log for one run, if there is to be one."""
@@ -248,9 +256,11 @@ class Frame:
             tickets.append(ticket)
             return ticket
 
-        chosen = pack_on_cpu if describe is cpu_metadata else pack
+        chosen: Callable[[torch.Tensor], Ticket] = pack_on_cpu if describe is cpu_metadata else pack
         if describe is not cpu_metadata and describe is not metadata:
             chosen = pack_described
+        if self.contexts is not None and isinstance(self.contexts[0], RecordMode):
+            chosen = _noting(self.contexts[0], chosen)
         return _noting(self.forward_log, chosen) if self.compares_values else chosen
 
     # --- backward ---------------------------------------------------------------------------------
@@ -355,6 +365,7 @@ class Rerun:
         "_later",
         "_log",
         "_raised",
+        "_replay",
         "_stopped",
         "_surplus",
         "_tensors",
@@ -376,6 +387,8 @@ class Rerun:
         #: The operation that may have yet to write what it saves.
         self._unwritten_by = -1
         self._raised: str | None = None
+        #: What hands out kept results, if there are any.
+        self._replay: ReplayMode | None = None
         #: Present if something that the function may use has changed. It must run to its end then,
         #: for the last op to be seen.
         self._changes: UseOfChanged | None = frame.surroundings.changes()
@@ -402,6 +415,8 @@ class Rerun:
         return Pass(tensors, self._versions)
 
     def _run(self) -> None:
+        if self._frame.deposit is not None:
+            self._frame.deposit.announce()
         # This may rerun an outer region, which has to see its own arguments as they were.
         args, kwargs = self._frame.inputs.recall()
         swapped = self._frame.inputs.swap()
@@ -444,7 +459,10 @@ class Rerun:
             if frame.contexts is not None:
                 context = frame.contexts[1]
                 if isinstance(context, ReplayMode):
-                    context = context.for_rerun(restores_rng=frame.surroundings.preserves_rng)
+                    restores_rng = frame.surroundings.preserves_rng
+                    values = (*args, *kwargs.values())
+                    context = context.for_rerun(values, self._tensors, restores_rng=restores_rng)
+                    self._replay = context
                 stack.enter_context(context)
             if self._changes is not None:
                 stack.enter_context(self._changes)
@@ -561,6 +579,8 @@ class Rerun:
 
     def _verify(self) -> None:
         frame = self._frame
+        if self._replay is not None:
+            self._replay.check_saved(self._expected)
         if self._surplus:
             raise too_many_saved(self._expected, self._scene())
         if len(self._tensors) < self._expected and not frame.running:
@@ -605,12 +625,15 @@ class Rerun:
             raise metadata_mismatch(differences, self._scene())
 
 
-def _noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+def _noting(
+    log: OpLog | RecordMode | None, pack: Callable[[torch.Tensor], Any]
+) -> Callable[[Any], Any]:
     """``pack``, with the tensor written down first."""
     assert log is not None
+    note = log.note_saved
 
     def note_and_pack(tensor: torch.Tensor) -> Any:
-        log.note_saved(tensor)
+        note(tensor)
         return pack(tensor)
 
     return note_and_pack

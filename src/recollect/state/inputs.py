@@ -3,7 +3,7 @@
 A tensor is held as it is, with the version it had at the call. Inside another checkpointed region
 (or under any other saved-tensor hooks) it is saved through those hooks instead, as an op would
 save it: the outer region then forgets and recomputes it, and a hook that moves saved tensors to
-the host moves this one too.
+the host moves this one too. Or it is sent to a store, if the user wants that.
 
 Lists, dicts and objects are found again as they were at the call: see ``containers``. Almost always
 there are none, and then arguments cost no more than a look at the type of each.
@@ -27,6 +27,7 @@ from recollect.errors import InputChanged
 from recollect.state.containers import Contents, Swapped, tensor_changed
 from recollect.state.kinds import ATOMS
 from recollect.state.tensors import are_statistics
+from recollect.store.deposit import Deposit
 from recollect.torch_private import save_tensor, saved_tensor_hooks_active
 
 __all__ = ["Inputs"]
@@ -35,15 +36,15 @@ _Tensor = torch.Tensor
 
 
 class _Saved:
-    """Marks a place among the arguments whose tensor was saved through hooks.
+    """Marks a place among the arguments whose tensor was saved through hooks, or put into a store.
 
-    The tensor itself is not held: to let it go may be what the hooks are for.
+    The tensor itself is not held: to let it go may be what that is for.
     """
 
     __slots__ = ("_tensor", "_version", "handle")
 
-    def __init__(self, tensor: _Tensor) -> None:
-        self.handle = save_tensor(tensor)
+    def __init__(self, tensor: _Tensor, deposit: Deposit | None = None) -> None:
+        self.handle: Any = save_tensor(tensor) if deposit is None else _Stowed(tensor, deposit)
         self._tensor = ref(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version
 
@@ -57,6 +58,25 @@ class _Saved:
         if tensor is None or self._version < 0 or tensor._version == self._version:
             return None
         return tensor, self._version
+
+
+class _Stowed:
+    """A tensor in a store, to be had again as an input of a graph."""
+
+    __slots__ = ("_parcel",)
+
+    def __init__(self, tensor: _Tensor, deposit: Deposit) -> None:
+        self._parcel = deposit.put(tensor.detach())
+
+    def unpack(self) -> _Tensor:
+        return self._parcel.get().detach().requires_grad_()
+
+
+def _stow(value: Any, deposit: Deposit) -> Any:
+    # What needs no gradient is often shared by all regions (a mask), and a leaf lives anyway.
+    if isinstance(value, _Tensor) and value.requires_grad and not value.is_leaf:
+        return _Saved(value, deposit)
+    return value
 
 
 def _save(value: Any) -> Any:
@@ -75,17 +95,31 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 
 
 class Inputs:
-    """Arguments of one call. Without ``guard``, tensors that have changed are taken as they are."""
+    """Arguments of one call.
+
+    Without ``guard``, tensors that have changed are taken as they are. With a ``deposit``,
+    activations among them are put there, unless somebody else's hooks take them.
+    """
 
     __slots__ = ("_args", "_contents", "_guard", "_guards", "_kwargs", "_saved", "_spoilt")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], guard: bool = True) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        guard: bool = True,
+        deposit: Deposit | None = None,
+    ) -> None:
         self._spoilt: str | None = None
         self._guard = guard
         self._saved = saved_tensor_hooks_active()
         if self._saved:
             args = tuple([_save(value) for value in args])
             kwargs = {name: _save(value) for name, value in kwargs.items()}
+        elif deposit is not None:
+            self._saved = True
+            args = tuple([_stow(value, deposit) for value in args])
+            kwargs = {name: _stow(value, deposit) for name, value in kwargs.items()}
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []

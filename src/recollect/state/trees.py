@@ -79,6 +79,7 @@ class Tree:
     """A module and all below it."""
 
     __slots__ = (
+        "__weakref__",
         "_epoch",
         "_lengths",
         "_lists",

@@ -28,12 +28,9 @@ __all__ = [
 class CheckpointPolicy(enum.Enum):
     """What selective checkpointing does with the result of an op.
 
-    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again.
-    ``CPU_OFFLOAD`` is for the compiler; outside of compiled code it means ``RECOMPUTE``. ``MUST_``
-    binds the compiler as well; with ``PREFER_`` it may decide otherwise.
-
-    Saving everything is not the same as not checkpointing: autograd alone keeps only what
-    backward needs.
+    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again,
+    ``CPU_OFFLOAD`` keeps it in the memory of the host. ``MUST_`` binds the compiler and our own
+    defaults as well; with ``PREFER_`` they may decide otherwise.
     """
 
     MUST_SAVE = 0
@@ -83,7 +80,8 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
     # torch's own enum of the same name, from somebody who imported it there.
     if type(value) is TorchCheckpointPolicy:
         return CheckpointPolicy[value.name]
-    raise TypeError(
+    # No TypeError: ``x @ w`` would make "unsupported operand type(s)" of it.
+    raise ValueError(
         f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
         "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
     )

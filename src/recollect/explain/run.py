@@ -1,0 +1,69 @@
+"""One forward, watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import torch
+
+from recollect.explain.account import rows_of
+from recollect.explain.explanation import Explanation
+from recollect.explain.memory import tensors_in
+from recollect.explain.regions import Observer
+from recollect.explain.unchanged import Unchanged
+from recollect.explain.watcher import Watcher
+from recollect.selective.explaining import explaining
+
+__all__ = ["explain"]
+
+
+def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Run one forward, and tell what stays in memory until backward, and why.
+
+    Says of the result of each op whether it is kept (and by which rule of a policy), offloaded,
+    recomputed, or held as the input of a checkpointed region. Forward runs once, with grad enabled;
+    random streams, buffers, gradients and attributes are put back afterwards, and no graph is left.
+
+    Args:
+        function_or_module: What to run: the model, or a function that also computes the loss.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Example::
+
+        print(recollect.explain(model, x))
+    """
+    if not callable(function_or_module):
+        raise TypeError(
+            f"function_or_module should be callable, but got {function_or_module!r} of type "
+            f"{type(function_or_module).__name__}"
+        )
+    unchanged = Unchanged(function_or_module, args, kwargs)
+    roots = unchanged.reach.modules
+    watcher = Watcher(roots)
+    observer = Observer(watcher, roots)
+    watcher.memories.add_foreign([*unchanged.tensors, *tensors_in((args, kwargs))])
+    with unchanged:
+        rows = _watched(observer, function_or_module, args, kwargs)
+    return Explanation(rows, len(observer.all))
+
+
+def _watched(
+    observer: Observer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with torch.inference_mode(False), torch.enable_grad(), _observed_by(observer):
+        result = copy_context().run(function, *args, **kwargs)
+    return rows_of(observer, result)
+
+
+@contextmanager
+def _observed_by(observer: Observer) -> Iterator[None]:
+    before, explaining.explainer = explaining.explainer, observer
+    try:
+        with observer.watcher:
+            yield
+    finally:
+        explaining.explainer = before

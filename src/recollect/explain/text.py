@@ -1,0 +1,154 @@
+"""The findings as a table: rows that say the same are one line, the largest sums come last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from recollect.explain.rows import HELD, Row, Totals
+
+__all__ = ["render", "share_of", "size"]
+
+#: How many lines there are at most of each sort.
+_LINES = 40
+_MODULES = 8
+
+_HEADER = ("path", "op", "shape", "memory", "fate", "reason")
+_NO_MODULE = "(no module)"
+_NUMBER = re.compile(r"\d+")
+
+#: How the sums are called.
+_SUMS = (
+    ("kept", "kept on the device"),
+    ("input", "inputs of regions"),
+    ("offloaded", "offloaded"),
+    ("recomputed", "recomputed, and hence not held"),
+)
+
+
+def size(count: int) -> str:
+    """A number of bytes, for people."""
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def share_of(part: int, whole: int) -> str:
+    """``part`` of ``whole`` in percent."""
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def render(rows: Sequence[Row], totals: Totals, held: int, remarks: Iterable[str]) -> str:
+    """All of it as text."""
+    parts = [_rows_table(rows), _modules_table(rows), _sums(totals, held), *remarks]
+    return "\n\n".join(filter(None, parts))
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _rows_table(rows: Sequence[Row]) -> str:
+    groups = _grouped(rows, _what_a_line_says)
+    shown, left = _largest(groups, _LINES)
+    lines = [_line(group) for group in shown]
+    text = _table(_HEADER, lines, right=(3,))
+    if left:
+        text += f"\n... and {len(left)} smaller lines, {size(sum(map(_bytes, left)))}"
+    return text if rows else "Nothing is held, and nothing is recomputed."
+
+
+def _line(group: list[Row]) -> tuple[str, ...]:
+    row = group[0]
+    path = _path(group)
+    count = f" x{len(group)}" if len(group) > 1 else ""
+    reason = _common([each.reason for each in group])
+    memory = _bytes(group)
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    dtype = str(row.dtype).removeprefix("torch.")
+    return (
+        path + count,
+        row.op,
+        f"{shape} {dtype}",
+        size(memory) if memory else "-",
+        row.fate,
+        reason,
+    )
+
+
+def _modules_table(rows: Sequence[Row]) -> str:
+    held = [row for row in rows if row.fate in HELD and row.bytes]
+    groups = _grouped(held, lambda row: _pattern(row.path))
+    shown, left = _largest(groups, _MODULES)
+    shown.sort(key=_bytes, reverse=True)
+    lines = [(_path(group), size(_bytes(group))) for group in shown]
+    if left:
+        lines.append((f"{len(left)} others", size(sum(map(_bytes, left)))))
+    return _table(("held by module", "memory"), lines, right=(1,)) if lines else ""
+
+
+def _sums(totals: Totals, held: int) -> str:
+    lines = [(name, size(totals.by_fate[fate])) for fate, name in _SUMS]
+    lines.insert(2, ("held after forward", size(held)))
+    return _table(("in all", "memory"), lines, right=(1,))
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    """Lay out ``lines`` under ``header``; the columns ``right`` are flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+
+    def laid_out(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    rule = ["-" * width for width in widths]
+    return "\n".join(map(laid_out, (header, rule, *lines)))
+
+
+# --- rows that say the same -----------------------------------------------------------------------
+
+
+def _pattern(text: str) -> str:
+    return _NUMBER.sub("*", text)
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """The rows that have the same key, in the order of the first of each."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def _what_a_line_says(row: Row) -> tuple[Any, ...]:
+    return row.op, row.shape, row.dtype, row.fate, _pattern(row.path), _pattern(row.reason)
+
+
+def _path(group: list[Row]) -> str:
+    return _common([row.path for row in group]) or _NO_MODULE
+
+
+def _common(texts: list[str]) -> str:
+    """One text for several that differ in numbers, with a star in the place of each of those."""
+    first = texts[0]
+    numbers = [_NUMBER.findall(text) for text in texts]
+    differ = iter([len(set(column)) > 1 for column in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda match: "*" if next(differ) else match[0], first)
+
+
+def _bytes(group: Iterable[Row]) -> int:
+    return sum(row.bytes for row in group)
+
+
+def _largest(groups: list[list[Row]], count: int) -> tuple[list[list[Row]], list[list[Row]]]:
+    """The ``count`` heaviest of ``groups`` in their order, and the others."""
+    ranked = sorted(range(len(groups)), key=lambda n: _bytes(groups[n]), reverse=True)
+    chosen = set(ranked[:count])
+    shown = [group for n, group in enumerate(groups) if n in chosen]
+    return shown, [group for n, group in enumerate(groups) if n not in chosen]

@@ -1,0 +1,82 @@
+"""The dispatch mode under which the forward runs that is explained.
+
+It is entered before any region, so each op comes here last, after the modes of regions have had it:
+whatever they keep is known here by then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recollect.checks.place import Names, Place
+from recollect.explain.memory import Memories
+from recollect.explain.region import Region
+from recollect.settings import is_recomputing
+from recollect.torch_private import DispatchMode, op_name, tree_leaves
+
+__all__ = ["Watcher"]
+
+#: Makes a tensor of what Python code has written: its argument is as new as its result.
+_FRESH = "aten::lift_fresh"
+
+
+class Watcher(DispatchMode):
+    """Notes the memory that ops make, with the module and the regions they ran in."""
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memories = Memories()
+        #: Those that are being run, the outermost first.
+        self.regions: list[Region] = []
+        self._prefix = type(roots[0]).__name__ + ": " if len(roots) == 1 else ""
+        self._names: Names = WeakKeyDictionary()
+        self._muted = False
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Look away: what happens is the work of a store."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    def path(self) -> str:
+        """The module that is running."""
+        path = Place(sys._getframe(1)).path(self._names)
+        # The name of the model would be all that the paths have in common.
+        return path.removeprefix(self._prefix) if self._prefix else path
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if not self._muted:
+            self._note(func, (args, kwargs), out)
+        return out
+
+    def _note(self, op: Any, taken: Any, out: Any) -> None:
+        # What a rerun inside of forward makes is of no region: that is over with the rerun.
+        regions = [] if is_recomputing() else self.regions
+        for region in regions:
+            region.ops += 1
+        if op_name(op) != _FRESH:
+            self.memories.add_foreign(_tensors(taken))
+        results = [each for each in _tensors(out) if self.memories.has_new(each)]
+        if not results:
+            return
+        path = self.path()
+        for tensor in results:
+            for memory in self.memories.add(tensor, op, path):
+                memory.numbers = tuple((region, region.ops) for region in regions)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,55 @@
+"""Who wants to know what regions do: ``recollect.explain``, for the time of one forward.
+
+Regions are run by modules that know nothing of explaining. They ask here, once for each region,
+whether somebody is, and let that somebody make the parts through which tensors go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from recollect.policy.rules import Policy
+from recollect.selective.ledger import Entry
+from recollect.selective.record import RecordMode
+from recollect.selective.rulings import Ruling
+from recollect.store.deposit import Deposit
+from recollect.store.protocol import Store
+
+__all__ = ["Explainer", "explaining", "make_deposit"]
+
+
+class Explainer(Protocol):
+    """Sees what becomes of the tensors of all regions of a forward."""
+
+    def note(self, op: Any, out: Any, ruling: Ruling, entry: Entry | None) -> None:
+        """As an `Observer` of every policy."""
+
+    def applies(self, record: RecordMode, policy: Policy) -> None:
+        """``record`` will run a region under ``policy``."""
+
+    def deposit(self, store: Store | None) -> Deposit:
+        """Where a region puts what it sends away."""
+
+    def frame(self, *args: Any) -> Any:
+        """A frame of the rerun engine, with these arguments."""
+
+    def reentrant(
+        self, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        """What a region of the reentrant engine runs in."""
+
+
+class _Explaining(threading.local):
+    explainer: Explainer | None = None
+
+
+explaining = _Explaining()
+
+
+def make_deposit(store: Store | None) -> Deposit:
+    """Where one region puts what it sends away."""
+    explainer = explaining.explainer
+    return Deposit(store) if explainer is None else explainer.deposit(store)

@@ -1,0 +1,76 @@
+"""What is known of an op, whatever the policy. Read once: a schema takes microseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect.policy.op_sets import allocates, not_to_be_repeated
+from recollect.torch_private import (
+    bare_op,
+    is_cast,
+    is_random,
+    metadata_ops,
+    returns_alias,
+    writes_argument,
+    written_arguments,
+)
+
+__all__ = ["SAC_IGNORED_OPS", "Facts", "facts_of"]
+
+#: Ops that no policy is asked about. Forward and recomputation detach a different number of times,
+#: and our own checks read the metadata of tensor subclasses through ops.
+SAC_IGNORED_OPS: set[Any] = {
+    torch.ops.aten.detach.default,
+    torch.ops.prim.device.default,
+} | metadata_ops()
+
+
+class Facts:
+    """About one op."""
+
+    __slots__ = (
+        "allocates",
+        "call",
+        "is_alias",
+        "is_cast",
+        "is_ignored",
+        "is_random",
+        "is_usual",
+        "not_to_be_repeated",
+        "op",
+        "writes",
+        "written",
+    )
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        #: How to call it.
+        self.call = bare_op(op)
+        #: Whether it returns memory of its inputs, and whether it writes to them. Such ops are
+        #: recomputed whatever the policy says: in the recomputation that memory is another.
+        self.is_alias = returns_alias(op)
+        self.writes = writes_argument(op)
+        self.written = written_arguments(op)
+        self.is_cast = is_cast(op)
+        self.is_ignored = op in SAC_IGNORED_OPS
+        self.is_random = is_random(op)
+        #: Whether there is nothing special about it.
+        self.is_usual = not (self.writes or self.is_cast or self.is_random)
+        #: Whether it makes memory that somebody we do not see may fill.
+        self.allocates = allocates(op)
+        #: Why it is kept, if nobody insists on the contrary.
+        self.not_to_be_repeated = not_to_be_repeated(op)
+
+
+#: By id: ops live for good, and hash slowly.
+_facts: dict[int, Facts] = {}
+
+
+def facts_of(op: Any) -> Facts:
+    """What is known of ``op``."""
+    known = _facts.get(id(op))
+    if known is None:
+        known = _facts[id(op)] = Facts(op)
+    return known

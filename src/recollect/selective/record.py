@@ -1,0 +1,579 @@
+"""The mode under which forward runs: keeps what the policy says.
+
+For each op it writes down in the ledger what became of the call. It also follows who reads what is
+kept. A result that no gradient saves, and that only ops read which are kept themselves, is let go
+at the end of the region (``_let_go``): to keep ``relu(x @ w)`` makes keeping ``x @ w`` pointless.
+That takes seeing all readers. What autograd saves is an input of the op that runs next or a result
+of the op that ran last; if it is neither, or if an op makes memory for others to fill, then
+something runs here that is not seen (a compiled function, a kernel of the user's), and whatever is
+kept stays. So do numbers that Python may read.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+from recollect.checks.place import Place
+from recollect.naming import Listener, listening
+from recollect.policy.patterns import fits, listed
+from recollect.policy.rules import PatternRule, Policy
+from recollect.selective.facts import Facts, facts_of
+from recollect.selective.ledger import ELSEWHERE, Calls, Entry, Kept, Ledger
+from recollect.selective.modules import InsideModules
+from recollect.selective.nameable import Nameable
+from recollect.selective.origins import PLAIN, Made, note_results
+from recollect.selective.rulings import Answer, Asker, Ruling, rulebook_of
+from recollect.selective.tracing import Tracer
+from recollect.state.rng import RngState, read_rng, same_rng
+from recollect.torch_private import (
+    DispatchMode,
+    OpOverload,
+    detach_below_autograd,
+    is_compiling,
+    is_weight,
+    op_name,
+    raw_memory,
+    storage_key,
+    tree_map_only,
+)
+
+__all__ = ["Observer", "RecordMode"]
+
+_Tensor = torch.Tensor
+_Args = tuple[Any, ...]
+
+
+class Observer(Protocol):
+    """Somebody who wants to see what becomes of each op of a region."""
+
+    def note(self, op: Any, out: Any, ruling: Ruling, entry: Entry | None) -> None:
+        """``op`` returned ``out``, kept as ``entry`` if it was."""
+
+
+class _Op:
+    """What a mode knows of an op in this region."""
+
+    __slots__ = ("answer", "call", "calls", "facts", "ruling", "run")
+
+    def __init__(self, facts: Facts, calls: Calls, answer: Answer, run: Callable[..., Any]) -> None:
+        self.facts = facts
+        self.call = facts.call
+        self.calls = calls
+        #: If there are no questions.
+        self.ruling = answer.ruling
+        self.answer = answer
+        #: A method of the mode.
+        self.run = run
+
+
+#: The calls of what is not counted.
+_UNCOUNTED = Calls(None, 0)
+
+
+class RecordMode(DispatchMode):
+    """Runs in forward.
+
+    ``as_torch``: with none of our own defaults and warnings. ``allow_mutation``: what is kept may
+    be changed in place.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: Ledger,
+        *,
+        as_torch: bool = False,
+        allow_mutation: bool = False,
+        observer: Observer | None = None,
+        ac_graph_id: int | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+        #: Set by the compiler, which tells the regions of a graph apart by it.
+        self.ac_graph_id = ac_graph_id
+        self._rulebook = rulebook_of(policy)
+        self._as_torch = as_torch
+        self._protects_kept = not as_torch and not allow_mutation
+        self._observer = observer
+        self._asker = Asker(self._rulebook)
+        self._tracer: Tracer | None = None
+        self._used = False
+        self._function: Callable[..., Any] | None = None
+        self._values: tuple[Any, ...] = ()
+        self._modules: InsideModules | None = None
+        self._outer: Listener | None = None
+        self._names: list[str] = []
+        #: Whether the readers of kept results are known; from `bind` on, as long as it is true.
+        self._sees_all = False
+        self._stops_early = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of what is needed during forward only."""
+        #: By id: ops hash slowly.
+        self._ops: dict[int, _Op] = {}
+        self._made: Made = {}
+        self._entries: list[Entry] = []
+        #: The calls that may yet be kept.
+        self._nameable: list[Nameable] = []
+        #: How many ops have run; how many had when autograd last saved a tensor.
+        self._clock = 0
+        self._last_save = 0
+        #: What the last op returned; what autograd saved since that is of unknown origin.
+        self._last: Any = None
+        self._unexplained: list[ReferenceType[_Tensor]] = []
+
+    @property
+    def storage(self) -> dict[Any, list[Any]]:
+        """What is kept, as torch's mode has it, for those who look inside."""
+        return {
+            calls.op: [entry.results for entry in calls.entries.values()]
+            for calls in self.ledger.calls.values()
+        }
+
+    # --- by the engine ----------------------------------------------------------------------------
+
+    def bind(
+        self,
+        function: Callable[..., Any],
+        values: tuple[Any, ...],
+        *,
+        stops_early: bool,
+        exact: bool,
+    ) -> None:
+        """Say what will run. `note_saved` is called from then on for each tensor that is saved.
+
+        ``values``: the arguments. ``stops_early``: the recomputation ends with the last of them.
+        ``exact``: every result will be looked at in the recomputation.
+        """
+        self._function = function
+        self._values = values
+        self._stops_early = stops_early
+        self._sees_all = not exact
+        self.ledger.origins.add_arguments(values)
+
+    def note_saved(self, tensor: _Tensor) -> None:
+        """Autograd saves ``tensor``."""
+        self._last_save = self._clock
+        made = self._made.get(id(tensor))
+        if made is not None and made[0]() is tensor:
+            if made[2] is not None:
+                made[2].saved = True
+        elif not (tensor.requires_grad and tensor.is_leaf):
+            self._note_saved_alias(tensor)
+
+    def _note_saved_alias(self, tensor: _Tensor) -> None:
+        """Results are saved as other objects than the op returned, and so are strangers."""
+        last = self._last
+        memory = storage_key(tensor)
+        for reference in last if type(last) is list else (last,):
+            result = None if reference is None else reference()
+            if result is not None and storage_key(result) == memory:
+                holder = self._made[id(result)][2]
+                if holder is not None:
+                    holder.saved = True
+                return
+        if self._sees_all:
+            self._unexplained.append(ref(tensor))
+
+    # --- around forward ---------------------------------------------------------------------------
+
+    def __enter__(self) -> RecordMode:
+        if self._used:
+            raise RuntimeError(
+                "the contexts of create_selective_checkpoint_contexts serve one region each, and "
+                "these have been used: let context_fn make new ones in every call"
+            )
+        self._used = True
+        if is_compiling():
+            self._tracer = Tracer(self._rulebook, self.ledger, self.ac_graph_id)
+        elif self._rulebook.modules:
+            self._enter_modules()
+        if self._rulebook.names:
+            self._outer, listening.listener = listening.listener, self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _enter_modules(self) -> None:
+        if self._function is None:
+            raise ValueError(
+                f"{self._rulebook} needs to know the region's modules: pass the policy to "
+                " recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
+            )
+        inside = self._asker.inside
+        modules = InsideModules(self._rulebook, self._function, self._values, inside)
+        modules.__enter__()
+        self._modules = modules
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        if self._modules is not None:
+            self._modules.__exit__(exc_type, exc, traceback)
+        if self._rulebook.names:
+            listening.listener = self._outer
+        try:
+            if exc is None:
+                self._check_rules()
+                if self._function is not None:
+                    self._let_go()
+                self.ledger.origins.add_made(self._made)
+                self.ledger.is_complete = True
+        finally:
+            self._forget()
+            self._function = self._modules = self._outer = None
+            self._values = ()
+
+    def _check_rules(self) -> None:
+        """Be loud about rules that match nothing."""
+        rulebook = self._rulebook
+        if self._tracer is not None and not self._tracer.traces:
+            return
+        for rule in rulebook.names.values():
+            _check_patterns(rule, self._names)
+        if self._tracer is not None:
+            self._tracer.check_modules()
+        inside = () if self._modules is None else self._modules.ranks
+        names = {n for n in rulebook.unheard if n in inside or n not in rulebook.modules}
+        if names and not self._as_torch:
+            unheard = [rulebook.rules[rank].title for rank in sorted(names)]
+            rulebook.unheard -= names  # once is enough
+            ran = {op_name(calls.op) for calls in self.ledger.calls.values()}
+            message = (
+                f"the policy's {' and '.join(unheard)} matched nothing in the region. The ops that "
+                f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
+            )
+            file, line = Place(sys._getframe()).line
+            warnings.warn_explicit(message, UserWarning, file, line)
+
+    def _let_go(self) -> None:
+        """Drop kept results that nobody will read."""
+        last = self._last_save if self._stops_early else self._clock
+        sees_all = self._sees_all and not self._unexplained
+        for calls in self.ledger.calls.values():
+            for number, entry in [*calls.entries.items()]:
+                if entry.changes:
+                    entry.changes = [change for change in entry.changes if change[2] <= last]
+                if entry.is_read_until(last):
+                    continue
+                if entry.clock > last:
+                    self.ledger.drop(calls, number, entry)  # to be run again, in case
+                elif sees_all:
+                    entry.vacate()
+
+    # --- for each op ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
+    ) -> Any:
+        op = self._ops.get(id(func)) or self._look_up(func, args)
+        return op.run(self, op, args, kwargs)
+
+    def _look_up(self, func: Any, args: _Args) -> _Op:
+        facts = facts_of(func)
+        answer = self._rulebook.answer_to(facts, protects=not self._as_torch)
+        uncounted = facts.is_ignored or self._tracer is not None
+        calls = _UNCOUNTED if uncounted else self.ledger.calls_of(func, args)
+        op = _Op(facts, calls, answer, self._way_of(facts, answer))
+        if facts.allocates:
+            self._sees_all = False
+        if type(func) is OpOverload:  # the calls of others depend on their arguments
+            self._ops[id(func)] = op
+        return op
+
+    def _way_of(self, facts: Facts, answer: Answer) -> Callable[..., Any]:
+        """How to run an op: the shortest way that does all it takes."""
+        if self._tracer is not None:
+            return RecordMode._trace
+        if facts.is_ignored:
+            return RecordMode._run_ignored
+        if not facts.is_usual or self._rulebook.names or self._observer is not None:
+            return RecordMode._run_with_care
+        if facts.is_alias:
+            return RecordMode._run_view
+        if answer.questions:
+            return RecordMode._run_asking
+        return RecordMode._run_kept if answer.ruling.keeps else RecordMode._run_recomputed
+
+    def _run_recomputed(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op whose result is not kept, whatever its arguments."""
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if self.ledger.replays:
+            return out
+        op.calls.count += 1
+        self._clock += 1
+        if self._unexplained:
+            self._explain(args, kwargs)
+        label = hash(self._inputs(op, args, kwargs, True))
+        if type(out) is _Tensor:
+            reference = self._last = ref(out)
+            self._made[id(out)] = (reference, label, None)
+        else:
+            self._last = note_results(self._made, out, label, None)
+        return out
+
+    def _run_kept(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op whose result is kept, whatever its arguments."""
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if not self.ledger.replays:
+            self._count(op.calls, args, kwargs)
+            inputs = self._inputs(op, args, kwargs, False)
+            entry = self._keep(op.calls, op.ruling, out, inputs)
+            entry.has_gradient = _has_gradient(args)
+            if type(out) is _Tensor:
+                reference = self._last = ref(out)
+                self._made[id(out)] = (reference, entry.label, entry)
+            else:
+                self._last = note_results(self._made, out, entry.label, entry)
+        return out
+
+    def _run_asking(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op that has to be put to the policy at every call."""
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if self.ledger.replays:
+            return out
+        ruling = self._asker.decide(op.answer, op.facts, out, args, kwargs)
+        self._count(op.calls, args, kwargs)
+        inputs = self._inputs(op, args, kwargs, not ruling.keeps)
+        entry = None
+        if ruling.keeps:
+            entry = self._keep(op.calls, ruling, out, inputs)
+            entry.has_gradient = _has_gradient(args)
+        self._last = note_results(self._made, out, hash(inputs), entry)
+        return out
+
+    def _run_view(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op that returns memory of its first argument."""
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if self.ledger.replays:
+            return out
+        op.calls.count += 1
+        if self._unexplained:
+            self._explain(args, kwargs)
+        label = hash(self._inputs(op, args, kwargs, False))
+        holder = self._holder(args)
+        if type(out) is _Tensor:
+            reference = self._last = ref(out)
+            self._made[id(out)] = (reference, label, holder)
+        else:
+            self._last = note_results(self._made, out, label, holder)
+        return out
+
+    def _run_ignored(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op that is not counted: it detaches a tensor, or reads its looks."""
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        known = self._made.get(id(args[0])) if args else None
+        if known is not None and known[0]() is args[0] and isinstance(out, _Tensor):
+            self._made[id(out)] = (ref(out), *known[1:])
+            if known[2] is not None:
+                known[2].note_use(self._clock)  # what is detached may be read by Python
+        return out
+
+    def _trace(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op under a compiler."""
+        assert self._tracer is not None
+        return self._tracer.run(op.facts.op, args, kwargs or {}, self._asker, self._names)
+
+    def _run_with_care(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op that writes, draws, casts; or any, if results may be named or are observed."""
+        facts, calls, entry = op.facts, op.calls, None
+        if self.ledger.replays or (facts.is_cast and is_weight(args[0])):
+            return op.call(*args, **kwargs) if kwargs else op.call(*args)
+        out, rng = self._run_unusual(op, args, kwargs)
+        self._count(calls, args, kwargs)
+        ruling = self._asker.decide(op.answer, facts, out, args, kwargs)
+        can_be_kept = not facts.is_alias and not facts.writes and not _draws(facts, kwargs)
+        is_kept = can_be_kept and ruling.keeps
+        is_view = facts.is_alias and not facts.writes
+        inputs = self._inputs(op, args, kwargs, not is_kept and not is_view)
+        holder: Any = None
+        if is_kept:
+            holder = entry = self._keep(calls, ruling, out, inputs, rng)
+            entry.has_gradient = _has_gradient(args)
+        elif is_view:
+            holder = self._holder(args)
+        elif can_be_kept and self._rulebook.names:
+            holder = Nameable(calls, self._clock, out, inputs, rng, ruling.rank)
+            self._nameable.append(holder)
+        self._last = note_results(self._made, out, hash(inputs), holder)
+        if self._observer is not None:
+            self._observer.note(facts.op, out, ruling, entry)
+        return out
+
+    def _run_unusual(self, op: _Op, args: _Args, kwargs: Any) -> tuple[Any, RngState | None]:
+        """Run an op that may write to memory or draw random numbers; where it left the streams."""
+        facts = op.facts
+        if facts.written and self._protects_kept:
+            self._before_write(facts, args, kwargs or {})
+        may_be_kept = op.answer.questions or op.ruling.keeps or self._rulebook.names
+        before = read_rng() if facts.is_random and may_be_kept else None
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if before is None:
+            return out, None
+        after = read_rng()
+        return out, None if same_rng(before, after) else after
+
+    def _before_write(self, facts: Facts, args: _Args, kwargs: dict[str, Any]) -> None:
+        """Save what is kept from being changed by the op that is about to run."""
+        for position, name in facts.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, _Tensor):
+                    self._before_write_to(tensor, self.ledger.calls_of(facts.op, args))
+
+    def _before_write_to(self, tensor: _Tensor, calls: Calls) -> None:
+        memory = storage_key(tensor)
+        for entry in self._entries:
+            if entry.before_write(tensor, memory):
+                entry.changes = [*entry.changes, (calls, calls.count, self._clock + 1)]
+        for call in self._nameable:
+            call.is_spoilt |= call.memory == memory
+
+    def _count(self, calls: Calls, args: _Args, kwargs: Any) -> None:
+        """Count a call of an op that has run."""
+        calls.count += 1
+        self._clock += 1
+        if self._unexplained:
+            self._explain(args, kwargs)
+
+    def _inputs(self, op: _Op, args: _Args, kwargs: Any, reads: bool) -> tuple[Any, ...]:
+        """The op and what went in, in labels. ``reads``: it will read that again."""
+        made, origins = self._made, self.ledger.origins
+        found: list[Any] = [op.calls.key]
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            known = made.get(id(value))
+            if known is not None and known[0]() is value:
+                found.append(known[1])
+                if reads and known[2] is not None:
+                    known[2].note_use(self._clock)
+            elif (cls := type(value)) in PLAIN:
+                found.append(value)
+            elif cls is list and value and type(value[0]) is int:
+                found.append(tuple(value))
+            else:
+                label = origins.known(value)
+                found.append(self._stranger(value, reads) if label is None else label)
+        return tuple(found)
+
+    def _stranger(self, value: Any, reads: bool) -> Any:
+        """The label of what is met for the first time; or of a list, or of a constant."""
+        if isinstance(value, (list, tuple)):
+            if reads:
+                self._note_use(value)
+        elif isinstance(value, _Tensor) and not isinstance(value, nn.Parameter):
+            # It may be an alias that was made without an op, as ``.data`` is.
+            memory = storage_key(value)
+            for entry in self._entries:
+                entry.saved |= entry.is_in(memory)
+        return self.ledger.origins.label(value, self._made)
+
+    def _note_use(self, values: Iterable[Any]) -> None:
+        for value in values:
+            known = self._made.get(id(value))
+            if known is not None and known[2] is not None:
+                known[2].note_use(self._clock)
+
+    def _holder(self, args: _Args) -> Any:
+        """What holds the memory of which an op returns a view."""
+        known = self._made.get(id(args[0])) if args else None
+        return ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+
+    def _keep(
+        self,
+        calls: Calls,
+        ruling: Ruling,
+        out: Any,
+        inputs: tuple[Any, ...],
+        rng: RngState | None = None,
+        number: int | None = None,
+    ) -> Entry:
+        """Keep the results of a call: of the last one, if its number is not given."""
+        deposit = self.ledger.deposit
+        hold: Any = deposit.put if ruling.offloads or deposit.chosen else Kept
+        if type(out) is _Tensor:
+            results = hold(detach_below_autograd(out))
+        else:
+            results = tree_map_only(_Tensor, lambda each: hold(detach_below_autograd(each)), out)
+        entry = Entry(results, inputs, self._clock, rng)
+        self.ledger.add(calls, calls.count - 1 if number is None else number, entry)
+        self._entries.append(entry)
+        return entry
+
+    def _explain(self, args: _Args, kwargs: Any) -> None:
+        """The op that has run may be the one for which autograd saved tensors of unknown origin."""
+        taken = [*args, *kwargs.values()] if kwargs else [*args]
+        for value in taken:  # which grows meanwhile
+            if isinstance(value, (list, tuple)):
+                taken += value
+        for saved in self._unexplained:
+            tensor = saved()
+            if tensor is not None and not any(value is tensor for value in taken):
+                self._sees_all = False
+        self._unexplained.clear()
+
+    # --- for each name ----------------------------------------------------------------------------
+
+    def name(self, tensor: _Tensor, name: str) -> None:
+        """Keep ``tensor`` if a rule matches the name it is given."""
+        if self.ledger.replays or self._tracer is not None:
+            return
+        self._names.append(name)
+        for rank, rule in self._rulebook.names.items():
+            if rule.covers(name):
+                self._keep_named(tensor, name, self._rulebook.ruling(rank, rule.decision))
+                return
+
+    def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
+        made = self._made.get(id(tensor))
+        call: Any = ELSEWHERE if made is None or made[0]() is not tensor else made[2]
+        if call is ELSEWHERE or isinstance(call, Entry):
+            return  # it is there anyway
+        if isinstance(call, Nameable) and (call.is_kept or call.rank < ruling.rank):
+            return  # or an earlier rule has it recomputed
+        with raw_memory():
+            out = call.out(tensor) if isinstance(call, Nameable) else None
+            if call is None or out is None:
+                raise ValueError(
+                    f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it "
+                    "was changed in place, or drawn from a torch.Generator of your own. Name the "
+                    "result of another op."
+                )
+            entry = self._keep(call.calls, ruling, out, call.inputs, call.rng, call.number)
+        call.is_kept = True
+        entry.clock = call.clock
+        entry.saved = True  # who has read it before it had a name is not known
+
+
+def _has_gradient(args: _Args) -> bool:
+    """Whether the result of an op requires grad: Python then reads its numbers through an op."""
+    if torch.is_grad_enabled():
+        for value in args:
+            if isinstance(value, _Tensor) and value.requires_grad:
+                return True
+    return False
+
+
+def _draws(facts: Facts, kwargs: Any) -> bool:
+    """Whether the op draws from a generator of the user's, which has to move on."""
+    return facts.is_random and bool(kwargs) and kwargs.get("generator") is not None
+
+
+def _check_patterns(rule: PatternRule, names: list[str]) -> None:
+    for pattern in rule.patterns:
+        if not any(fits(name, pattern) for name in names):
+            raise ValueError(
+                f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
+                f"recollect.tag(tensor, name). The names are: {listed(names, pattern)}"
+            )
