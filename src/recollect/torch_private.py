@@ -34,6 +34,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_allows_reentrant",
     "bare_op",
+    "cast_weight",
     "below_python",
     "compiled_in",
     "copy_tensors",
@@ -291,13 +292,15 @@ _HIDDEN_WRITES = frozenset(
 
 
 def written_arguments(op: Any) -> list[tuple[int, str]]:
-    """The arguments that ``op`` says it writes to: position and name of each."""
+    """The arguments that ``op`` may write to: position and name of each."""
     if type(op) is not OpOverload:
         return []
+    is_hidden = op._schema.name in _HIDDEN_WRITES
     return [
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (is_hidden and argument.name.startswith("running_"))
     ]
 
 
@@ -321,12 +324,27 @@ def is_cast(op: Any) -> bool:
     return op is _CAST
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(tensor: Any) -> bool:
     """Whether autocast may remember ``tensor`` converted, for whoever uses it next.
 
     Then whether a region converts it depends on what ran before, in forward and in the rerun.
     """
-    return tensor.is_leaf and tensor.requires_grad
+    return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
+
+
+_CASTING_NODE = "ToCopyBackward0"
+
+
+def cast_weight(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The weight of which ``tensor`` is a copy in another dtype, as autocast makes them."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view that may not be differentiated any more
+        return None
+    if node is None or node.name() != _CASTING_NODE:
+        return None
+    source = node.next_functions[0][0]
+    return getattr(source, "variable", None)
 
 
 _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded

@@ -33,11 +33,13 @@ class Facts:
     __slots__ = (
         "allocates",
         "call",
+        "can_be_kept",
         "is_alias",
         "is_cast",
         "is_ignored",
         "is_random",
         "is_usual",
+        "is_view",
         "not_to_be_repeated",
         "op",
         "writes",
@@ -60,6 +62,8 @@ class Facts:
         self.is_usual = not (self.writes or self.is_cast or self.is_random)
         #: Whether it makes memory that somebody we do not see may fill.
         self.allocates = allocates(op)
+        self.is_view = self.is_alias and not self.writes
+        self.can_be_kept = not (self.is_alias or self.writes or self.allocates)
         #: Why it is kept, if nobody insists on the contrary.
         self.not_to_be_repeated = not_to_be_repeated(op)
 

@@ -1,7 +1,6 @@
 """What became of the ops of a region in forward, for its recomputation to find.
 
-The ledger has for each op the number of its calls. Kept results are found by their label (see
-``origins``), and by the number of the call where that cannot be known.
+The ledger has for each op the number of its calls and, by number, those whose results were kept.
 """
 
 from __future__ import annotations
@@ -95,14 +94,13 @@ class Entry:
     first_use: int | None = None
     #: Whether autograd saved it, or somebody may read it whom we do not see.
     saved = False
+    #: Whether the results require grad.
     has_gradient = False
     #: Whether there is nothing to give but a stand-in; whether it is not even asked for.
     is_vacant = False
     dropped = False
     #: Whether it has been given out.
     is_consumed = False
-    #: The entry before it with the same label: of the same op that draws other random numbers.
-    twin: Entry | None = None
     #: The calls that changed the results in place afterwards, and when.
     changes: Sequence[tuple[Calls, int, int]] = ()
 
@@ -145,18 +143,30 @@ class Entry:
             place.before_write(tensor)
         return bool(places)
 
-    def vacate(self) -> None:
-        """Let go of the memory, if nobody but ops can read it."""
+    @property
+    def takes_an_op_to_read(self) -> bool:
+        """Whether Python cannot read the results as it reads ``counts.tolist()``."""
         results = self.results
         places = results if isinstance(results, (list, tuple)) else (results,)
-        held = all(isinstance(place, (Kept, Parcel)) and place.looks for place in places)
-        if self.has_gradient and held:
-            self.results = tree_map_only((Kept, Parcel), lambda each: Vacant(each.looks), results)
-            self.is_vacant = True
+        return self.has_gradient and all(
+            isinstance(place, (Kept, Parcel)) and place.looks is not None for place in places
+        )
+
+    def vacate(self) -> None:
+        """Let go of the memory."""
+        places = (Kept, Parcel)
+        self.results = tree_map_only(places, lambda each: Vacant(each.looks), self.results)
+        self.is_vacant = True
 
     def take(self, *, allow_mutation: bool) -> Any:
         """What the op returned, given out for good."""
-        results, self.results, self.is_consumed = self.results, None, True
+        out = self.look(allow_mutation=allow_mutation)
+        self.results, self.is_consumed = None, True
+        return out
+
+    def look(self, *, allow_mutation: bool = False) -> Any:
+        """What the op returned."""
+        results = self.results
         if type(results) is Kept:
             return results.take(allow_mutation=allow_mutation)
         if type(results) in _PLACES:
@@ -200,13 +210,21 @@ class Calls:
 class Ledger:
     """The calls of a region's ops."""
 
-    __slots__ = ("_entries", "_lock", "calls", "deposit", "is_complete", "origins", "replays")
+    __slots__ = (
+        "_lock",
+        "calls",
+        "deposit",
+        "is_complete",
+        "origins",
+        "replays",
+        "sequence",
+    )
 
     def __init__(self, deposit: Deposit) -> None:
         #: By `key_of`.
         self.calls: dict[Any, Calls] = {}
-        #: By label, the last; see `Entry.twin`.
-        self._entries: dict[int, Entry] = {}
+        #: The keys of all calls, in order.
+        self.sequence: list[Any] = []
         self.origins = Origins()
         #: Whether forward is over.
         self.is_complete = False
@@ -245,21 +263,8 @@ class Ledger:
     def add(self, calls: Calls, number: int, entry: Entry) -> None:
         """Keep the results of a call."""
         calls.entries[number] = entry
-        twin = self._entries.get(entry.label)
-        if twin is not None:
-            entry.twin = twin
-        self._entries[entry.label] = entry
 
-    def drop(self, calls: Calls, number: int, entry: Entry) -> None:
+    def drop(self, calls: Calls, number: int) -> None:
         """Do not keep them after all."""
+        entry = calls.entries.pop(number)
         entry.dropped, entry.results = True, None
-        del calls.entries[number]
-
-    def find(self, label: int) -> Entry | None:
-        """What was kept of a call: the first that has not been given out, or else any."""
-        found = entry = self._entries.get(label)
-        while entry is not None:
-            if not entry.is_consumed and not entry.dropped:
-                found = entry
-            entry = entry.twin
-        return None if found is None or found.dropped else found

@@ -3,9 +3,10 @@
 The tensors of two runs are different objects. What they have in common is how they came about, and
 that is a label: a number computed from the op and from the labels of what went in. What the region
 did not make is labelled as it is met: its arguments by their position, others (weights, masks) by
-what they are, since those are the same objects in both runs. So a kept result is found by what it
-is the result of, and not by counting calls: an op that is run only once, to fill a cache, shifts
-nothing, and two products that change places do not get each other's result.
+what they are, since those are the same objects in both runs.
+
+A kept result is handed out if what goes in has the same labels: two products that change places are
+noticed.
 
 In the recomputation a tensor may be of unknown origin: made by code that we do not see, or made
 anew. What comes from it has no label.
@@ -13,15 +14,16 @@ anew. What comes from it has no label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import isnan
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-__all__ = ["PLAIN", "Made", "Origins", "constant_or", "differ", "note_results"]
+from recollect.torch_private import cast_weight
+
+__all__ = ["PLAIN", "Made", "Origins", "differ", "int_label", "ints_label", "note_results"]
 
 #: By id of a tensor that was made: the tensor itself, weakly, since ids are used again; its label;
 #: and what holds its memory, if something does.
@@ -32,6 +34,9 @@ _CONTAINERS = (list, tuple)
 
 #: The first label. (Not -1 and -2, which have the same hash.)
 _FIRST = -3
+
+#: Autocast may have converted a weight before the region or inside it, in either run.
+_CAST = "cast"
 
 #: The label of a weight that forward has not seen. It is none of those that it has.
 _STRANGER = 0
@@ -51,11 +56,11 @@ def note_results(made: Made, out: Any, label: int | None, holder: Any) -> list[A
 class Origins:
     """The labels of what a region did not make."""
 
-    __slots__ = ("_arguments", "_known", "_learns", "_next")
+    __slots__ = ("_arguments", "_learns", "_next", "known")
 
     def __init__(self) -> None:
-        #: By id: the tensor, weakly, and its label.
-        self._known: dict[int, tuple[Any, ...]] = {}
+        #: By id, as in `Made`.
+        self.known: Made = {}
         #: The labels of the arguments, by position.
         self._arguments: list[int | None] = []
         self._next = _FIRST
@@ -67,59 +72,58 @@ class Origins:
         for value in values:
             self._arguments.append(self._learn(value) if isinstance(value, _Tensor) else None)
 
-    def _learn(self, tensor: _Tensor) -> int:
-        known = self._known.get(id(tensor))
+    def _learn(self, tensor: _Tensor) -> int | None:
+        known = self.known.get(id(tensor))
         if known is not None and known[0]() is tensor:
-            return int(known[1])
+            return known[1]
         label = self._next
-        self._known[id(tensor)] = ref(tensor), label
+        self.known[id(tensor)] = ref(tensor), label, None
         self._next = label - 1
         return label
-
-    def add_made(self, made: Made) -> None:
-        """Know what forward has made and is still alive: a cache, perhaps."""
-        alive = {
-            key: (tensor, label) for key, (tensor, label, _) in made.items() if tensor() is not None
-        }
-        self._known = {**alive, **self._known}
 
     def for_rerun(self, values: Iterable[Any]) -> Origins:
         """The same, but for the arguments, which a recomputation may have as other objects."""
         origins = Origins()
         origins._learns = False
-        origins._known = self._known.copy()
+        origins.known = self.known.copy()
         for value, label in zip(values, self._arguments, strict=False):
             if label is not None and isinstance(value, _Tensor):
-                origins._known[id(value)] = ref(value), label
+                origins.known[id(value)] = ref(value), label, None
         return origins
-
-    def known(self, value: Any) -> int | None:
-        """The label of a tensor that has been met before, or is an argument."""
-        known = self._known.get(id(value))
-        return known[1] if known is not None and known[0]() is value else None
 
     def label(self, value: Any, made: Made) -> Any:
         """What stands in a label for an input: a number for a tensor, other values as they are.
 
         None: it is a tensor of unknown origin.
         """
-        known: Any = made.get(id(value)) or self._known.get(id(value))
+        known = made.get(id(value)) or self.known.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
         if isinstance(value, _Tensor):
+            weight = cast_weight(value)
+            if weight is not None:
+                return hash((_CAST, self.label(weight, made), value.dtype))
             return self._learn(value) if self._learns else _stranger(value)
         if isinstance(value, _CONTAINERS):
-            return tuple([constant_or(self.label, each, made) for each in value])
+            return tuple([self.label(each, made) for each in value])
         return _constant(value)
 
 
 #: What stands for itself, and is not looked up.
-PLAIN = frozenset({int, bool, float, str, torch.dtype, torch.device, torch.Size})
+PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+#: In the place of -1, which has the hash of -2.
+_MINUS_ONE = "-1"
 
 
-def constant_or(label: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """``value`` if it is a plain constant, or what ``label`` makes of it."""
-    return value if type(value) in PLAIN else label(value, *others)
+def int_label(value: int) -> Any:
+    """What stands in a label for an int."""
+    return _MINUS_ONE if value == -1 else value
+
+
+def ints_label(values: list[int]) -> tuple[Any, ...]:
+    """What stands in a label for a list of ints."""
+    return tuple([int_label(value) for value in values]) if -1 in values else tuple(values)
 
 
 def _stranger(tensor: _Tensor) -> int | None:
@@ -135,6 +139,10 @@ _NO_VALUE = "no value"
 def _constant(value: Any) -> Any:
     if value is None:
         return _NO_VALUE  # not to be taken for a tensor of unknown origin
+    if type(value) is int:
+        return int_label(value)
+    if isinstance(value, (bool, float, complex)):
+        return str(value)  # True is not 1, 0.0 is not -0.0, and nan is nan
     try:
         hash(value)
     except TypeError:
@@ -156,6 +164,4 @@ def _differ(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple) and isinstance(b, tuple):
         return differ(a, b)
-    if isinstance(a, float) and isinstance(b, float) and isnan(a) and isnan(b):
-        return False
     return bool(a != b)

@@ -6,7 +6,7 @@ at the end of the region (``_let_go``): to keep ``relu(x @ w)`` makes keeping ``
 That takes seeing all readers. What autograd saves is an input of the op that runs next or a result
 of the op that ran last; if it is neither, or if an op makes memory for others to fill, then
 something runs here that is not seen (a compiled function, a kernel of the user's), and whatever is
-kept stays. So do numbers that Python may read.
+kept stays. So does what Python can read without an op: numbers that require no grad.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recollect.selective.facts import Facts, facts_of
 from recollect.selective.ledger import ELSEWHERE, Calls, Entry, Kept, Ledger
 from recollect.selective.modules import InsideModules
 from recollect.selective.nameable import Nameable
-from recollect.selective.origins import PLAIN, Made, note_results
+from recollect.selective.origins import PLAIN, Made, int_label, ints_label, note_results
 from recollect.selective.rulings import Answer, Asker, Ruling, rulebook_of
 from recollect.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
@@ -229,7 +229,6 @@ class RecordMode(DispatchMode):
                 self._check_rules()
                 if self._function is not None:
                     self._let_go()
-                self.ledger.origins.add_made(self._made)
                 self.ledger.is_complete = True
         finally:
             self._forget()
@@ -269,8 +268,8 @@ class RecordMode(DispatchMode):
                 if entry.is_read_until(last):
                     continue
                 if entry.clock > last:
-                    self.ledger.drop(calls, number, entry)  # to be run again, in case
-                elif sees_all:
+                    self.ledger.drop(calls, number)  # to be run again, in case
+                elif sees_all and entry.takes_an_op_to_read:
                     entry.vacate()
 
     # --- for each op ------------------------------------------------------------------------------
@@ -301,21 +300,19 @@ class RecordMode(DispatchMode):
             return RecordMode._run_ignored
         if not facts.is_usual or self._rulebook.names or self._observer is not None:
             return RecordMode._run_with_care
-        if facts.is_alias:
+        if facts.is_view:
             return RecordMode._run_view
-        if answer.questions:
+        if answer.questions and facts.can_be_kept:
             return RecordMode._run_asking
-        return RecordMode._run_kept if answer.ruling.keeps else RecordMode._run_recomputed
+        is_kept = answer.ruling.keeps and facts.can_be_kept
+        return RecordMode._run_kept if is_kept else RecordMode._run_recomputed
 
     def _run_recomputed(self, op: _Op, args: _Args, kwargs: Any) -> Any:
         """An op whose result is not kept, whatever its arguments."""
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.ledger.replays:
             return out
-        op.calls.count += 1
-        self._clock += 1
-        if self._unexplained:
-            self._explain(args, kwargs)
+        self._count(op.calls, args, kwargs)
         label = hash(self._inputs(op, args, kwargs, True))
         if type(out) is _Tensor:
             reference = self._last = ref(out)
@@ -359,9 +356,7 @@ class RecordMode(DispatchMode):
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.ledger.replays:
             return out
-        op.calls.count += 1
-        if self._unexplained:
-            self._explain(args, kwargs)
+        self._count(op.calls, args, kwargs)
         label = hash(self._inputs(op, args, kwargs, False))
         holder = self._holder(args)
         if type(out) is _Tensor:
@@ -394,15 +389,14 @@ class RecordMode(DispatchMode):
         out, rng = self._run_unusual(op, args, kwargs)
         self._count(calls, args, kwargs)
         ruling = self._asker.decide(op.answer, facts, out, args, kwargs)
-        can_be_kept = not facts.is_alias and not facts.writes and not _draws(facts, kwargs)
+        can_be_kept = facts.can_be_kept and not _draws(facts, kwargs)
         is_kept = can_be_kept and ruling.keeps
-        is_view = facts.is_alias and not facts.writes
-        inputs = self._inputs(op, args, kwargs, not is_kept and not is_view)
+        inputs = self._inputs(op, args, kwargs, not is_kept and not facts.is_view)
         holder: Any = None
         if is_kept:
             holder = entry = self._keep(calls, ruling, out, inputs, rng)
             entry.has_gradient = _has_gradient(args)
-        elif is_view:
+        elif facts.is_view:
             holder = self._holder(args)
         elif can_be_kept and self._rulebook.names:
             holder = Nameable(calls, self._clock, out, inputs, rng, ruling.rank)
@@ -445,26 +439,28 @@ class RecordMode(DispatchMode):
         """Count a call of an op that has run."""
         calls.count += 1
         self._clock += 1
+        self.ledger.sequence.append(calls.key)
         if self._unexplained:
             self._explain(args, kwargs)
 
     def _inputs(self, op: _Op, args: _Args, kwargs: Any, reads: bool) -> tuple[Any, ...]:
         """The op and what went in, in labels. ``reads``: it will read that again."""
-        made, origins = self._made, self.ledger.origins
+        made, outside = self._made, self.ledger.origins.known
         found: list[Any] = [op.calls.key]
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            known = made.get(id(value))
+        for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+            known = made.get(id(value)) or outside.get(id(value))
             if known is not None and known[0]() is value:
                 found.append(known[1])
                 if reads and known[2] is not None:
                     known[2].note_use(self._clock)
-            elif (cls := type(value)) in PLAIN:
-                found.append(value)
+            elif (cls := type(value)) is int:
+                found.append(int_label(value))
             elif cls is list and value and type(value[0]) is int:
-                found.append(tuple(value))
+                found.append(ints_label(value))
+            elif cls in PLAIN:
+                found.append(value)
             else:
-                label = origins.known(value)
-                found.append(self._stranger(value, reads) if label is None else label)
+                found.append(self._stranger(value, reads))
         return tuple(found)
 
     def _stranger(self, value: Any, reads: bool) -> Any:
@@ -557,7 +553,7 @@ class RecordMode(DispatchMode):
 
 
 def _has_gradient(args: _Args) -> bool:
-    """Whether the result of an op requires grad: Python then reads its numbers through an op."""
+    """Whether the result of an op requires grad."""
     if torch.is_grad_enabled():
         for value in args:
             if isinstance(value, _Tensor) and value.requires_grad:

@@ -1,4 +1,9 @@
-"""The mode under which a recomputation runs: hands out what was kept."""
+"""The mode under which a recomputation runs: hands out what was kept.
+
+It does so as long as the region runs the ops of forward, one by one, and each kept op gets what it
+got then (see ``origins``). If an op gets something else, that is an error. If another op runs,
+since forward had to fill a cache, the rest of the region is simply recomputed.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,17 @@ from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
 from recollect.selective.facts import Facts, facts_of
 from recollect.selective.ledger import Calls, Entry, Ledger
-from recollect.selective.origins import PLAIN, Made, Origins, differ, note_results
+from recollect.selective.origins import (
+    PLAIN,
+    Made,
+    Origins,
+    differ,
+    int_label,
+    ints_label,
+    note_results,
+)
 from recollect.state.rng import write_rng
+from recollect.state.tensors import same_values
 from recollect.torch_private import (
     DispatchMode,
     OpOverload,
@@ -76,8 +90,11 @@ class ReplayMode(DispatchMode):
         self._vacant: dict[int | None, ReferenceType[Any]] = {}
         #: The first op that reads such a thing, and how many tensors had been saved then.
         self._misread: tuple[Any, int] | None = None
-        #: When, in forward, the last op ran whose result was given out.
-        self._clock = 0
+        #: How many ops have run; whether they were those of forward, one by one; and whether
+        #: something was given out on that condition.
+        self._steps = 0
+        self._is_in_step = True
+        self._guesses = False
         #: What has been given out and was changed in place in forward.
         self._changed: list[Entry] = []
 
@@ -116,28 +133,27 @@ class ReplayMode(DispatchMode):
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         position = progress.position
         progress.position = position + 1
+        label, inputs = None, ()
+        if self._origins is not None:
+            inputs = self._inputs(self._origins, calls, args, kwargs)
+            label = None if None in inputs else hash(inputs)
         if position >= calls.count and self._is_own():
             raise KeptTensorError(
                 f"{calls.op} invocation index {position} encountered during backward but not "
                 f"found in storage. {_CAUSE}"
             )
-        label = None
-        if self._origins is not None:
-            inputs = self._inputs(self._origins, calls, args, kwargs)
-            label = None if None in inputs else hash(inputs)
-        if calls.entries and self._gives:
-            entry = calls.entries.get(position)
-            if self._origins is not None:
-                entry = self._find(entry, label, inputs)
-            if entry is not None and (self._once or not entry.is_consumed):
-                out = self._hand_out(facts, entry)
-                if label != entry.label and label is not None:
-                    out = self._verified(facts, entry, out, args, kwargs)
-                note_results(self._made, out, entry.label, None)
-                return out
-        if self._vacant:
-            self._note_reading(facts, args, kwargs)
-        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        if self._is_in_step:
+            self._keep_step(calls)
+        entry = calls.entries.get(position) if calls.entries and self._gives else None
+        if entry is not None and self._origins is not None and not entry.is_consumed:
+            entry = self._checked(facts, entry, inputs, args, kwargs)
+        if entry is not None and (self._once or not entry.is_consumed):
+            out = self._hand_out(facts, entry)
+            label = entry.label
+        else:
+            if self._vacant:
+                self._note_reading(facts, args, kwargs)
+            out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if type(out) is _Tensor:
             self._made[id(out)] = (ref(out), label, None)
         else:
@@ -148,17 +164,19 @@ class ReplayMode(DispatchMode):
         self, origins: Origins, calls: Calls, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, ...]:
         """An op and what goes in, in labels; None at the end if something is unknown."""
-        made = self._made
+        made, outside = self._made, origins.known
         found: list[Any] = [calls.key]
         unknown = False
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            known = made.get(id(value))
+        for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+            known = made.get(id(value)) or outside.get(id(value))
             if known is not None and known[0]() is value:
                 found.append(known[1])
-            elif (cls := type(value)) in PLAIN:
-                found.append(value)
+            elif (cls := type(value)) is int:
+                found.append(int_label(value))
             elif cls is list and value and type(value[0]) is int:
-                found.append(tuple(value))
+                found.append(ints_label(value))
+            elif cls in PLAIN:
+                found.append(value)
             else:
                 label = origins.label(value, made)
                 unknown |= type(label) is tuple and None in label
@@ -167,23 +185,46 @@ class ReplayMode(DispatchMode):
             found.append(None)
         return tuple(found)
 
-    def _find(
-        self, candidate: Entry | None, label: int | None, inputs: tuple[Any, ...]
-    ) -> Entry | None:
-        """What was kept of a call. ``candidate``: the entry of the call of that number."""
-        entry = None if label is None else self.ledger.find(label)
-        if entry is None or (entry.is_consumed and not self._once):
-            # Something that went in is not known, or is not what it was. The caller will see.
-            if candidate is None or (label is None and differ(candidate.inputs, inputs)):
-                return None
-            return candidate
-        if entry.clock < self._clock and not entry.is_consumed:
+    def _keep_step(self, calls: Calls) -> None:
+        """Compare the op that is about to run with the one that ran in forward."""
+        sequence, step = self.ledger.sequence, self._steps
+        self._steps = step + 1
+        if step < len(sequence) and sequence[step] == calls.key:
+            return
+        self._is_in_step = False
+        if self._guesses and self._is_own():
             raise KeptTensorError(
-                f"a result that was kept in forward is asked for out of turn{_where()}: ops have "
-                f"changed places. {_CAUSE}"
+                f"{calls.op} is run now, and was not at this point of forward{_where()}. Results "
+                f"have been given out on the condition that it was. {_CAUSE}"
             )
-        self._clock = entry.clock
-        return entry
+
+    def _checked(
+        self,
+        facts: Facts,
+        entry: Entry,
+        inputs: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> Entry | None:
+        """What was kept of the call of this number, if the region has done as in forward so far.
+
+        None: the op has to be run.
+        """
+        if not self._is_in_step:
+            return None
+        if entry.inputs == inputs:
+            return entry
+        if None in inputs and not differ(entry.inputs, inputs):
+            self._guesses = True  # what is not known is the same, if all ops are
+            return entry
+        if entry.is_vacant or facts.is_random:
+            return None
+        # What goes in may be the same all the same, made in another way.
+        if _same(facts.call(*args, **(kwargs or {})), entry.look()):
+            return entry
+        raise KeptTensorError(
+            f"{facts.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
+        )
 
     def _is_own(self) -> bool:
         """Whether forward must have run the op that is running: it is not of a backward inside."""
@@ -207,20 +248,6 @@ class ReplayMode(DispatchMode):
         progress = self._known.get(id(calls)) or _Progress(facts, calls)
         self._known[id(func) if type(func) is OpOverload else id(calls)] = progress
         return progress
-
-    def _verified(
-        self, facts: Facts, entry: Any, kept: Any, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Run the op after all, and see whether it gives what was kept.
-
-        It may: what went in was made anew, in another way.
-        """
-        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
-        if not entry.is_vacant and not _alike(out, kept):
-            raise KeptTensorError(
-                f"{facts.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
-            )
-        return out
 
     def _hand_out(self, facts: Facts, entry: Entry) -> Any:
         if entry.is_consumed:
@@ -274,14 +301,10 @@ class ReplayMode(DispatchMode):
                 )
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two results of an op are the same, but for what a device does in another order."""
+def _same(a: Any, b: Any) -> bool:
+    """Whether two results of an op are the same, bit for bit."""
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, 1e-3, 1e-5, True)
-        for x, y in pairs
-        if isinstance(x, _Tensor)
-    )
+    return all(same_values(x, y) for x, y in pairs if isinstance(x, _Tensor))
 
 
 def _unread(reader: Any) -> KeptTensorError:

@@ -69,7 +69,9 @@ class _Stowed:
         self._parcel = deposit.put(tensor.detach())
 
     def unpack(self) -> _Tensor:
-        return self._parcel.get().detach().requires_grad_()
+        leaf = self._parcel.get().detach().requires_grad_()
+        with torch.enable_grad():
+            return leaf.view_as(leaf)  # no leaf, as in forward: autocast tells them apart
 
 
 def _stow(value: Any, deposit: Deposit) -> Any:

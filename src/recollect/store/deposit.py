@@ -35,6 +35,18 @@ def looks_of(tensor: torch.Tensor) -> Looks | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def _fits(tensor: torch.Tensor, looks: Looks) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (looks[0], looks[2], looks[3])
+
+
+def _described(value: Any) -> str:
+    looks = looks_of(value) if isinstance(value, torch.Tensor) else value
+    if not isinstance(looks, tuple):
+        return f"{value!r}"
+    shape, _, dtype, device = looks
+    return f"a tensor of shape {list(shape)}, {dtype}, on {device}"
+
+
 class Parcel:
     """A tensor in a store. Dropped there when nobody holds this any more."""
 
@@ -77,6 +89,13 @@ class Parcel:
         """The tensor."""
         with unobserved():
             tensor = self._store.get(self._handle)
+        if not isinstance(tensor, torch.Tensor) or (
+            self.looks is not None and not _fits(tensor, self.looks)
+        ):
+            raise KeptTensorError(
+                f"get() of {type(self._store).__name__} returned {_described(tensor)} for "
+                f"{_described(self.looks)}: it has to give back the same tensor"
+            )
         # A store may simply hold what it is given.
         if tensor is self._tensor() and self._version >= 0 and tensor._version != self._version:
             raise KeptTensorError(
@@ -121,14 +140,14 @@ class Deposit:
         self.chosen = store is not None
         self._store = store
         self._parcels: list[ReferenceType[Parcel]] = []
-        self._previous: ReferenceType[Deposit] | None = None
+        #: The last region before this that has put something into a store.
+        self._previous = _latest.deposit
 
     def put(self, tensor: torch.Tensor) -> Parcel:
         """Send ``tensor`` away: to the memory of the host, unless there is another store."""
         if self._store is None:
             self._store = host_store()
         if not self._parcels:
-            self._previous = _latest.deposit
             _latest.deposit = ref(self)
         parcel = Parcel(self._store, tensor)
         self._parcels.append(ref(parcel))
