@@ -575,6 +575,17 @@ def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
     _C._set_cublas_allow_bf16_reduced_precision_reduction(*state)
 
 
+#: The order of attention kernels before anybody has set one.
+_NO_ORDER = [1, 2, 0, 3, 4]
+
+
+def _set_sdp_priority_order(order: list[int]) -> None:
+    # The first attention of a process sets an order of torch's choice. Whoever has read the flags
+    # before that does not ask for the other one.
+    if order != _NO_ORDER:
+        _C._set_sdp_priority_order(order)
+
+
 _Flag = tuple[Callable[[], Any], Callable[[Any], None]]
 
 _COMMON_FLAGS: tuple[_Flag, ...] = (
@@ -593,7 +604,7 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
 )
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_sdp_priority_order, _set_sdp_priority_order),
     (_C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
     (_C._get_cublas_allow_fp16_reduced_precision_reduction, _set_fp16_reduction),
     (_C._get_cublas_allow_bf16_reduced_precision_reduction, _set_bf16_reduction),
@@ -739,7 +750,9 @@ def _compiler_policy(name: str) -> Any:
     """The member called ``name`` of the policy enum that the graph partitioner compares with."""
     from torch._functorch import partitioners
 
-    return getattr(vars(partitioners)["CheckpointPolicy"], name)
+    policies = vars(partitioners)["CheckpointPolicy"]
+    # Before torch 2.12 there is no offload: what should go to the host is kept.
+    return getattr(policies, name, policies.MUST_SAVE)
 
 
 def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from recollect import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.policy.decisions import OpList, as_decision, check_ops, expand_packets, is_kept
+from recollect.policy.decisions import as_decision, check_ops, expand_packets
 
 aten = torch.ops.aten
 
@@ -33,23 +33,6 @@ def test_bools_are_short_for_decisions(value, decision):
 def test_anything_else_is_refused_with_the_name_of_the_op(value):
     with pytest.raises(ValueError, match=r"returned .* for aten\.mm\.default"):
         as_decision(value, aten.mm.default)
-    with pytest.raises(ValueError, match=r"returned .* for aten\.mm\.default"):
-        is_kept(value, aten.mm.default)
-
-
-def test_only_saving_keeps():
-    for policies in (CheckpointPolicy, torch_checkpoint.CheckpointPolicy):
-        kept = [member for member in policies if is_kept(member, aten.mm.default)]
-        assert kept == [policies.MUST_SAVE, policies.PREFER_SAVE]
-    assert is_kept(True, aten.mm.default)
-    assert not is_kept(False, aten.mm.default)
-
-
-def test_an_op_list_saves_what_it_names():
-    policy = OpList([aten.mm.default])
-    context = SelectiveCheckpointContext(is_recompute=False)
-    assert policy(context, aten.mm.default, 1, 2) is CheckpointPolicy.MUST_SAVE
-    assert policy(context, aten.sin.default, out=None) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_packets_are_expanded_in_place():

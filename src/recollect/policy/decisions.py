@@ -15,13 +15,11 @@ from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadP
 
 __all__ = [
     "CheckpointPolicy",
-    "OpList",
     "PolicyFunction",
     "SelectiveCheckpointContext",
     "as_decision",
     "check_ops",
     "expand_packets",
-    "is_kept",
 ]
 
 
@@ -57,20 +55,6 @@ class SelectiveCheckpointContext:
 PolicyFunction = Callable[..., Any]
 
 
-class OpList:
-    """The policy "save these ops, recompute the others"."""
-
-    __slots__ = ("ops",)
-
-    def __init__(self, ops: Iterable[Any]) -> None:
-        self.ops = frozenset(ops)
-
-    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if op in self.ops:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def as_decision(value: Any, op: Any) -> CheckpointPolicy:
     """What a policy function returned, as a decision; anything else is refused."""
     if type(value) is CheckpointPolicy:
@@ -85,23 +69,6 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
         f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
         "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
     )
-
-
-def is_kept(value: Any, op: Any) -> bool:
-    """Whether what a policy function returned means that the result stays until backward."""
-    kept = _IS_KEPT.get(id(value))
-    if kept is None:
-        as_decision(value, op)  # raises
-    return bool(kept)
-
-
-_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-#: For everything that a policy function may return. By id, since enum members hash slowly.
-_IS_KEPT = {
-    id(value): as_decision(value, None) in _SAVE
-    for value in (*CheckpointPolicy, *TorchCheckpointPolicy, True, False)
-}
 
 
 def check_ops(ops: Iterable[Any], name: str) -> None:

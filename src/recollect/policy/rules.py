@@ -13,7 +13,7 @@ import torch
 
 from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, check_ops, expand_packets
 from recollect.policy.patterns import fits
-from recollect.torch_private import HigherOrderOperator, op_name
+from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
 
 __all__ = [
     "AnyRule",
@@ -214,11 +214,13 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
         except TypeError:  # not hashable, and hence no op
             check_ops(value, "policy" if packets else "`op_list`")
             raise
-    if callable(value) and not isinstance(value, type):
+    is_op = isinstance(value, (OpOverload, OpOverloadPacket))
+    if callable(value) and not isinstance(value, type) and not is_op:
         return Policy(FunctionRule(value))
     raise TypeError(
         f"{name} must be either a function or a list of ops, or made by recollect.policy, such as "
-        f"policy.matmuls(). Got {value!r} of type {type(value).__name__} as the policy"
+        f"policy.save_ops(torch.ops.aten.mm). Got {value!r} of type {type(value).__name__} as the "
+        "policy"
     )
 
 

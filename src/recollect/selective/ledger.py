@@ -31,6 +31,15 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` with its strides, which ``clone`` does not always keep."""
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
+        return tensor.clone()
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
 class Kept:
     """A tensor kept from forward, with the version it had."""
 
@@ -52,7 +61,7 @@ class Kept:
 
     def before_write(self, _tensor: torch.Tensor) -> None:
         """Have a copy of one's own: what is kept is about to be changed in place."""
-        self.val = self.val.clone()
+        self.val = _copy(self.val)
         self.version = _version(self.val)
 
     def take(self, *, allow_mutation: bool) -> torch.Tensor:
@@ -218,6 +227,7 @@ class Ledger:
         "origins",
         "replays",
         "sequence",
+        "steps",
     )
 
     def __init__(self, deposit: Deposit) -> None:
@@ -225,6 +235,8 @@ class Ledger:
         self.calls: dict[Any, Calls] = {}
         #: The keys of all calls, in order.
         self.sequence: list[Any] = []
+        #: How many there had been when autograd saved the last tensor.
+        self.steps = 0
         self.origins = Origins()
         #: Whether forward is over.
         self.is_complete = False

@@ -163,6 +163,7 @@ class RecordMode(DispatchMode):
     def note_saved(self, tensor: _Tensor) -> None:
         """Autograd saves ``tensor``."""
         self._last_save = self._clock
+        self.ledger.steps = len(self.ledger.sequence)
         made = self._made.get(id(tensor))
         if made is not None and made[0]() is tensor:
             if made[2] is not None:
@@ -206,7 +207,7 @@ class RecordMode(DispatchMode):
         if self._function is None:
             raise ValueError(
                 f"{self._rulebook} needs to know the region's modules: pass the policy to "
-                " recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
+                "recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
             )
         inside = self._asker.inside
         modules = InsideModules(self._rulebook, self._function, self._values, inside)

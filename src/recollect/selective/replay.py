@@ -288,6 +288,11 @@ class ReplayMode(DispatchMode):
 
     def check_saved(self, expected: int) -> None:
         """Refuse what comes from a result that was not there. ``expected``: how many are saved."""
+        if self._guesses and self._is_in_step and self._steps < self.ledger.steps:
+            raise KeptTensorError(
+                "the recomputation ran fewer operations than forward. Results have been given out "
+                f"on the condition that it ran the same. {_CAUSE}"
+            )
         if self._misread is not None and self._misread[1] < min(expected, len(self._saved)):
             raise _unread(self._misread[0])
         if self._vacant and any(self._is_vacant(tensor) for tensor in self._saved[:expected]):

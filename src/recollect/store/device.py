@@ -1,6 +1,6 @@
 """The store that does nothing: a kept tensor stays where it is.
 
-It exists so that the engine has one path for tensors that stay and tensors that go.
+The plainest store there is, to compare with and to derive from.
 """
 
 from __future__ import annotations
