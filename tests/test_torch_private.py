@@ -4,10 +4,12 @@ import ast
 import functools
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recollect import torch_private as private
@@ -279,6 +281,28 @@ def test_a_dispatch_mode_sees_ops_and_nests():
     expected = [torch.ops.aten.sin.default, torch.ops.aten.sum.default]
     assert outer.ops == inner.ops == expected
     assert issubclass(private.DispatchMode, TorchDispatchMode)
+
+
+def test_a_mode_of_ours_leaves_no_flag_that_a_mode_of_another_thread_had_set():
+    """The flags are the process's: a mode that put back what it found would leave them set."""
+
+    class Theirs(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    names = [name for name in vars(_python_dispatch) if name.startswith("_is_in")]
+
+    def flags():
+        return [name for name in names if getattr(_python_dispatch, name)]
+
+    assert "_is_in_any_mode_without_ignore_compile_internals" in names
+    assert flags() == []
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(Theirs().__enter__).result()
+        with private.DispatchMode():
+            assert _python_dispatch.is_in_torch_dispatch_mode()
+            other.submit(theirs.__exit__, None, None, None).result()
+    assert flags() == []
 
 
 def test_a_detached_alias_shares_the_version():

@@ -18,7 +18,7 @@ import torch.fx.traceback
 from torch._functorch import pyfunctorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _device
+from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -190,6 +190,8 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: How many function modes are active; a default device is one.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+_pop_dispatch_mode: Callable[..., Any] = torch._C._pop_torch_dispatch_stack
 
 
 def dispatch_modes_active() -> bool:
@@ -244,10 +246,28 @@ class DispatchMode(TorchDispatchMode):
     torch wraps the ``__torch_dispatch__`` of every mode so that dynamo never compiles it: a
     microsecond and a half for each op. Regions run with dynamo switched off altogether when it is
     on (see ``run_without_dynamo``), so the wrapper has nothing to protect here.
+
+    torch also notes in globals what kinds of modes are on, and each mode puts back what it found.
+    Modes of two threads that overlap put back each other's: one such pair, and compiled code called
+    under a mode fails its guards for the rest of the process. So entering one of ours touches only
+    the flag that compiled code asks to know whether a mode wants to see it, and leaving sets it to
+    what is true in this thread.
     """
 
     #: Higher-order ops (flex attention, compiled regions) reach ``__torch_dispatch__`` like others.
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        """Nothing is kept of the globals, so there is nothing to make."""
+
+    def __enter__(self) -> DispatchMode:
+        _push_dispatch_mode(self)
+        _python_dispatch._is_in_torch_dispatch_mode = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _pop_dispatch_mode(None)
+        _python_dispatch._is_in_torch_dispatch_mode = dispatch_modes_active()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
+from recollect.torch_private import DispatchMode
 from tests._support import Memory, assert_identical, measure
 
 aten = torch.ops.aten
@@ -24,8 +24,8 @@ def limit(text: str) -> Any:
     return pytest.mark.xfail(strict=True, reason=text)
 
 
-class Ops(TorchDispatchMode):
-    """Counts the ops that are really run."""
+class Ops(DispatchMode):
+    """Counts the ops that are really run, in any number of threads."""
 
     def __init__(self) -> None:
         super().__init__()

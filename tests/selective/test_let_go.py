@@ -22,7 +22,6 @@ from tests.selective._helpers import (
     flops,
     held,
     leaves,
-    limit,
     memory,
     seeded,
     selective,
@@ -307,7 +306,6 @@ def test_a_reader_that_nobody_sees_gets_what_it_read(function, given):
     assert_right(function, square(), given)
 
 
-@limit("tolist() reads without an op")
 @pytest.mark.parametrize("function", UNSEEN)
 def test_a_reader_without_any_op_gets_what_it_read(function):
     assert_right(function, square(), policy.matmuls())

@@ -53,7 +53,7 @@ class OpLog(DispatchMode):
     """Writes down every op that runs under it."""
 
     def __init__(self, *, stacks: bool = True, fingerprints: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.entries: list[Entry] = []
         #: In the order of saving, if there are fingerprints.
         self.saved: list[Saved] = []
@@ -96,7 +96,7 @@ class OpLog(DispatchMode):
             self.saved.append(Saved(print_, strides_of(tensor)))
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
         # Only what is written down is of use now.
         self._names.clear()
         if self._effects is not None:

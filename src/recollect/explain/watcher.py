@@ -31,7 +31,7 @@ class Watcher(DispatchMode):
     """Notes the memory that ops make, with the module and the regions they ran in."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.memories = Memories()
         #: Those that are being run, the outermost first.
         self.regions: list[Region] = []

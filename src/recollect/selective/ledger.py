@@ -15,6 +15,7 @@ from recollect.errors import KeptTensorError
 from recollect.selective.origins import Origins
 from recollect.state.rng import RngState
 from recollect.store.deposit import Deposit, Looks, Parcel, looks_of
+from recollect.store.handles import version_of
 from recollect.torch_private import (
     OpOverload,
     below_python,
@@ -25,10 +26,6 @@ from recollect.torch_private import (
 )
 
 __all__ = ["ELSEWHERE", "Calls", "Entry", "Kept", "Ledger", "Vacant"]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,11 +44,11 @@ class Kept:
 
     def __init__(self, detached: torch.Tensor) -> None:
         self.val = detached
-        self.version = -1 if detached.is_inference() else detached._version
+        self.version = version_of(detached)
 
     @property
     def looks(self) -> Looks | None:
-        """What it looks like, if it takes an op to read its numbers."""
+        """What it looks like."""
         return looks_of(self.val)
 
     @property
@@ -62,11 +59,11 @@ class Kept:
     def before_write(self, _tensor: torch.Tensor) -> None:
         """Have a copy of one's own: what is kept is about to be changed in place."""
         self.val = _copy(self.val)
-        self.version = _version(self.val)
+        self.version = version_of(self.val)
 
     def take(self, *, allow_mutation: bool) -> torch.Tensor:
         """The tensor, if it is what it was."""
-        if _version(self.val) != self.version and not allow_mutation:
+        if version_of(self.val) != self.version and not allow_mutation:
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(self.val.shape)} that the policy keeps was changed in place "
@@ -92,6 +89,17 @@ class Vacant:
         with below_python():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             return tensor.fill_(float("nan"))
+
+
+#: Up to so many numbers on the CPU somebody may want as a list: ``losses.tolist()``.
+_LISTED = 256
+
+
+def _may_be_listed(looks: Looks | None) -> bool:
+    """Whether Python may read the numbers of such a tensor without an op."""
+    if looks is None or not looks[2].is_floating_point:
+        return True
+    return looks[3].type == "cpu" and looks[0].numel() <= _LISTED
 
 
 class Entry:
@@ -158,7 +166,8 @@ class Entry:
         results = self.results
         places = results if isinstance(results, (list, tuple)) else (results,)
         return self.has_gradient and all(
-            isinstance(place, (Kept, Parcel)) and place.looks is not None for place in places
+            isinstance(place, (Kept, Parcel)) and not _may_be_listed(place.looks)
+            for place in places
         )
 
     def vacate(self) -> None:
@@ -271,10 +280,6 @@ class Ledger:
         if calls is None:
             calls = self.calls[key] = Calls(op, key)
         return calls
-
-    def add(self, calls: Calls, number: int, entry: Entry) -> None:
-        """Keep the results of a call."""
-        calls.entries[number] = entry
 
     def drop(self, calls: Calls, number: int) -> None:
         """Do not keep them after all."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 from weakref import ref
 
@@ -149,11 +148,6 @@ class InsideModules:
             before, after = (_Hook(ranks, self._counts, step) for step in (1, -1))
             hook_module(module, -id(self), before, after)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for module, _ in self._matched:
             unhook_module(module, -id(self))

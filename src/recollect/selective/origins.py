@@ -14,7 +14,7 @@ anew. What comes from it has no label.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from recollect.torch_private import cast_weight
 
-__all__ = ["PLAIN", "Made", "Origins", "differ", "int_label", "ints_label", "note_results"]
+__all__ = ["Made", "Origins", "differ", "note_results"]
 
 #: By id of a tensor that was made: the tensor itself, weakly, since ids are used again; its label;
 #: and what holds its memory, if something does.
@@ -105,25 +105,58 @@ class Origins:
                 return hash((_CAST, self.label(weight, made), value.dtype))
             return self._learn(value) if self._learns else _stranger(value)
         if isinstance(value, _CONTAINERS):
-            return tuple([self.label(each, made) for each in value])
+            labels = tuple([self.label(each, made) for each in value])
+            return None if None in labels else labels
         return _constant(value)
+
+    def inputs(
+        self,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        made: Made,
+        stranger: Callable[[Any], Any],
+        clock: int | None = None,
+    ) -> tuple[Any, ...]:
+        """An op and what goes in, in labels; None for what is of unknown origin.
+
+        ``stranger`` labels what is neither known nor a plain constant. ``clock``: tell what holds
+        the memory of the inputs that the op reads them then.
+        """
+        outside = self.known
+        found: list[Any] = [key]
+        for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+            known = made.get(id(value)) or outside.get(id(value))
+            if known is not None and known[0]() is value:
+                found.append(known[1])
+                if clock is not None and known[2] is not None:
+                    known[2].note_use(clock)
+            elif (cls := type(value)) is int:
+                found.append(_int_label(value))
+            elif cls is list and value and type(value[0]) is int:
+                found.append(_ints_label(value))
+            elif cls in _PLAIN:
+                found.append(value)
+            else:
+                found.append(stranger(value))
+        return tuple(found)
 
 
 #: What stands for itself, and is not looked up.
-PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 #: In the place of -1, which has the hash of -2.
 _MINUS_ONE = "-1"
 
 
-def int_label(value: int) -> Any:
+def _int_label(value: int) -> Any:
     """What stands in a label for an int."""
     return _MINUS_ONE if value == -1 else value
 
 
-def ints_label(values: list[int]) -> tuple[Any, ...]:
+def _ints_label(values: list[int]) -> tuple[Any, ...]:
     """What stands in a label for a list of ints."""
-    return tuple([int_label(value) for value in values]) if -1 in values else tuple(values)
+    return tuple([_int_label(value) for value in values]) if -1 in values else tuple(values)
 
 
 def _stranger(tensor: _Tensor) -> int | None:
@@ -140,7 +173,7 @@ def _constant(value: Any) -> Any:
     if value is None:
         return _NO_VALUE  # not to be taken for a tensor of unknown origin
     if type(value) is int:
-        return int_label(value)
+        return _int_label(value)
     if isinstance(value, (bool, float, complex)):
         return str(value)  # True is not 1, 0.0 is not -0.0, and nan is nan
     try:

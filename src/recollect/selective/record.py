@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -29,7 +28,7 @@ from recollect.selective.facts import Facts, facts_of
 from recollect.selective.ledger import ELSEWHERE, Calls, Entry, Kept, Ledger
 from recollect.selective.modules import InsideModules
 from recollect.selective.nameable import Nameable
-from recollect.selective.origins import PLAIN, Made, int_label, ints_label, note_results
+from recollect.selective.origins import Made, note_results
 from recollect.selective.rulings import Answer, Asker, Ruling, rulebook_of
 from recollect.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
@@ -95,7 +94,7 @@ class RecordMode(DispatchMode):
         observer: Observer | None = None,
         ac_graph_id: int | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ledger = ledger
         #: Set by the compiler, which tells the regions of a graph apart by it.
         self.ac_graph_id = ac_graph_id
@@ -200,7 +199,7 @@ class RecordMode(DispatchMode):
             self._enter_modules()
         if self._rulebook.names:
             self._outer, listening.listener = listening.listener, self
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def _enter_modules(self) -> None:
@@ -214,19 +213,14 @@ class RecordMode(DispatchMode):
         modules.__enter__()
         self._modules = modules
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
         if self._modules is not None:
-            self._modules.__exit__(exc_type, exc, traceback)
+            self._modules.__exit__(*exc)
         if self._rulebook.names:
             listening.listener = self._outer
         try:
-            if exc is None:
+            if exc[0] is None:
                 self._check_rules()
                 if self._function is not None:
                     self._let_go()
@@ -446,30 +440,19 @@ class RecordMode(DispatchMode):
 
     def _inputs(self, op: _Op, args: _Args, kwargs: Any, reads: bool) -> tuple[Any, ...]:
         """The op and what went in, in labels. ``reads``: it will read that again."""
-        made, outside = self._made, self.ledger.origins.known
-        found: list[Any] = [op.calls.key]
-        for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
-            known = made.get(id(value)) or outside.get(id(value))
-            if known is not None and known[0]() is value:
-                found.append(known[1])
-                if reads and known[2] is not None:
-                    known[2].note_use(self._clock)
-            elif (cls := type(value)) is int:
-                found.append(int_label(value))
-            elif cls is list and value and type(value[0]) is int:
-                found.append(ints_label(value))
-            elif cls in PLAIN:
-                found.append(value)
-            else:
-                found.append(self._stranger(value, reads))
-        return tuple(found)
+        clock = self._clock if reads else None
+        stranger = self._label_read if reads else self._label
+        return self.ledger.origins.inputs(op.calls.key, args, kwargs, self._made, stranger, clock)
 
-    def _stranger(self, value: Any, reads: bool) -> Any:
-        """The label of what is met for the first time; or of a list, or of a constant."""
+    def _label_read(self, value: Any) -> Any:
+        """As `_label`, and what is in a list is read."""
         if isinstance(value, (list, tuple)):
-            if reads:
-                self._note_use(value)
-        elif isinstance(value, _Tensor) and not isinstance(value, nn.Parameter):
+            self._note_use(value)
+        return self._label(value)
+
+    def _label(self, value: Any) -> Any:
+        """The label of what is met for the first time; or of a list, or of a constant."""
+        if isinstance(value, _Tensor) and not isinstance(value, nn.Parameter):
             # It may be an alias that was made without an op, as ``.data`` is.
             memory = storage_key(value)
             for entry in self._entries:
@@ -504,7 +487,7 @@ class RecordMode(DispatchMode):
         else:
             results = tree_map_only(_Tensor, lambda each: hold(detach_below_autograd(each)), out)
         entry = Entry(results, inputs, self._clock, rng)
-        self.ledger.add(calls, calls.count - 1 if number is None else number, entry)
+        calls.entries[calls.count - 1 if number is None else number] = entry
         self._entries.append(entry)
         return entry
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -18,15 +19,7 @@ from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
 from recollect.selective.facts import Facts, facts_of
 from recollect.selective.ledger import Calls, Entry, Ledger
-from recollect.selective.origins import (
-    PLAIN,
-    Made,
-    Origins,
-    differ,
-    int_label,
-    ints_label,
-    note_results,
-)
+from recollect.selective.origins import Made, Origins, differ, note_results
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
 from recollect.torch_private import (
@@ -68,7 +61,7 @@ class ReplayMode(DispatchMode):
     def __init__(
         self, ledger: Ledger, allow_cache_entry_mutation: bool = False, *, once: bool = True
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ledger = ledger
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
         self._once = once
@@ -117,12 +110,12 @@ class ReplayMode(DispatchMode):
         self._backward = current_graph_task()
         # Of two that run at once, in threads, the second recomputes everything.
         self._gives = self.ledger.begin_replay() or self._once
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.ledger.end_replay()
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,7 +128,9 @@ class ReplayMode(DispatchMode):
         progress.position = position + 1
         label, inputs = None, ()
         if self._origins is not None:
-            inputs = self._inputs(self._origins, calls, args, kwargs)
+            origins, made = self._origins, self._made
+            stranger = partial(origins.label, made=made)
+            inputs = origins.inputs(calls.key, args, kwargs, made, stranger)
             label = None if None in inputs else hash(inputs)
         if position >= calls.count and self._is_own():
             raise KeptTensorError(
@@ -159,31 +154,6 @@ class ReplayMode(DispatchMode):
         else:
             note_results(self._made, out, label, None)
         return out
-
-    def _inputs(
-        self, origins: Origins, calls: Calls, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Any, ...]:
-        """An op and what goes in, in labels; None at the end if something is unknown."""
-        made, outside = self._made, origins.known
-        found: list[Any] = [calls.key]
-        unknown = False
-        for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
-            known = made.get(id(value)) or outside.get(id(value))
-            if known is not None and known[0]() is value:
-                found.append(known[1])
-            elif (cls := type(value)) is int:
-                found.append(int_label(value))
-            elif cls is list and value and type(value[0]) is int:
-                found.append(ints_label(value))
-            elif cls in PLAIN:
-                found.append(value)
-            else:
-                label = origins.label(value, made)
-                unknown |= type(label) is tuple and None in label
-                found.append(label)
-        if unknown:
-            found.append(None)
-        return tuple(found)
 
     def _keep_step(self, calls: Calls) -> None:
         """Compare the op that is about to run with the one that ran in forward."""

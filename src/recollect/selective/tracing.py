@@ -95,7 +95,7 @@ class Tracer:
     def _keep(self, op: Any, out: Any, args: tuple[Any, ...]) -> None:
         calls = self._ledger.calls_of(op, args)
         results = tree_map_only(Tensor, lambda tensor: Kept(detach_below_autograd(tensor)), out)
-        self._ledger.add(calls, calls.count, Entry(results, (), 0, None))
+        calls.entries[calls.count] = Entry(results, (), 0, None)
         calls.count += 1
 
     def _tag_named(self, nodes: list[Any], names: list[str]) -> None:

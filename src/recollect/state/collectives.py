@@ -34,7 +34,7 @@ class CollectiveRecorder(DispatchMode):
     """Runs in forward and keeps the results of collectives."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.entries: list[_Entry] = []
 
     def __torch_dispatch__(
@@ -58,7 +58,7 @@ class CollectivePlayer(DispatchMode):
     """Runs in a rerun and gives the results again, in their order."""
 
     def __init__(self, recorder: CollectiveRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._entries = recorder.entries
         self._position = 0
 

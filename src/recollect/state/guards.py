@@ -60,7 +60,7 @@ class UseOfChanged(DispatchMode):
     """Runs around a rerun and raises if that uses a tensor that has changed."""
 
     def __init__(self, changes: Changes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._changes = changes
         #: Kept, since the function may swallow what is raised inside of it.
         self.error: InputChanged | None = None

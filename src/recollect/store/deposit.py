@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from recollect.errors import KeptTensorError
+from recollect.store.handles import version_of
 from recollect.store.host import host_store
 from recollect.store.protocol import Store
 from recollect.torch_private import raw_memory, storage_key, unobserved
@@ -25,12 +26,8 @@ Looks = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 def looks_of(tensor: torch.Tensor) -> Looks | None:
-    """What ``tensor`` looks like; None if its numbers may be read without an op.
-
-    As integers are: ``counts.tolist()``.
-    """
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    if not plain or tensor.is_nested or not tensor.is_floating_point():
+    """What ``tensor`` looks like; None if it is no plain tensor."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
@@ -68,7 +65,7 @@ class Parcel:
         self.looks = looks_of(tensor)
         self._store = store
         self._tensor = ref(tensor)
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = version_of(tensor)
         self._layout: Any = None
         if not hasattr(store, "before_write") and tensor.layout is torch.strided:
             self._layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
@@ -97,7 +94,7 @@ class Parcel:
                 f"{_described(self.looks)}: it has to give back the same tensor"
             )
         # A store may simply hold what it is given.
-        if tensor is self._tensor() and self._version >= 0 and tensor._version != self._version:
+        if tensor is self._tensor() and version_of(tensor) != self._version:
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(tensor.shape)} that {type(self._store).__name__} holds was "
