@@ -129,6 +129,22 @@ def _our_selective(keep: Any) -> RunBlock:
     return _with(recollect.checkpoint, context_fn=contexts)
 
 
+class _Stranger:
+    """A block that has never been seen."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._block(x)
+
+
+def _recording(**options: object) -> RunBlock:
+    """The replay engine, where every call is the first."""
+    run = _with(recollect.checkpoint, engine="replay", **options)
+    return lambda block, x: run(_Stranger(block), x)
+
+
 def _with_tags() -> RunBlock:
     """Keep the same results as the policies of ops and modules do, by name."""
     run = _with(recollect.checkpoint, policy=policy.save_named(*LINEARS) | policy.attention())
@@ -164,6 +180,20 @@ MODES: Mapping[str, Mode] = {
         "torch selective, function",
     ),
     "policy, names": Mode(_with_tags(), "torch selective, function"),
+    "replay, nothing kept": Mode(
+        _with(recollect.checkpoint, engine="replay"), "torch non-reentrant"
+    ),
+    "replay, ops": Mode(
+        _with(recollect.checkpoint, engine="replay", policy=policy.matmuls() | policy.attention()),
+        "torch selective, function",
+    ),
+    "replay, attention": Mode(
+        _with(recollect.checkpoint, engine="replay", policy=policy.attention()),
+        "torch non-reentrant",
+    ),
+    "replay, recording": Mode(
+        _recording(policy=policy.matmuls() | policy.attention()), "torch selective, function"
+    ),
 }
 
 

@@ -41,6 +41,9 @@ SHOWN = (
     "recollect.checkpoint",
     "compat reentrant",
     "selective, function",
+    "replay, nothing kept",
+    "replay, attention",
+    "replay, ops",
 )
 
 

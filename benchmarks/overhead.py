@@ -62,6 +62,9 @@ TARGETS = (
     Target("compat reentrant", "torch reentrant", 1.0),
     Target("policy, modules", "policy, ops", 1.05),
     Target("policy, names", "policy, ops", 1.05),
+    Target("replay, nothing kept", "torch non-reentrant", 1.0),
+    Target("replay, ops", "torch selective, function", 0.33),
+    Target("replay, recording", "torch selective, function", 0.8),
 )
 
 

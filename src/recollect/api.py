@@ -60,7 +60,8 @@ def checkpoint(
         policy: Keep some results instead of recomputing them: made by ``recollect.policy``, such as
             ``policy.matmuls() | policy.attention()``; or a list of ops (packets such as
             ``torch.ops.aten.mm`` stand for all their overloads); or a policy function.
-        engine: ``"rerun"`` (the default) or ``"reentrant"``.
+        engine: ``"rerun"`` (the default: the function is run again), ``"reentrant"``, or
+            ``"replay"`` (ops are written down once, and backward runs those it needs).
         offload_inputs: Hold the activations among the arguments in the memory of the host.
         store: Where everything that is kept goes, instead of staying where it is: a
             ``recollect.store.HostStore``, or an object of your own with ``put``, ``get``, ``drop``.

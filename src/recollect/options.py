@@ -18,7 +18,7 @@ from recollect.store import Store, check_store
 
 __all__ = ["DEFAULTS", "Options", "noop_context_fn"]
 
-ENGINES = ("rerun", "reentrant")
+ENGINES = ("rerun", "reentrant", "replay")
 
 
 def noop_context_fn() -> Contexts:
@@ -40,8 +40,10 @@ class Options:
         "early_stop",
         "make_contexts",
         "offload_inputs",
+        "policy",
         "preserve_rng_state",
         "reentrant",
+        "replay",
         "store",
     )
 
@@ -62,6 +64,8 @@ class Options:
             self.reentrant = _is_reentrant(use_reentrant, engine)
         else:
             self.reentrant = False
+        #: Whether ops are run again, and not the function.
+        self.replay = engine == "replay"
         self.debug = _checked_bool("debug", debug)
         self.early_stop = _checked_bool("early_stop", early_stop)
         self.preserve_rng_state = _checked_bool("preserve_rng_state", preserve_rng_state)
@@ -78,20 +82,29 @@ class Options:
                 raise ValueError(
                     "store has no effect without a policy or offload_inputs=True: nothing is kept"
                 )
+        #: The policy, ready for use.
+        self.policy = None if policy is None else as_policy(policy, "policy")
         if self.reentrant:
-            self._check_reentrant(determinism_check)
+            has_context = self.context_fn is not None
+            self._refuse(
+                "the reentrant engine", "context_fn or policy", has_context, determinism_check
+            )
+        elif self.replay:
+            has_context = context_fn is not noop_context_fn
+            self._refuse("the replay engine", "context_fn", has_context, determinism_check)
 
-    def _check_reentrant(self, determinism_check: Any) -> None:
+    def _refuse(self, engine: str, context: str, has_context: bool, determinism_check: Any) -> None:
+        """Refuse what has no effect with the engine."""
         given = {
-            "context_fn or policy": self.context_fn is not None,
+            context: has_context,
             "debug": self.debug,
             "determinism_check": determinism_check not in ("default", "none"),
         }
         for name, is_given in given.items():
             if is_given:
                 raise ValueError(
-                    f"{name} has no effect with the reentrant engine; leave it out, or use the "
-                    "default engine (use_reentrant=False)"
+                    f"{name} has no effect with {engine}; leave it out, or use the default engine "
+                    "(use_reentrant=False)"
                 )
 
     @classmethod
@@ -120,6 +133,7 @@ class Options:
             "early_stop": self.early_stop,
             "preserve_rng_state": self.preserve_rng_state,
             "policy": policy,
+            "engine": "replay" if self.replay else None,
             "offload_inputs": self.offload_inputs,
             "store": self.store,
         }
@@ -147,8 +161,10 @@ def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
     _checked_bool("use_reentrant", use_reentrant)
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine should be one of {list(ENGINES)}, but got {engine!r}")
-    if use_reentrant and engine == "rerun":
-        raise ValueError("use_reentrant=True contradicts engine='rerun'; leave out one of the two")
+    if use_reentrant and engine in ("rerun", "replay"):
+        raise ValueError(
+            f"use_reentrant=True contradicts engine={engine!r}; leave out one of the two"
+        )
     return bool(use_reentrant) or engine == "reentrant"
 
 

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from recollect.engines.reentrant import CheckpointFunction
+from recollect.engines.replay.engine import replay_region
 from recollect.engines.rerun import Contexts, Frame, make_contexts
 from recollect.options import Options
 from recollect.selective import RecordMode
@@ -42,6 +43,10 @@ def run_region(
         return _run_reentrant(function, args, kwargs, options)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if options.replay:
+        is_done, result = _replay(function, args, kwargs, options)
+        if is_done:
+            return result
     with enter_region(function, args, kwargs, options, read_once):
         return function(*args, **kwargs)
 
@@ -76,6 +81,14 @@ def _deposit(contexts: Contexts | None, options: Options) -> Deposit:
     if contexts is not None and isinstance(contexts[0], RecordMode):
         return contexts[0].ledger.deposit
     return make_deposit(options.store)
+
+
+def _replay(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[bool, Any]:
+    """Run a region by the replay engine; False if that has to leave it to the rerun engine."""
+    deposit = make_deposit(options.store)
+    return replay_region(function, args, kwargs, options.policy, deposit, options.offload_inputs)
 
 
 def _run_reentrant(
@@ -127,5 +140,5 @@ def run_compiled(
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
-for _hidden in (run_region, enter_region, _run_reentrant):
+for _hidden in (run_region, enter_region, _replay, _run_reentrant):
     hide_from_dynamo(_hidden)

@@ -7,7 +7,9 @@ release drops or changes one of them.
 
 from __future__ import annotations
 
+import functools
 import re
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import CodeType, FunctionType, TracebackType
@@ -23,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "CAST",
     "FLAGS",
     "MODULE_CALL",
+    "STRANGE",
     "DispatchMode",
     "HigherOrderOperator",
     "OpOverload",
@@ -34,35 +38,54 @@ __all__ = [
     "at_end_of_backward",
     "backward_allows_reentrant",
     "bare_op",
-    "cast_weight",
+    "below_autograd",
     "below_python",
+    "cast_weight",
+    "changes_looks",
+    "changes_memory",
     "compiled_in",
     "copy_tensors",
     "current_graph_task",
     "current_node",
     "current_operation",
+    "current_stream_key",
     "detach_below_autograd",
+    "dispatch_mode_count",
+    "dispatch_modes",
     "dispatch_modes_active",
     "dynamo_is_watching",
     "effects_of",
+    "foreign_function_modes",
     "function_mode_count",
     "function_modes",
     "get_graph_exec_group",
+    "has_dynamic_shape",
     "hide_from_dynamo",
     "hook_module",
-    "is_cast",
-    "is_compiling",
-    "is_functorch_wrapped",
     "inductor_region_key",
     "inner_tensors",
+    "is_capturing",
+    "is_cast",
+    "is_compiling",
+    "is_form_of",
+    "is_functorch_wrapped",
+    "is_nondeterministic",
     "is_nonstrict_tracing",
+    "is_of_torch",
+    "is_op_of_others",
+    "is_plain_tensor",
     "is_random",
     "is_tracing",
+    "is_transforming",
     "is_weight",
+    "makes_lazy_view",
     "metadata_ops",
     "nested_trace_policy",
     "never_traced",
+    "no_dispatch_modes",
+    "no_function_modes",
     "op_name",
+    "overwrites",
     "packed_by",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -77,15 +100,19 @@ __all__ = [
     "set_graph_exec_group",
     "set_version",
     "storage_key",
+    "strangeness_of",
     "tag_in_trace",
     "tag_recompute_nodes",
+    "takes_number",
     "traced_graph",
     "traced_modules",
     "traced_tag",
+    "training_position",
     "tree_leaves",
     "tree_map_only",
     "unobserved",
     "view_base",
+    "without_history",
     "write_precisions",
     "writes_argument",
     "written_arguments",
@@ -189,19 +216,30 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 #: How many function modes are active; a default device is one.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: How many dispatch modes are active.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 _pop_dispatch_mode: Callable[..., Any] = torch._C._pop_torch_dispatch_stack
 
 
 def dispatch_modes_active() -> bool:
     """Whether any dispatch mode would see the next op."""
-    return _dispatch_modes() > 0
+    return dispatch_mode_count() > 0
+
+
+def dispatch_modes() -> list[Any]:
+    """The active dispatch modes, the outermost first."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
 def function_modes() -> list[Any]:
     """The active function modes, the outermost first."""
     return _get_current_function_mode_stack() if function_mode_count() else []
+
+
+def foreign_function_modes() -> bool:
+    """Whether a function mode is on that is no default device."""
+    return not all(isinstance(mode, _device.DeviceContext) for mode in function_modes())
 
 
 def set_function_modes(modes: list[Any]) -> None:
@@ -213,6 +251,14 @@ def set_function_modes(modes: list[Any]) -> None:
     # A default device is a mode, and is noted in a global for compiled code to be checked against.
     devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
     _device.CURRENT_DEVICE = devices[-1] if devices else None
+
+
+#: A context in which function modes see nothing.
+no_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+
+#: A context in which dispatch modes see nothing.
+no_dispatch_modes: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
 
 class unobserved:  # noqa: N801 - used like a function
@@ -336,12 +382,13 @@ def is_random(op: Any) -> bool:
     return type(op) is OpOverload and torch.Tag.nondeterministic_seeded in op.tags
 
 
-_CAST = torch.ops.aten._to_copy.default
+#: The op by which autocast converts a tensor.
+CAST = torch.ops.aten._to_copy.default
 
 
 def is_cast(op: Any) -> bool:
     """Whether ``op`` is the one by which autocast converts a tensor."""
-    return op is _CAST
+    return op is CAST
 
 
 def is_weight(tensor: Any) -> bool:
@@ -431,7 +478,206 @@ def unhook_module(module: torch.nn.Module, key: int) -> None:
         hooks.pop(key, None)
 
 
+#: Ops whose result shares memory but shows other values than the memory holds.
+_LAZY = ("aten::_conj", "aten::_neg_view", "aten::conj", "aten::resolve_conj", "aten::resolve_neg")
+
+
+def makes_lazy_view(op: Any) -> bool:
+    """Whether ``op`` returns a view that shows memory conjugated or negated."""
+    return op_name(op) in _LAZY
+
+
+def has_dynamic_shape(op: Any) -> bool:
+    """Whether the shape of what ``op`` returns may depend on data."""
+    return type(op) is not OpOverload or torch.Tag.dynamic_output_shape in op.tags
+
+
+_KINDS_OF_TORCH = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    HigherOrderOperator,
+)
+
+
+def is_of_torch(function: Any) -> bool:
+    """Whether ``function`` is one of torch's own, which does what its arguments say."""
+    if isinstance(function, FunctionType):
+        return function.__module__ == "torch" or function.__module__.startswith("torch.")
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return not is_op_of_others(function)
+    return isinstance(function, _KINDS_OF_TORCH)
+
+
+def is_op_of_others(function: Any) -> bool:
+    """Whether ``function`` is an op that another library has registered."""
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return False
+    name = str(function)
+    return not name.startswith(("aten.", "prims.", "prim."))
+
+
+def is_form_of(op: Any, function: Any) -> bool:
+    """Whether ``op`` is ``function``, or one of the overloads that it stands for."""
+    return op is function or getattr(op, "overloadpacket", None) is function
+
+
+def changes_looks(op: Any) -> bool:
+    """Whether ``op`` gives its argument another shape, on the same memory."""
+    return type(op) is OpOverload and torch.Tag.inplace_view in op.tags
+
+
+_REPLACING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_")
+
+
+def changes_memory(op: Any) -> bool:
+    """Whether ``op`` gives its argument another memory."""
+    return op_name(op) in _REPLACING
+
+
+def takes_number(op: Any) -> bool:
+    """Whether ``op`` makes a Python number of a tensor's content."""
+    return type(op) is OpOverload and torch.Tag.data_dependent_output in op.tags
+
+
+def is_nondeterministic(op: Any) -> bool:
+    """Whether ``op`` may give other bits the next time, from the same input."""
+    return type(op) is OpOverload and torch.Tag.nondeterministic_bitwise in op.tags
+
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal"),
+        *("normal", "random", "uniform", "zero"),
+    )
+)
+
+
+def overwrites(op: Any) -> bool:
+    """Whether ``op`` replaces what it writes to without looking at it."""
+    if type(op) is not OpOverload:
+        return False
+    # bernoulli_ with a tensor of probabilities reads that, not what it writes to.
+    return op._schema.name in _OVERWRITING or any(a.is_out for a in op._schema.arguments)
+
+
+#: Normalizations whose results are independent of the running statistics that they update.
+_UPDATING_NORMS = _HIDDEN_WRITES | {
+    "aten::_native_batch_norm_legit",
+    "aten::_batch_norm_with_update",
+}
+
+
+def training_position(op: Any) -> int | None:
+    """For a normalization with running statistics: which argument says that it updates them.
+
+    -1 if it always does, None if ``op`` is no such thing.
+    """
+    if op_name(op) not in _UPDATING_NORMS:
+        return None
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("training") if "training" in names else -1
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or an alias that shares its version, without the graph it comes from."""
+    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is memory with shape and strides, and nothing that stands for another."""
+    return (
+        not _has_own_ways(type(tensor))
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and not is_functorch_wrapped(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+#: How the descriptions of `strangeness_of` begin.
+STRANGE = "a tensor "
+
+
+def strangeness_of(tensor: torch.Tensor) -> str:
+    """What is special about a tensor that is not plain."""
+    if is_functorch_wrapped(tensor):
+        return STRANGE + "of a transform of torch.func"
+    if _has_own_ways(type(tensor)):
+        return f"{STRANGE}of type {type(tensor).__name__}"
+    kinds = {
+        f"of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "that is nested": tensor.is_nested,
+        "that is quantized": tensor.is_quantized,
+        "on the meta device": tensor.is_meta,
+        "that is conjugated or negated": True,
+    }
+    return STRANGE + next(text for text, applies in kinds.items() if applies)
+
+
+@functools.cache
+def _has_own_ways(kind: Any) -> bool:
+    """Whether functions and ops of torch may do something else with tensors of this type."""
+    usual = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    functions = [getattr(each, "__func__", each) for each in (kind.__torch_function__, *usual)]
+    is_plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return not is_plain or functions[0] not in functions[1:]
+
+
+#: Of a build with CUDA.
+_get_device = getattr(torch._C, "_cuda_getDevice", None)
+_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream_key() -> Any:
+    """What tells the stream on which this thread launches kernels from others; None without."""
+    if _get_raw_stream is None or _get_device is None or not torch.cuda.is_initialized():
+        return None
+    device = _get_device()
+    return device, _get_raw_stream(device)
+
+
+def is_capturing() -> bool:
+    """Whether kernels are being captured into a graph."""
+    return current_stream_key() is not None and torch.cuda.is_current_stream_capturing()
+
+
 _functorch = torch._C._functorch
+
+
+def is_transforming() -> bool:
+    """Whether a transform of ``torch.func`` is running."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+class below_autograd:  # noqa: N801 - used like a function
+    """A context in which ops are run as autograd and autocast have left them. Modes see them."""
+
+    __slots__ = ("_autocasts", "_grad_was_enabled", "_guard")
+
+    def __enter__(self) -> None:
+        self._grad_was_enabled = torch.is_grad_enabled()
+        self._guard = torch._C._AutoDispatchBelowAutograd()
+        self._guard.__enter__()
+        self._autocasts: list[Any] = []
+        if any_autocast_enabled():
+            accelerator = torch.accelerator.current_accelerator()
+            kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+            self._autocasts = [torch.autocast(kind, enabled=False) for kind in kinds]
+            for each in self._autocasts:
+                each.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        while self._autocasts:
+            self._autocasts.pop().__exit__(*exc)
+        self._guard.__exit__(*exc)
+        set_grad_enabled(self._grad_was_enabled)
 
 
 class below_python:  # noqa: N801 - used like a function

@@ -9,12 +9,13 @@ are still there when forward is over, and asks who holds them. So what it report
     `unchanged`     everything is put back afterwards
     `watcher`       the pieces of memory, as ops make them         `memory`
     `regions`       what regions save, keep, put into stores       `region`
+    `replay`        the same, of the replay engine
     `account`       the rows, once forward is over                 `graph`
     `explanation`   rows, totals, remarks                          `rows`, `text`
 """
 
 from recollect.explain.explanation import Explanation
-from recollect.explain.rows import FATES, Row, Totals
+from recollect.explain.rows import FATES, Call, Row, Totals
 from recollect.explain.run import explain
 
-__all__ = ["FATES", "Explanation", "Row", "Totals", "explain"]
+__all__ = ["FATES", "Call", "Explanation", "Row", "Totals", "explain"]

@@ -77,7 +77,7 @@ def _as_input(memory: Memory) -> _Finding | None:
 
 
 def _by_rule(memory: Memory) -> _Finding | None:
-    if memory.kept is not None:
+    if memory.kept is not None and memory.kept[1].is_alive:
         return "kept", *memory.kept
     for reason, region in _staying(memory):
         return "kept", f"{reason}, but {_STAYS}", region
@@ -104,8 +104,7 @@ def _gone(memory: Memory) -> Iterator[Row]:
     if region is None:
         return
     if memory.let_go is not None:
-        reason = f"{memory.let_go}, but nothing needs it"
-        yield _row(memory, "not held", reason, region, memory.bytes)
+        yield _row(memory, "not held", memory.let_go, region, memory.bytes)
     elif any(each.runs_again(number) for each, number in memory.numbers):
         spared = memory.bytes if memory.saved or region.is_blind else 0
         yield _row(memory, "recomputed", memory.ruling or region.otherwise, region, spared)

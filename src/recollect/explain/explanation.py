@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from recollect.explain.rows import HELD, OUTSIDE, Row, Totals
+from recollect.explain.rows import HELD, OUTSIDE, Call, Row, Totals
 from recollect.explain.text import render, share_of, size
 
 __all__ = ["Explanation"]
@@ -20,11 +20,16 @@ class Explanation:
     there before forward do not count.
     """
 
-    def __init__(self, rows: tuple[Row, ...], regions: int) -> None:
+    def __init__(self, rows: tuple[Row, ...], calls: tuple[Call, ...]) -> None:
         #: In the order in which the ops ran.
         self.rows = rows
-        #: How many calls of checkpointed regions there were.
-        self.regions = regions
+        #: The calls of checkpointed regions, in their order.
+        self.calls = calls
+
+    @property
+    def regions(self) -> int:
+        """How many calls of checkpointed regions there were."""
+        return len(self.calls)
 
     @cached_property
     def totals(self) -> Totals:
@@ -76,7 +81,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        return render(self.rows, self.totals, self.held_bytes, self.remarks)
+        return render(self.rows, self.calls, self.totals, self.held_bytes, self.remarks)
 
     def __repr__(self) -> str:
         return f"<Explanation: {size(self.held_bytes)} held, {len(self.rows)} rows>"

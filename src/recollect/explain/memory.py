@@ -15,7 +15,13 @@ import torch
 from recollect.explain.region import Region
 from recollect.state.containers import Contents
 from recollect.store.deposit import Parcel
-from recollect.torch_private import below_python, inner_tensors, storage_key, tree_leaves
+from recollect.torch_private import (
+    below_python,
+    inner_tensors,
+    no_function_modes,
+    storage_key,
+    tree_leaves,
+)
 
 __all__ = ["Memories", "Memory", "storages_of", "tensors_in"]
 
@@ -26,7 +32,8 @@ _PLAIN = (_Tensor, torch.nn.Parameter)
 def storages_of(tensor: _Tensor) -> list[torch.UntypedStorage]:
     """The memory behind ``tensor``: of a subclass or a sparse tensor, that of its parts."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        return [] if storage_key(tensor) is None else [tensor.untyped_storage()]
+        with no_function_modes():  # who looks for the memory is no part of the model
+            return [] if storage_key(tensor) is None else [tensor.untyped_storage()]
     if tensor.is_quantized or tensor.is_mkldnn:  # torch has no way to their memory
         return []
     with below_python():
@@ -65,17 +72,14 @@ class Memory:
     def __init__(self, storage: torch.UntypedStorage, tensor: _Tensor, op: Any, path: str) -> None:
         self.storage: ReferenceType[torch.UntypedStorage] = ref(storage)
         self._size = storage.nbytes()
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.op = op
-        self.path = path
+        self.describe(tensor, op, path)
         #: The regions that the op ran in, the outermost first, each with how many ops it had run.
         self.numbers: tuple[tuple[Region, int], ...] = ()
         #: Whether a region has autograd save it.
         self.saved = False
         #: Why a policy has it recomputed or kept.
         self.ruling: str | None = None
-        #: By which rule which region keeps it; by which rule it was kept, and then let go.
+        #: By which rule which region keeps it; why it is not kept, though a rule says so.
         self.kept: tuple[str, Region] | None = None
         self.let_go: str | None = None
         #: The region that holds it to be called again.
@@ -83,10 +87,21 @@ class Memory:
         #: What was put into stores: the parcel, why, and the region.
         self.parcels: list[tuple[ReferenceType[Parcel], str, Region]] = []
 
+    def describe(self, tensor: _Tensor, op: Any, path: str) -> None:
+        """Say what it is: ``tensor``, which ``op`` has made."""
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.op = op
+        self.path = path
+
     @property
     def is_alive(self) -> bool:
         """Whether anybody holds it."""
         return self.storage() is not None
+
+    def is_made_in(self, region: Region) -> bool:
+        """Whether an op in ``region`` made it."""
+        return any(each is region for each, _ in self.numbers)
 
     @property
     def bytes(self) -> int:

@@ -14,7 +14,8 @@ from torch import nn
 from recollect.checks.names import module_of, name_in
 from recollect.engines.rerun import Frame
 from recollect.explain.memory import Memory, tensors_in
-from recollect.explain.region import REENTRANT, Region
+from recollect.explain.region import NO_POLICY, REENTRANT, Region
+from recollect.explain.replay import Replayed, Slots
 from recollect.explain.watcher import Watcher
 from recollect.policy.rules import NameRule, Policy
 from recollect.selective import RecordMode
@@ -29,7 +30,6 @@ from recollect.torch_private import saved_tensor_hooks_active, tree_leaves
 __all__ = ["OFFLOAD_INPUTS", "Observer"]
 
 OFFLOAD_INPUTS = "offload_inputs"
-_NO_POLICY = "no policy"
 _CONTEXT_FN = "context_fn"
 
 
@@ -96,8 +96,13 @@ class _WatchedDeposit(Deposit):
 class Observer:
     """Sees all regions of one forward. The `Explainer` that they ask for."""
 
-    def __init__(self, watcher: Watcher, roots: list[nn.Module]) -> None:
+    def __init__(self, watcher: Watcher, roots: list[nn.Module], slots: Slots) -> None:
         self.watcher = watcher
+        self._slots = slots
+        #: Whether a region was recorded that will be run otherwise from now on.
+        self.is_rehearsal = False
+        #: Why the replay engine has left a region to the rerun engine, which will make a frame.
+        self._left: list[str] = []
         self.regions = watcher.regions
         #: Those that have been entered, in their order.
         self.all: list[Region] = []
@@ -116,7 +121,9 @@ class Observer:
         if is_recomputing():
             return Frame(*args)
         function, given, keywords, _, contexts, _, early_stop, *_ = args
-        region = self._region(function, _NO_POLICY if contexts is None else _CONTEXT_FN)
+        region = self._region(function, NO_POLICY if contexts is None else _CONTEXT_FN)
+        region.notes += self._left
+        self._left.clear()
         region.early_stop = early_stop
         held = not saved_tensor_hooks_active()
         self._opening = region
@@ -138,7 +145,7 @@ class Observer:
         if is_recomputing() or not torch.is_grad_enabled():
             yield
             return
-        region = self._region(function, REENTRANT)
+        region = self._region(function, REENTRANT, "reentrant")
         held = not saved_tensor_hooks_active()
         self.regions.append(region)
         try:
@@ -147,6 +154,30 @@ class Observer:
             self.regions.pop()
         if held:
             self._note_inputs(region, args)
+
+    @contextmanager
+    def replayed(
+        self, function: Callable[..., Any], policy: Policy | None, recall: Any, slot: Any
+    ) -> Iterator[Replayed]:
+        """What a region of the replay engine runs in."""
+        region = self._region(function, NO_POLICY, "replay")
+        region.frame = ref(recall)
+        watched = Replayed(self._memories, region, policy, recall, slot, self.note_saved)
+        self.regions.append(region)
+        try:
+            yield watched
+        finally:
+            self.regions.pop()
+        self.is_rehearsal |= watched.is_rehearsal
+
+    def slot(self, function: Callable[..., Any], signature: Any) -> Any:
+        """What the replay engine may change of what it remembers of a function."""
+        return self._slots.slot(function, signature)
+
+    def left(self, reason: str) -> None:
+        """The replay engine leaves a region to the rerun engine."""
+        if not is_recomputing():
+            self._left[:] = [f"left to the rerun engine: {reason}"]
 
     def deposit(self, store: Store | None) -> Deposit:
         """Where a region puts what it sends away."""
@@ -182,7 +213,9 @@ class Observer:
         region = self._opening or self.regions[-1]
         is_input = self._opening is not None or region.is_blind
         for memory in self._memories.find(tensor):
-            memory.parcels.append((ref(parcel), OFFLOAD_INPUTS if is_input else "", region))
+            is_from_outside = region.seen is not None and not memory.is_made_in(region)
+            why = OFFLOAD_INPUTS if is_input or is_from_outside else ""
+            memory.parcels.append((ref(parcel), why, region))
 
     def end(self, region: Region, contexts: Any) -> None:
         """The forward of ``region`` is over: see what it has kept."""
@@ -210,8 +243,10 @@ class Observer:
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _region(self, function: Callable[..., Any], otherwise: str) -> Region:
-        region = Region(self._name(function), otherwise)
+    def _region(
+        self, function: Callable[..., Any], otherwise: str, engine: str = "rerun"
+    ) -> Region:
+        region = Region(self._name(function), otherwise, engine)
         self.all.append(region)
         return region
 
@@ -241,7 +276,7 @@ class Observer:
 
 def _let_go(made: list[Memory], reason: str) -> None:
     for memory in made:
-        memory.let_go = reason
+        memory.let_go = f"{reason}, but nothing needs it"
 
 
 def _entries(record: RecordMode) -> list[Entry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AUTOGRAD", "ELSEWHERE", "FATES", "HELD", "OUTSIDE", "RESULT", "Row", "Totals"]
+__all__ = ["AUTOGRAD", "Call", "ELSEWHERE", "FATES", "HELD", "OUTSIDE", "RESULT", "Row", "Totals"]
 
 #: What may become of a result.
 FATES = ("kept", "input", "offloaded", "recomputed", "not held")
@@ -34,6 +34,15 @@ class Row:
     fate: str  #: one of `FATES`
     reason: str  #: the rule, or whoever holds it
     region: str | None  #: the region that holds or recomputes it, if one does
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a checkpointed region."""
+
+    region: str  #: by its module's name in the model, or by that of the function
+    engine: str  #: ``rerun``, ``reentrant`` or ``replay``
+    notes: tuple[str, ...]  #: why it was not run as usual
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import torch
 from recollect.explain.account import rows_of
 from recollect.explain.explanation import Explanation
 from recollect.explain.memory import tensors_in
+from recollect.explain.region import Region
 from recollect.explain.regions import Observer
+from recollect.explain.replay import Slots
+from recollect.explain.rows import Call, Row
 from recollect.explain.unchanged import Unchanged
 from recollect.explain.watcher import Watcher
 from recollect.selective.explaining import explaining
@@ -24,8 +27,9 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
     """Run one forward, and tell what stays in memory until backward, and why.
 
     Says of the result of each op whether it is kept (and by which rule of a policy), offloaded,
-    recomputed, or held as the input of a checkpointed region. Forward runs once, with grad enabled;
-    random streams, buffers, gradients and attributes are put back afterwards, and no graph is left.
+    recomputed, or held as the input of a checkpointed region. Forward runs once, with grad enabled,
+    and once more if there are regions of the replay engine that it has not recorded yet; random
+    streams, buffers, gradients and attributes are put back afterwards, and no graph is left.
 
     Args:
         function_or_module: What to run: the model, or a function that also computes the loss.
@@ -41,19 +45,34 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"function_or_module should be callable, but got {function_or_module!r} of type "
             f"{type(function_or_module).__name__}"
         )
-    unchanged = Unchanged(function_or_module, args, kwargs)
+    slots = Slots()
+    observer, rows = _forward(function_or_module, args, kwargs, slots)
+    if observer.is_rehearsal:
+        # A region was recorded for the first time, and holds other tensors from now on.
+        observer, rows = _forward(function_or_module, args, kwargs, slots)
+    return Explanation(rows, tuple(map(_call, observer.all)))
+
+
+def _call(region: Region) -> Call:
+    return Call(region.name, region.engine, tuple(region.notes))
+
+
+def _forward(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
+) -> tuple[Observer, tuple[Row, ...]]:
+    """Run forward, and put back what it changes."""
+    unchanged = Unchanged(function, args, kwargs)
     roots = unchanged.reach.modules
     watcher = Watcher(roots)
-    observer = Observer(watcher, roots)
+    observer = Observer(watcher, roots, slots)
     watcher.memories.add_foreign([*unchanged.tensors, *tensors_in((args, kwargs))])
     with unchanged:
-        rows = _watched(observer, function_or_module, args, kwargs)
-    return Explanation(rows, len(observer.all))
+        return observer, _watched(observer, function, args, kwargs)
 
 
 def _watched(
     observer: Observer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+) -> tuple[Row, ...]:
     with torch.inference_mode(False), torch.enable_grad(), _observed_by(observer):
         result = copy_context().run(function, *args, **kwargs)
     return rows_of(observer, result)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from recollect.explain.rows import HELD, Row, Totals
+from recollect.explain.rows import HELD, Call, Row, Totals
+
+_T = TypeVar("_T")
 
 __all__ = ["render", "share_of", "size"]
 
@@ -42,9 +44,16 @@ def share_of(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
 
 
-def render(rows: Sequence[Row], totals: Totals, held: int, remarks: Iterable[str]) -> str:
+def render(
+    rows: Sequence[Row],
+    calls: Sequence[Call],
+    totals: Totals,
+    held: int,
+    remarks: Iterable[str],
+) -> str:
     """All of it as text."""
-    parts = [_rows_table(rows), _modules_table(rows), _sums(totals, held), *remarks]
+    tables = [_rows_table(rows), _calls_table(calls), _modules_table(rows), _sums(totals, held)]
+    parts = [*tables, *remarks]
     return "\n\n".join(filter(None, parts))
 
 
@@ -90,6 +99,20 @@ def _modules_table(rows: Sequence[Row]) -> str:
     return _table(("held by module", "memory"), lines, right=(1,)) if lines else ""
 
 
+def _calls_table(calls: Sequence[Call]) -> str:
+    """The regions, if there is something to say of one."""
+    groups = _grouped(calls, lambda call: (_pattern(call.region), call.engine, call.notes))
+    lines = [_call_line(group) for group in groups]
+    is_usual = all(call.engine == "rerun" and not call.notes for call in calls)
+    return "" if is_usual else _table(("region", "engine", "note"), lines, right=())
+
+
+def _call_line(group: list[Call]) -> tuple[str, ...]:
+    call = group[0]
+    count = f" x{len(group)}" if len(group) > 1 else ""
+    return _common([each.region for each in group]) + count, call.engine, "; ".join(call.notes)
+
+
 def _sums(totals: Totals, held: int) -> str:
     lines = [(name, size(totals.by_fate[fate])) for fate, name in _SUMS]
     lines.insert(2, ("held after forward", size(held)))
@@ -118,9 +141,9 @@ def _pattern(text: str) -> str:
     return _NUMBER.sub("*", text)
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+def _grouped(rows: Iterable[_T], key: Callable[[_T], Any]) -> list[list[_T]]:
     """The rows that have the same key, in the order of the first of each."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[_T]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recollect.checks.place import Names, Place
-from recollect.explain.memory import Memories
+from recollect.explain.memory import Memories, Memory
 from recollect.explain.region import Region
 from recollect.settings import is_recomputing
 from recollect.torch_private import DispatchMode, op_name, tree_leaves
@@ -57,25 +57,30 @@ class Watcher(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not self._muted and op_name(func) != _FRESH:
+            # Before the op, which may give a tensor another memory.
+            self.memories.add_foreign(_tensors((args, kwargs)))
         out = func(*args, **kwargs) if kwargs else func(*args)
         if not self._muted:
-            self._note(func, (args, kwargs), out)
+            self._note(func, out)
         return out
 
-    def _note(self, op: Any, taken: Any, out: Any) -> None:
+    def _note(self, op: Any, out: Any) -> None:
         # What a rerun inside of forward makes is of no region: that is over with the rerun.
         regions = [] if is_recomputing() else self.regions
         for region in regions:
             region.ops += 1
-        if op_name(op) != _FRESH:
-            self.memories.add_foreign(_tensors(taken))
+        made = self._made(op, out)
+        for memory in made:
+            memory.numbers = tuple((region, region.ops) for region in regions)
+        for region in regions:
+            if region.seen is not None:
+                region.seen.append((op, region.ops, made))
+
+    def _made(self, op: Any, out: Any) -> list[Memory]:
         results = [each for each in _tensors(out) if self.memories.has_new(each)]
-        if not results:
-            return
-        path = self.path()
-        for tensor in results:
-            for memory in self.memories.add(tensor, op, path):
-                memory.numbers = tuple((region, region.ops) for region in regions)
+        path = self.path() if results else ""
+        return [memory for tensor in results for memory in self.memories.add(tensor, op, path)]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

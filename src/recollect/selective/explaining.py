@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from recollect.policy.rules import Policy
 from recollect.selective.ledger import Entry
 from recollect.selective.record import RecordMode
@@ -18,7 +20,17 @@ from recollect.selective.rulings import Ruling
 from recollect.store.deposit import Deposit
 from recollect.store.protocol import Store
 
-__all__ = ["Explainer", "explaining", "make_deposit"]
+__all__ = ["Explainer", "Replayed", "explaining", "make_deposit"]
+
+
+class Replayed(Protocol):
+    """Sees one call of a region of the replay engine."""
+
+    def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """``pack``, the hook that is called when autograd saves a tensor, watched."""
+
+    def end(self, stopped: str | None) -> None:
+        """The call is over. ``stopped``: why everything is held from some point on."""
 
 
 class Explainer(Protocol):
@@ -35,6 +47,17 @@ class Explainer(Protocol):
 
     def frame(self, *args: Any) -> Any:
         """A frame of the rerun engine, with these arguments."""
+
+    def slot(self, function: Callable[..., Any], signature: Any) -> Any:
+        """What the replay engine may change of what it remembers of a function."""
+
+    def replayed(
+        self, function: Callable[..., Any], policy: Policy | None, recall: Any, slot: Any
+    ) -> AbstractContextManager[Replayed]:
+        """What a region of the replay engine runs in."""
+
+    def left(self, reason: str) -> None:
+        """The replay engine leaves a region to the rerun engine."""
 
     def reentrant(
         self, function: Callable[..., Any], args: tuple[Any, ...]

@@ -11,8 +11,6 @@ kept stays. So does what Python can read without an op: numbers that require no 
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -20,12 +18,11 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from recollect.checks.place import Place
 from recollect.naming import Listener, listening
-from recollect.policy.patterns import fits, listed
-from recollect.policy.rules import PatternRule, Policy
+from recollect.policy.rules import Policy
 from recollect.selective.facts import Facts, facts_of
 from recollect.selective.ledger import ELSEWHERE, Calls, Entry, Kept, Ledger
+from recollect.selective.loud import check_names, warn_of_unheard
 from recollect.selective.modules import InsideModules
 from recollect.selective.nameable import Nameable
 from recollect.selective.origins import Made, note_results
@@ -236,21 +233,12 @@ class RecordMode(DispatchMode):
         if self._tracer is not None and not self._tracer.traces:
             return
         for rule in rulebook.names.values():
-            _check_patterns(rule, self._names)
+            check_names(rule, self._names)
         if self._tracer is not None:
             self._tracer.check_modules()
         inside = () if self._modules is None else self._modules.ranks
-        names = {n for n in rulebook.unheard if n in inside or n not in rulebook.modules}
-        if names and not self._as_torch:
-            unheard = [rulebook.rules[rank].title for rank in sorted(names)]
-            rulebook.unheard -= names  # once is enough
-            ran = {op_name(calls.op) for calls in self.ledger.calls.values()}
-            message = (
-                f"the policy's {' and '.join(unheard)} matched nothing in the region. The ops that "
-                f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
-            )
-            file, line = Place(sys._getframe()).line
-            warnings.warn_explicit(message, UserWarning, file, line)
+        if not self._as_torch:
+            warn_of_unheard(rulebook, inside, {op_name(c.op) for c in self.ledger.calls.values()})
 
     def _let_go(self) -> None:
         """Drop kept results that nobody will read."""
@@ -548,12 +536,3 @@ def _has_gradient(args: _Args) -> bool:
 def _draws(facts: Facts, kwargs: Any) -> bool:
     """Whether the op draws from a generator of the user's, which has to move on."""
     return facts.is_random and bool(kwargs) and kwargs.get("generator") is not None
-
-
-def _check_patterns(rule: PatternRule, names: list[str]) -> None:
-    for pattern in rule.patterns:
-        if not any(fits(name, pattern) for name in names):
-            raise ValueError(
-                f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
-                f"recollect.tag(tensor, name). The names are: {listed(names, pattern)}"
-            )

@@ -1,0 +1,205 @@
+"""Running a region by the replay engine.
+
+The first call with a signature:
+
+1. runs the function under modes that write down functions, ops, and what autograd saves;
+2. holds at once what must not run again, and drops the rest;
+3. ends with a plan of what later calls hold.
+
+A later call:
+
+4. runs the function under a mode that compares functions, constants and wiring;
+5. drops or holds what autograd saves, as planned;
+6. at a difference holds everything from there on, and lets the next call record anew.
+
+Backward:
+
+7. runs the ops that make the tensor it asks for, from what is held;
+8. lets go of each value after its last use.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from recollect.engines.replay.check import Checker, checks_of
+from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.library import Slot, Strange, signature_of, slot_of
+from recollect.engines.replay.recall import Recall
+from recollect.engines.replay.record import Recorder, Recording
+from recollect.policy.makers import nothing
+from recollect.policy.rules import Policy
+from recollect.selective.explaining import Replayed, explaining
+from recollect.state.flags import read_flags
+from recollect.store.deposit import Deposit
+from recollect.torch_private import (
+    STRANGE,
+    foreign_function_modes,
+    is_capturing,
+    is_compiling,
+    is_transforming,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_active,
+)
+
+__all__ = ["replay_region"]
+
+_NOTHING = nothing()
+
+
+class _Running(threading.local):
+    #: Whether this thread is in a region of this engine.
+    is_running = False
+
+
+_running = _Running()
+
+
+def _must_rerun() -> bool:
+    """Whether something around the call is beyond this engine."""
+    # Inside of another region it has to save the same tensors every time, and to be checked or
+    # recorded is not the same. A function mode may do anything. To read where a generator stands
+    # is not allowed while a graph is captured.
+    return (
+        saved_tensor_hooks_active()
+        or foreign_function_modes()
+        or is_compiling()
+        or is_transforming()
+        or is_capturing()
+    )
+
+
+def replay_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | None,
+    deposit: Deposit,
+    offload_inputs: bool,
+) -> tuple[bool, Any]:
+    """Run the function. False if it is to be run by the rerun engine, and has not been."""
+    if _running.is_running:
+        # The region around sees every op, and forgets what this one would.
+        return True, function(*args, **kwargs)
+    if _must_rerun():
+        return _leave("it is inside of another region, or of hooks or modes")
+    flags = read_flags()
+    explainer = explaining.explainer
+    try:
+        sends_away = (deposit.chosen, offload_inputs)
+        signature = signature_of(function, args, kwargs, policy, sends_away, flags)
+        slot = (slot_of if explainer is None else explainer.slot)(function, signature)
+    except Strange as strange:
+        return _leave(str(strange))
+    if slot.fallback is not None:
+        return _leave(slot.fallback)
+    call = _Call(function, args, kwargs)
+    recall = Recall(deposit, flags)
+    if explainer is None:
+        return True, _run(call, recall, policy, offload_inputs, slot)
+    with explainer.replayed(function, policy, recall, slot) as call.watched:
+        out = _run(call, recall, policy, offload_inputs, slot)
+    return True, out
+
+
+def _leave(reason: str) -> tuple[bool, None]:
+    """Leave a region to the rerun engine."""
+    if reason.startswith(STRANGE):
+        _warn_of_fallback(reason)
+    if explaining.explainer is not None:
+        explaining.explainer.left(reason)
+    return False, None
+
+
+def _run(
+    call: _Call, recall: Recall, policy: Policy | None, offload_inputs: bool, slot: Slot
+) -> Any:
+    _running.is_running = True
+    try:
+        recording = slot.recording  # once: another thread may change it
+        if recording is None:
+            consultation = Consultation(policy or _NOTHING, call.function, call.values)
+            return _record(call, recall, consultation, offload_inputs, slot)
+        return _check(call, recall, offload_inputs, recording, slot)
+    finally:
+        _running.is_running = False
+
+
+class _Call:
+    """A function with its arguments."""
+
+    __slots__ = ("_args", "_kwargs", "function", "watched")
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.function = function
+        self._args = args
+        self._kwargs = kwargs
+        #: Whoever explains what becomes of it.
+        self.watched: Replayed | None = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return *self._args, *self._kwargs.values()
+
+    def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
+        """Call the function, with ``mode`` looking on."""
+        pack = mode.pack if self.watched is None else self.watched.packing(mode.pack)
+        push_saved_tensor_hooks(pack, recall.unpack)
+        try:
+            with mode:
+                return self.function(*self._args, **self._kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+
+
+def _record(
+    call: _Call, recall: Recall, consultation: Consultation, offload_inputs: bool, slot: Slot
+) -> Any:
+    recorder = Recorder(recall, consultation, offload_inputs)
+    out = call.run(recorder, recall)
+    recording = recorder.finish(out)
+    if recording.is_strange:
+        assert recording.reason is not None
+        slot.fallback = recording.reason
+        _warn_of_fallback(recording.reason)
+    slot.recorded(recording)
+    if call.watched is not None:
+        call.watched.end(recording.reason)
+    return out
+
+
+def _check(
+    call: _Call, recall: Recall, offload_inputs: bool, recording: Recording, slot: Slot
+) -> Any:
+    if recording.checks is None:
+        recording.checks = checks_of(recording)
+    recall.follow(recording.tape, recording.plan.uses)
+    checker = Checker(recording, recording.checks, recall, offload_inputs)
+    out = call.run(checker, recall)
+    difference = checker.finish()
+    slot.checked(None if difference == recording.reason else difference)
+    if call.watched is not None:
+        call.watched.end(difference)
+    return out
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_fallback(reason: str) -> None:
+    """Say once that a region is rerun, and why."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"engine='replay' does not know how to replay {reason}: the region is run by the "
+            "rerun engine",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,219 @@
+"""While a region is recorded: which memories there are, and what each holds."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+from recollect.engines.replay.recall import Held, Recall
+from recollect.engines.replay.steps import Step
+from recollect.engines.replay.tape import Buffer, Op, View, layout_of
+from recollect.store.handles import version_of
+from recollect.torch_private import (
+    CAST,
+    bare_op,
+    cast_weight,
+    detach_below_autograd,
+    is_plain_tensor,
+    storage_key,
+    strangeness_of,
+    without_history,
+)
+
+__all__ = ["OPAQUE", "Ground", "Memory", "start_of"]
+
+_Tensor = torch.Tensor
+
+#: Why something is kept that another call may make otherwise, or that nobody was seen to make.
+OPAQUE = "opaque"
+
+
+def start_of(tensor: _Tensor) -> int:
+    """At how many bytes of its memory ``tensor`` begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _key(tensor: _Tensor) -> int | None:
+    """What tells the memory of ``tensor`` from others: by its address, if there is one.
+
+    Others may have handed it out again as another storage, as DLPack does.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        return int(storage.data_ptr()) or storage_key(tensor)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+class Memory:
+    """A memory that is alive: what it holds now, and where the first tensor seen of it began."""
+
+    __slots__ = ("buffer", "has_data", "is_exposed", "is_outside", "saved", "start", "storage")
+
+    def __init__(self, tensor: _Tensor, buffer: Buffer, start: int) -> None:
+        self.storage: ReferenceType[Any] = ref(tensor.untyped_storage())
+        self.buffer = buffer
+        self.start = start
+        self.is_outside = buffer.outside is not None
+        #: Tensors that autograd saved, with the version and the buffer they were then.
+        self.saved: list[tuple[ReferenceType[_Tensor], int, Buffer]] = []
+        #: Whether there is a tensor by which to write to it without autograd's knowledge.
+        self.has_data = False
+        #: Whether somebody unseen has a way to it.
+        self.is_exposed = False
+
+
+class Ground:
+    """What the two modes that record a call have in common."""
+
+    def __init__(self, recall: Recall) -> None:
+        self.recall = recall
+        self.tape = recall.tape
+        #: The function that is running.
+        self.step: Step | None = None
+        #: Why everything is held from here on.
+        self.stopped: str | None = None
+        #: While ops are run that are none of the region's.
+        self.paused = False
+        #: While an op is: below autograd, and before its writes are counted.
+        self.is_in_op = False
+        self.writes_outside = False
+        #: What the function has written to.
+        self.written: set[Memory] = set()
+        self._memories: dict[int, Memory] = {}
+        #: What is held since the last function.
+        self._new: list[Held] = []
+
+    def is_idle(self) -> bool:
+        """Whether nothing is written down."""
+        return self.paused or self.stopped is not None
+
+    def stop(self, reason: str) -> None:
+        """Hold everything from now on."""
+        if self.stopped is None:
+            self.stopped = reason
+            if self.step is not None:
+                self.step.is_opaque = True
+
+    def stop_at(self, tensor: _Tensor) -> None:
+        """Hold everything, since ``tensor`` is one that is not understood."""
+        self.stop(strangeness_of(tensor))
+
+    # --- memories ---------------------------------------------------------------------------------
+
+    def memory(self, tensor: _Tensor) -> Memory | None:
+        """The memory of ``tensor``, if it is known."""
+        key = _key(tensor)
+        memory = None if key is None else self._memories.get(key)
+        return memory if memory is not None and memory.storage() is not None else None
+
+    def add(self, tensor: _Tensor, outside: int | None = None) -> Memory:
+        """A memory that is seen for the first time."""
+        start = start_of(tensor)
+        buffer = self.tape.new(tensor, start)
+        buffer.outside = outside
+        key = _key(tensor)
+        assert key is not None
+        memory = self._memories[key] = Memory(tensor, buffer, start)
+        if not tensor.untyped_storage().resizable() and not isinstance(tensor, nn.Parameter):
+            # Not torch's own: an array of numpy, perhaps, by which others can write to it.
+            memory.is_exposed = True
+            buffer.unsure = OPAQUE
+        return memory
+
+    def add_stranger(self, tensor: _Tensor) -> Memory:
+        """A memory that nothing seen has made."""
+        memory = self.add(tensor)
+        memory.buffer.unsure = OPAQUE
+        return memory
+
+    def find(self, tensor: _Tensor) -> Memory | None:
+        """Where a tensor comes from that no op has made: autocast remembers weights converted."""
+        if not is_plain_tensor(tensor):
+            self.stop_at(tensor)
+            return None
+        memory = self.add_stranger(tensor)
+        weight = cast_weight(tensor)
+        if weight is not None and self.memory(weight) is not None:
+            memory.buffer.unsure = None
+            op = self.new_op(CAST, bare_op(CAST))
+            view = self.view(weight)
+            assert view is not None
+            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.buffer]
+            op.make((), memory.buffer)
+        return memory
+
+    def view(self, tensor: _Tensor) -> View | None:
+        """What ``tensor`` is a view of; None if that cannot be said."""
+        memory = self.memory(tensor) or self.find(tensor)
+        return None if memory is None else self.view_in(memory, tensor)
+
+    @staticmethod
+    def view_in(memory: Memory, tensor: _Tensor) -> View:
+        """The same, of a tensor of a known memory."""
+        own = memory.buffer.layout
+        layout = layout_of(tensor, memory.start)
+        return View(memory.buffer, own if layout == own else layout)
+
+    def new_op(self, op: Any, call: Any) -> Op:
+        """An op that runs now."""
+        made = Op(len(self.tape.ops), op, call)
+        self.tape.ops.append(made)
+        return made
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def before_change(self, memory: Memory, tensor: _Tensor) -> None:
+        """``memory`` is about to be written to: what relies on its content gets a copy."""
+        buffer = memory.buffer
+        self.writes_outside |= memory.is_outside
+        if buffer.maker is None:
+            # A later call can hold it, but nobody would copy it then before it is written to.
+            buffer.unsure = buffer.unsure or "changed later"
+        held = self.recall.kept.get(buffer.number)
+        if held is None:
+            return
+        if held.away is not None:
+            held.away.before_write(tensor)
+        elif buffer.is_wanted:
+            paused, self.paused = self.paused, True
+            held.become_copy()
+            self.paused = paused
+        else:
+            del self.recall.kept[buffer.number]
+
+    def note_spoilt(self, memory: Memory) -> None:
+        """After a write: what autograd saved before, and would now refuse to use."""
+        for reference, version, buffer in memory.saved:
+            tensor = reference()
+            if not buffer.is_last and tensor is not None and tensor._version != version:
+                buffer.is_spoilt = True
+
+    def expose(self, tensor: _Tensor) -> None:
+        """Somebody gets a way to the memory of a tensor, and may change it."""
+        memory = self.memory(tensor)
+        if memory is not None:
+            self.before_change(memory, tensor)
+            memory.is_exposed = True
+            memory.buffer = self.tape.after(memory.buffer)
+            memory.buffer.unsure = OPAQUE
+
+    # --- what is held -----------------------------------------------------------------------------
+
+    def hold(self, view: View, tensor: _Tensor, ruling: Any) -> None:
+        """Hold a buffer, of which ``tensor`` is a view."""
+        recall = self.recall
+        away = ruling is not None and (ruling.offloads or recall.deposit.chosen)
+        alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
+        recall.keep(view.buffer, alias, view.layout, away=away)
+        if not away:
+            self._new.append(recall.kept[view.buffer.number])
+
+    def count_versions(self) -> None:
+        """The op is over that wrote in place, and its write has been counted."""
+        for held in self._new:
+            held.version = version_of(held.tensor)
+        self._new.clear()

@@ -1,0 +1,87 @@
+"""What recording needs to know of an op. Read once: tags and schemas take microseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.policy.op_sets import ATTENTION
+from recollect.selective.facts import facts_of
+from recollect.torch_private import (
+    OpOverload,
+    changes_looks,
+    changes_memory,
+    has_dynamic_shape,
+    is_nondeterministic,
+    makes_lazy_view,
+    op_name,
+    overwrites,
+    takes_number,
+    training_position,
+)
+
+__all__ = ["Kind", "kind_of"]
+
+
+class Kind:
+    """About one op."""
+
+    __slots__ = (
+        "_training",
+        "call",
+        "facts",
+        "has_dynamic_shape",
+        "is_attention",
+        "is_index",
+        "is_known",
+        "is_nondeterministic",
+        "is_view",
+        "leaves_empty",
+        "overwrites",
+        "stops",
+        "takes_number",
+        "updates",
+    )
+
+    def __init__(self, op: Any) -> None:
+        facts = self.facts = facts_of(op)
+        self.call = facts.call
+        self.is_known = type(op) is OpOverload
+        #: Whether it returns memory that is known, or changes only how that is looked at.
+        self.is_view = facts.is_view or facts.is_ignored or changes_looks(op)
+        #: Why nothing after it can be written down.
+        self.stops: str | None = None
+        if makes_lazy_view(op):
+            self.stops = f"{op}: conjugate and negative views"
+        elif changes_memory(op):
+            self.stops = f"{op} gives a tensor another memory"
+        self.takes_number = takes_number(op)
+        #: Whether the shape of its result may depend on data, and then whether it picks elements.
+        self.has_dynamic_shape = has_dynamic_shape(op)
+        self.is_index = op_name(op) in ("aten::index", "aten::_unsafe_index")
+        self.is_nondeterministic = is_nondeterministic(op) and facts.can_be_kept
+        self.overwrites = overwrites(op)
+        self.is_attention = op_name(op) in ATTENTION
+        #: Whether somebody else has to fill what it makes.
+        self.leaves_empty = op_name(op).startswith(("aten::empty", "aten::new_empty"))
+        self._training = training_position(op)
+        #: Whether it may write to running statistics, of which its results are independent.
+        self.updates = self._training is not None
+
+    def is_updating(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of an op that may does write to running statistics."""
+        position = self._training
+        if position is None or position < 0:
+            return position is not None
+        return bool(args[position] if position < len(args) else kwargs.get("training", True))
+
+
+#: By id: ops live for good, and hash slowly.
+_kinds: dict[int, Kind] = {}
+
+
+def kind_of(op: Any) -> Kind:
+    """What is known of ``op``."""
+    known = _kinds.get(id(op))
+    if known is None:
+        known = _kinds[id(op)] = Kind(op)
+    return known

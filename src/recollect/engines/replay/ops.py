@@ -1,0 +1,282 @@
+"""Recording the ops of a region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.ground import OPAQUE, Ground, Memory
+from recollect.engines.replay.kinds import Kind, kind_of
+from recollect.engines.replay.steps import tensors_in
+from recollect.engines.replay.tape import Buffer, Op, View, Views, is_whole
+from recollect.selective.rulings import Ruling
+from recollect.state.devices import device_module
+from recollect.torch_private import (
+    DispatchMode,
+    is_form_of,
+    is_plain_tensor,
+    no_function_modes,
+    storage_key,
+)
+
+__all__ = ["OpRecorder"]
+
+_Tensor = torch.Tensor
+_Args = tuple[Any, ...]
+#: The memories that an op writes to, each with the tensor by which it does.
+_Written = dict[Memory, _Tensor]
+
+
+class OpRecorder(DispatchMode):
+    """Writes down what each op reads, makes and changes, and holds what is not to be made again."""
+
+    def __init__(self, ground: Ground, consultation: Consultation) -> None:
+        super().__init__()
+        self._ground = ground
+        self._consultation = consultation
+        consultation.keep = self._keep_named
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        if self._ground.is_idle():
+            return kind.call(*args, **kwargs)
+        if self._ground.step is not None:
+            return self._note(kind, args, kwargs)
+        with no_function_modes():  # which is on outside of functions, and would see what we do
+            return self._note(kind, args, kwargs)
+
+    def _note(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        ground = self._ground
+        if kind.stops is not None:
+            ground.stop(kind.stops)
+            return kind.call(*args, **kwargs)
+        if kind.is_view:
+            for tensor in tensors_in(args):
+                if ground.memory(tensor) is None:
+                    ground.find(tensor)
+            return kind.call(*args, **kwargs)
+        step = ground.step
+        if step is not None:
+            # The function goes on with a number that may be another one in another call.
+            step.is_opaque |= kind.takes_number
+            step.is_opaque |= step.own is not None and not is_form_of(kind.facts.op, step.own)
+            step.depends_on_data |= kind.has_dynamic_shape and _picks_by_mask(kind, args)
+        return self._run(kind, args, kwargs)
+
+    def _run(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        ground = self._ground
+        op = ground.new_op(kind.facts.op, kind.call)
+        written: _Written = {}
+        if kind.facts.writes:
+            written = self._written(kind, args, kwargs)
+            for memory, tensor in written.items():
+                ground.before_change(memory, tensor)
+        self._read(op, args, kwargs)
+        if written:
+            self._note_overwritten(op, kind, written)
+        if ground.is_idle():
+            return kind.call(*args, **kwargs)
+        if kind.facts.is_random:
+            out = self._draw(op, kind, args, kwargs)
+        else:
+            out = kind.call(*args, **kwargs)
+        ground.is_in_op = True
+        self._decide(op, kind, out, args, kwargs)
+        if written:
+            self._write(op, written)
+        self._note_results(op, kind, out, args, kwargs)
+        ground.is_in_op = False
+        return out
+
+    # --- what goes in -----------------------------------------------------------------------------
+
+    def _written(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> _Written:
+        found: _Written = {}
+        if kind.updates and not kind.is_updating(args, kwargs):
+            return found
+        for position, name in kind.facts.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tensors_in(value):
+                memory = self._ground.memory(tensor) or self._ground.find(tensor)
+                if memory is not None:
+                    found[memory] = tensor
+        return found
+
+    def _read(self, op: Op, args: _Args, kwargs: dict[str, Any]) -> None:
+        reads: dict[int, Buffer] = {}
+        op.args = [self._argument(each, reads) for each in args]
+        if kwargs:
+            op.kwargs = {name: self._argument(each, reads) for name, each in kwargs.items()}
+        op.reads = list(reads.values())
+        for buffer in op.reads:
+            buffer.is_wanted = True
+
+    def _argument(self, value: Any, reads: dict[int, Buffer]) -> Any:
+        if isinstance(value, _Tensor):
+            view = self._ground.view(value)
+            if view is not None:
+                reads[view.buffer.number] = view.buffer
+            return view
+        if type(value) is list or type(value) is tuple:
+            items = [self._argument(each, reads) for each in value]
+            if any(type(each) in (View, Views) for each in items):
+                return Views(items, type(value))
+        return value
+
+    def _note_overwritten(self, op: Op, kind: Kind, written: _Written) -> None:
+        """Which of the buffers that ``op`` writes to it does not look at."""
+        fresh = []
+        for memory, tensor in written.items():
+            view = self._ground.view_in(memory, tensor)
+            buffer = view.buffer
+            whole = view.layout is buffer.layout and is_whole(view.layout, buffer.nbytes)
+            if kind.updates:
+                self._hold_saved(buffer)
+            if whole and (kind.updates or (kind.overwrites and _times(buffer, op) == 1)):
+                fresh.append(buffer)
+        op.fresh = frozenset(buffer.number for buffer in fresh)
+        op.reads = [buffer for buffer in op.reads if buffer.number not in op.fresh]
+
+    def _hold_saved(self, buffer: Buffer) -> None:
+        """An op writes to ``buffer`` without autograd's knowledge, and may have saved it."""
+        step = self._ground.step
+        for pack in () if step is None else step.packs:
+            if pack.view is not None and pack.view.buffer is buffer:
+                pack.view = None
+
+    # --- what comes out ---------------------------------------------------------------------------
+
+    def _draw(self, op: Op, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        """Run an op that may draw random numbers."""
+        generator = kwargs.get("generator") or _default_generator(args, kwargs)
+        state = generator.get_state()
+        out = kind.call(*args, **kwargs)
+        if kind.is_attention and torch.equal(generator.get_state(), state):
+            return out  # there is no dropout
+        op.generator = generator
+        self._ground.recall.states[op.number] = state
+        if self._ground.step is not None:
+            self._ground.step.draws.append(op)
+        return out
+
+    def _decide(self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+        """Say why the op is not to be run again, if it is not."""
+        step = self._ground.step
+        if step is None or step.is_opaque or not kind.is_known or _is_unsure(op):
+            op.never_again(OPAQUE, None)
+            return
+        ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
+        if ruling.keeps and kind.facts.can_be_kept:
+            op.never_again(ruling.reason, ruling)
+        elif kind.is_nondeterministic:
+            op.never_again("nondeterministic", ruling)
+
+    def _write(self, op: Op, written: _Written) -> None:
+        """Go on to the next buffer of each memory that was written to."""
+        ground = self._ground
+        ground.written.update(written)
+        for memory, tensor in written.items():
+            old = memory.buffer
+            lost = ground.tape.maker_of(old) if old.number not in ground.recall.kept else None
+            if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
+                # What it goes on from was held, and could not be any longer.
+                op.never_again(lost.keep, lost.ruling)
+            new = memory.buffer = ground.tape.after(old)
+            old.is_spoilt |= memory.has_data
+            new.maker = op.number
+            op.writes.append((old, new))
+            if memory.is_outside:
+                new.unsure = "state of the model"
+            elif memory.is_exposed:
+                new.unsure = OPAQUE
+            elif op.keep is not None:
+                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+            elif old.number not in op.fresh:
+                new.unsure = old.unsure
+
+    def _note_results(
+        self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]
+    ) -> None:
+        ground = self._ground
+        known: set[int | None] | None = None
+        for path, tensor in _paths(out, ()):
+            key = storage_key(tensor)
+            if known is None:
+                known = {storage_key(t) for t in tensors_in([*args, *kwargs.values()])}
+            if key in known:
+                continue
+            if not is_plain_tensor(tensor):
+                ground.stop_at(tensor)
+                return
+            known.add(key)
+            memory = ground.add(tensor)
+            op.make(path, memory.buffer)
+            if op.keep is not None:
+                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+            elif kind.leaves_empty:
+                memory.buffer.unsure = OPAQUE
+
+    def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
+        """Have a tensor kept that was given a name."""
+        ground = self._ground
+        memory = None if ground.is_idle() else ground.memory(tensor)
+        if memory is None or memory.buffer.unsure is not None:
+            return
+        op = ground.tape.maker_of(memory.buffer)
+        if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
+            return  # it is there anyway, or an earlier rule has it recomputed
+        if not kind_of(op.op).facts.can_be_kept:
+            raise ValueError(
+                f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
+                "changed in place. Name the result of another op."
+            )
+        op.never_again(ruling.reason, ruling)
+        ground.hold(ground.view_in(memory, tensor), tensor, ruling)
+
+
+def _picks_by_mask(kind: Kind, args: _Args) -> bool:
+    """Whether the shape of the result depends on data, for an op of which it may.
+
+    Indexing by numbers gives as many results as numbers, by truth values as many as are true.
+    """
+    if not kind.is_index:
+        return True
+    masks = (torch.bool, torch.uint8)
+    return any(index is not None and index.dtype in masks for index in args[1])
+
+
+def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
+    """What an op draws from that was given no generator."""
+    tensors = tensors_in([*args, *kwargs.values()])
+    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cpu":
+        return torch.default_generator
+    module = device_module(device.type)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def _is_unsure(op: Op) -> bool:
+    return any(buffer.unsure is not None for buffer in op.reads)
+
+
+def _times(buffer: Buffer, op: Op) -> int:
+    """How often ``buffer`` is among the arguments of ``op``."""
+    values = [*op.args, *op.kwargs.values()]
+    flat = [each for value in values for each in (value if type(value) is Views else [value])]
+    return sum(type(each) is View and each.buffer is buffer for each in flat)
+
+
+def _paths(out: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], _Tensor]]:
+    """The tensors that an op returns, each with where it is."""
+    if isinstance(out, _Tensor):
+        return [(path, out)]
+    if isinstance(out, (tuple, list)):
+        return [found for n, each in enumerate(out) for found in _paths(each, (*path, n))]
+    return []

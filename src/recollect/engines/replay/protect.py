@@ -1,0 +1,32 @@
+"""After a difference: what is held must survive writes that the recording does not know of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.engines.replay.kinds import kind_of
+from recollect.engines.replay.recall import Recall
+from recollect.engines.replay.steps import tensors_in
+from recollect.torch_private import DispatchMode, storage_key
+
+__all__ = ["Protector"]
+
+
+class Protector(DispatchMode):
+    """Has a copy made of what is held before an op writes to it."""
+
+    def __init__(self, recall: Recall) -> None:
+        super().__init__()
+        self._recall = recall
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kind = kind_of(func)
+        kwargs = kwargs or {}
+        if kind.facts.writes:
+            for position, name in kind.facts.written:
+                value = args[position] if position < len(args) else kwargs.get(name)
+                for tensor in tensors_in(value):
+                    self._recall.before_write(storage_key(tensor))
+        return kind.call(*args, **kwargs)

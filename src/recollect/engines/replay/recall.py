@@ -1,0 +1,466 @@
+"""One call of a region: what it holds, and how backward gets its tensors from that.
+
+Backward asks for one saved tensor after the other. The ops that make it are run, from what is held,
+below autograd; what others will ask for or read stays until the last of them has. The plan says how
+many there are; if it is wrong, since a tensor is asked for twice, ops are run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from sys import getrefcount
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from recollect.checks.names import tensor_name
+from recollect.engines.replay.plan import uses_of
+from recollect.engines.replay.tape import (
+    NEEDS_CARE,
+    Buffer,
+    Layout,
+    Op,
+    Tape,
+    View,
+    Views,
+    copy_of_memory,
+    is_whole,
+    results_of,
+    view_of,
+)
+from recollect.errors import CheckpointError, InputChanged
+from recollect.settings import version_guard_enabled
+from recollect.state.flags import Flags, read_flags, write_flags
+from recollect.store.deposit import Deposit, Parcel
+from recollect.store.handles import version_of
+from recollect.torch_private import (
+    at_end_of_backward,
+    below_autograd,
+    current_graph_task,
+    set_grad_enabled,
+    storage_key,
+    without_history,
+)
+
+__all__ = ["Held", "Recall", "Ticket", "hold_for_good"]
+
+
+#: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
+#: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
+Ticket = list[Any]
+
+
+def hold_for_good(ticket: Ticket) -> None:
+    """Have a ticket hold its tensor until the graph is gone.
+
+    Without history: a result that is saved has the node that saves it for its history, and the two
+    would hold each other where the garbage collector does not look.
+    """
+    ticket[0] = without_history(ticket[0])
+
+
+class Held:
+    """A tensor of a buffer, here or in a store."""
+
+    __slots__ = ("away", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, layout: Layout, deposit: Deposit | None) -> None:
+        self.layout = layout
+        self.version = version_of(tensor)
+        self.tensor = tensor
+        self.away: Parcel | None = None
+        if deposit is not None:
+            self.away = deposit.put(self.tensor)
+            del self.tensor
+
+    def become_copy(self) -> None:
+        """Hold a copy: the memory is about to be changed, or may be."""
+        self.tensor = copy_of_memory(self.tensor)
+        self.version = version_of(self.tensor)
+
+    def get(self, own: Layout, *, is_guarded: bool) -> torch.Tensor:
+        """The tensor of the layout ``own``. ``is_guarded``: which must not have been changed."""
+        if self.away is not None:
+            return view_of(self.away.get(), self.layout, own)
+        if is_guarded and version_of(self.tensor) != self.version:
+            raise InputChanged(_CHANGED.format(name=_name(self.tensor)))
+        return view_of(self.tensor, self.layout, own)
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {name}, from which a checkpointed region recomputes its activations, was changed "
+    "after the region had run. Replace the in-place operation, or let it follow backward."
+)
+_CHANGED_WHEN_SAVED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {name}, which an operation in a checkpointed region saved for backward, was "
+    "changed afterwards. Without checkpointing this is an error as well, but for a change through "
+    ".data, of whose values the gradient would be. Replace the in-place operation."
+)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    # Only what lives in a module has a name, and to search memory for one takes a while.
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor_name(tensor)
+    return f"a tensor of shape {list(tensor.shape)}"
+
+
+#: How many backwards through one region may be under way before the oldest has to start anew.
+_PASSES = 4
+
+
+class _Pass:
+    """What was recomputed for one backward."""
+
+    __slots__ = ("flags", "given", "memo", "uses")
+
+    def __init__(self, uses: list[int], flags: Flags | None) -> None:
+        #: The switches to set, if they are others now.
+        self.flags = flags
+        #: By number of the buffer.
+        self.memo: dict[int, torch.Tensor] = {}
+        #: How often each buffer will still be read or asked for.
+        self.uses = uses
+        #: The buffers that autograd was given tensors of: they must not be written to.
+        self.given: set[int] = set()
+
+
+class Recall:
+    """What one call of a region holds."""
+
+    __slots__ = (
+        "__weakref__",
+        "_is_guarded",
+        "_lock",
+        "_order",
+        "_uses",
+        "deposit",
+        "flags",
+        "is_running",
+        "kept",
+        "passes",
+        "pause",
+        "saw_all",
+        "states",
+        "tape",
+        "tickets",
+    )
+
+    def __init__(self, deposit: Deposit, flags: Flags) -> None:
+        self.tape = Tape()
+        self.deposit = deposit
+        #: The switches that the region ran under.
+        self.flags = flags
+        #: By number of the buffer.
+        self.kept: dict[int, Held] = {}
+        #: In which order, and how many tickets there were.
+        self._order: list[tuple[int, int]] = []
+        #: Where a generator stood, by number of the op that drew from it.
+        self.states: dict[int, torch.Tensor] = {}
+        #: Those that ask for what is not held.
+        self.tickets: list[Ticket] = []
+        self.is_running = True
+        #: Whether the whole call went as the tape says.
+        self.saw_all = True
+        #: Called while the region is running, for ops not to be taken for its own.
+        self.pause: Callable[[], Any] | None = None
+        self._is_guarded = version_guard_enabled()
+        #: How often each buffer will be wanted, if that is known.
+        self._uses: list[int] | None = None
+        self.passes: dict[int, _Pass] = {}
+        self._lock = threading.RLock()
+
+    def follow(self, tape: Tape, uses: list[int]) -> None:
+        """Go by what is known from an earlier call."""
+        self.tape = tape
+        self._uses = uses
+
+    def keep(self, buffer: Buffer, tensor: torch.Tensor, layout: Layout, *, away: bool) -> None:
+        """Hold ``buffer``, of which ``tensor`` is a view.
+
+        Without history, which would lead back to what holds this.
+        """
+        away = away and is_whole(buffer.layout, buffer.nbytes)
+        if away and buffer.layout is not layout:
+            tensor, layout = view_of(tensor, layout, buffer.layout), buffer.layout
+        self.kept[buffer.number] = Held(tensor, layout, self.deposit if away else None)
+        self._order.append((buffer.number, len(self.tickets)))
+
+    def before_write(self, memory: int | None) -> None:
+        """Something writes to a memory that may be held."""
+        for held in self.kept.values():
+            if held.away is None and storage_key(held.tensor) == memory:
+                held.become_copy()
+
+    def let_go(self, uses: list[int]) -> None:
+        """Let go of what is not wanted, as ``uses`` says."""
+        for number in [*self.kept]:
+            if not uses[number]:
+                del self.kept[number]
+        for number in [*self.states]:
+            if not any(uses[buffer.number] for buffer in results_of(self.tape.ops[number])):
+                del self.states[number]
+
+    def _let_go_of_the_dead(self) -> None:
+        """Let go of what only parts of the graph needed that have been freed.
+
+        What is held was made before the tensors that need it were saved, and backward goes the
+        other way round: once all that were saved after it are dead, it can go.
+        """
+        tickets = self.tickets
+        if not tickets or _references_to_last(tickets) > _OF_THE_DEAD_LAST:
+            return
+        while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
+            tickets.pop()
+        self._uses = None
+        while self._order and self._order[-1][1] >= len(tickets):
+            self.kept.pop(self._order.pop()[0], None)
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def unpack(self, ticket: Ticket) -> torch.Tensor:
+        """The saved-tensor hook by which autograd asks for a tensor back."""
+        tensor, version, view = ticket
+        if tensor is None:
+            return self._recall(view)
+        if tensor._version != version:
+            raise InputChanged(_CHANGED_WHEN_SAVED.format(name=_name(tensor)))
+        return tensor  # type: ignore[no-any-return]
+
+    def _recall(self, view: View) -> torch.Tensor:
+        buffer = view.buffer
+        if buffer.is_spoilt and self.saw_all:
+            name = f"a tensor of shape {list(view.layout[0])}"
+            raise InputChanged(_CHANGED_WHEN_SAVED.format(name=name))
+        passed = self.passes.get(current_graph_task())
+        if passed is not None and view.layout is buffer.layout:
+            tensor = passed.memo.get(buffer.number)
+            if tensor is not None:
+                passed.given.add(buffer.number)
+                _release(passed, buffer.number)
+                return tensor
+        pause = self.pause if self.is_running else None
+        # Two threads of one backward may ask at once.
+        with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
+            passed = self._pass()
+            if not self.is_running:
+                self._let_go_of_the_dead()
+            if passed.flags is None:
+                tensor = self._tensor(passed, buffer)
+            else:
+                flags = read_flags()
+                write_flags(passed.flags)
+                try:
+                    tensor = self._tensor(passed, buffer)
+                finally:
+                    write_flags(flags)
+            passed.given.add(buffer.number)
+            _release(passed, buffer.number)
+            return view_of(tensor, buffer.layout, view.layout)
+
+    def _pass(self) -> _Pass:
+        backward = current_graph_task()
+        passed = self.passes.get(backward)
+        if passed is None:
+            passed = _Pass(self._count(), self.flags if read_flags() != self.flags else None)
+            if backward >= 0:  # else asked for outside of backward: nothing stays behind
+                # One that failed has left its pass here; to lose one costs a recomputation.
+                for oldest in [*self.passes][: 1 - _PASSES]:
+                    del self.passes[oldest]
+                self.passes[backward] = passed
+                at_end_of_backward(partial(_end_pass, ref(self), backward))
+            self.deposit.announce()
+        return passed
+
+    def _count(self) -> list[int]:
+        """How often each buffer will be wanted."""
+        counts = _reference_counts(self.tickets)
+        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
+        if self._uses is not None and not self.is_running and len(alive) == len(self.tickets):
+            return self._uses.copy()
+        return uses_of(self.tape, [ticket[2].buffer for ticket in alive], self.kept)
+
+    def _tensor(self, passed: _Pass, buffer: Buffer) -> torch.Tensor:
+        """The tensor of the buffer's own layout."""
+        memo = passed.memo
+        tensor = memo.get(buffer.number)
+        if tensor is not None:
+            return tensor
+        held = self.kept.get(buffer.number)
+        if held is not None:
+            is_guarded = self._is_guarded or buffer.outside is None
+            tensor = held.get(buffer.layout, is_guarded=is_guarded)
+            if passed.uses[buffer.number] > 1:
+                memo[buffer.number] = tensor
+            return tensor
+        if passed.uses[buffer.number] <= 0:
+            self._expect(passed, buffer)
+        passed.uses[buffer.number] += 1  # not to be let go before it is returned
+        for number in sorted(self._missing(passed, buffer)):
+            self._run(passed, self.tape.ops[number])
+        tensor = memo[buffer.number]
+        _release(passed, buffer.number)
+        return tensor
+
+    def _expect(self, passed: _Pass, buffer: Buffer) -> None:
+        """Make room for work that was not foreseen: somebody asks for a tensor a second time."""
+        for number in self._missing(passed, buffer):
+            for read in self.tape.ops[number].reads:
+                passed.uses[read.number] += 1
+
+    def _missing(self, passed: _Pass, buffer: Buffer) -> set[int]:
+        """The ops that make ``buffer`` from what is there."""
+        numbers: set[int] = set()
+        wanted = [buffer]
+        while wanted:
+            each = wanted.pop()
+            if each.number in passed.memo or each.number in self.kept:
+                continue
+            op = self.tape.maker_of(each)
+            if op is None or op.keep is not None:
+                raise CheckpointError(
+                    f"a tensor that {'nothing' if op is None else op.op} made cannot be had again: "
+                    "please report this, it is a fault of recollect's replay engine"
+                )
+            if op.number not in numbers:
+                numbers.add(op.number)
+                wanted += op.reads
+        return numbers
+
+    def _run(self, passed: _Pass, op: Op) -> None:
+        """Run ``op`` again."""
+        if torch.is_grad_enabled() is not op.grad_enabled:
+            set_grad_enabled(op.grad_enabled)
+        slots = op.slots
+        if slots is None:
+            slots = op.prepare()
+        if slots is NEEDS_CARE:
+            self._run_with_care(passed, op)
+            return
+        memo, uses = passed.memo, passed.uses
+        args = op.args.copy()
+        for place, view in slots:
+            buffer = view.buffer
+            tensor = memo.get(buffer.number)
+            if tensor is None:
+                tensor = self._tensor(passed, buffer)
+            own = buffer.layout
+            args[place] = tensor if view.layout is own else view_of(tensor, own, view.layout)
+        out = op.call(*args, **op.kwargs)
+        for buffer in op.reads:
+            number = buffer.number
+            uses[number] -= 1
+            if uses[number] <= 0:
+                memo.pop(number, None)
+        for path, buffer in op.makes:
+            if uses[buffer.number] > 0:
+                memo[buffer.number] = _at(out, path, op)
+
+    def _run_with_care(self, passed: _Pass, op: Op) -> None:
+        """Run an op that writes to memory, draws, takes lists, or goes by the default dtype."""
+        default = torch.get_default_dtype()
+        if default is not op.default_dtype:
+            torch.set_default_dtype(op.default_dtype)
+        try:
+            self._run_writing(passed, op)
+        finally:
+            torch.set_default_dtype(default)
+
+    def _run_writing(self, passed: _Pass, op: Op) -> None:
+        bases = {old.number: self._writable(passed, op, old) for old, _ in op.writes}
+        args = [self._argument(passed, each, bases) for each in op.args]
+        kwargs = {name: self._argument(passed, each, bases) for name, each in op.kwargs.items()}
+        out = op.call(*args, **kwargs) if op.generator is None else self._draw(op, args, kwargs)
+        for buffer in op.reads:
+            if buffer.number not in bases:
+                _release(passed, buffer.number)
+        for path, buffer in op.makes:
+            if passed.uses[buffer.number] > 0:
+                passed.memo[buffer.number] = _at(out, path, op)
+        for old, new in op.writes:
+            if passed.uses[new.number] > 0:
+                passed.memo[new.number] = bases[old.number]
+
+    def _argument(self, passed: _Pass, value: Any, bases: dict[int, torch.Tensor]) -> Any:
+        if type(value) is View:
+            buffer = value.buffer
+            base = bases.get(buffer.number) if bases else None
+            tensor = self._tensor(passed, buffer) if base is None else base
+            return view_of(tensor, buffer.layout, value.layout)
+        if type(value) is Views:
+            return value.kind([self._argument(passed, each, bases) for each in value])
+        return value
+
+    def _writable(self, passed: _Pass, op: Op, buffer: Buffer) -> torch.Tensor:
+        """A memory with the content of ``buffer`` that ``op`` may write to."""
+        if buffer.number in op.fresh:
+            size, stride, _, dtype, _ = buffer.layout
+            return torch.empty_strided(size, stride, dtype=dtype, device=buffer.device)
+        tensor = self._tensor(passed, buffer)
+        _release(passed, buffer.number)
+        is_free = buffer.number not in passed.memo and buffer.number not in passed.given
+        if is_free and buffer.number not in self.kept:
+            return tensor
+        return copy_of_memory(tensor)
+
+    def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        generator = op.generator
+        assert generator is not None
+        now = generator.get_state()
+        generator.set_state(self.states[op.number])
+        try:
+            return op.call(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+
+def _reference_counts(tickets: list[Ticket]) -> list[int]:
+    return [getrefcount(ticket) for ticket in tickets]
+
+
+def _references_to_last(tickets: list[Ticket]) -> int:
+    return getrefcount(tickets[-1])
+
+
+#: References to a ticket that only a list holds, as this interpreter counts them.
+(_OF_THE_DEAD,) = _reference_counts([[object()]])
+_OF_THE_DEAD_LAST = _references_to_last([[object()]])
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+def _at(out: Any, path: Any, op: Op) -> torch.Tensor:
+    for index in path:
+        out = out[index]
+    if not isinstance(out, torch.Tensor):
+        raise CheckpointError(f"{op.op} gave a tensor in forward, and now {out!r}")
+    return out
+
+
+def _release(passed: _Pass, number: int) -> None:
+    """Note that a buffer was used once."""
+    left = passed.uses[number] - 1
+    passed.uses[number] = left
+    if left <= 0:
+        passed.memo.pop(number, None)
+
+
+def _end_pass(recall: ReferenceType[Recall], backward: int) -> None:
+    """Forget what was recomputed for a backward that is over, and was not asked for."""
+    alive = recall()
+    if alive is not None:
+        alive.passes.pop(backward, None)

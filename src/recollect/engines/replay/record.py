@@ -1,0 +1,437 @@
+"""Recording: the function runs once, under modes that write down what it does.
+
+Two modes look on. One sees the functions of torch that are called (`Step`), the other the ops that
+these come down to (`Op`). Saved-tensor hooks say which values autograd saves. What must not run
+again is held on the spot, so that everything else can be dropped as forward goes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.ground import OPAQUE, Ground, start_of
+from recollect.engines.replay.moods import mood
+from recollect.engines.replay.ops import OpRecorder
+from recollect.engines.replay.plan import Plan, uses_of
+from recollect.engines.replay.recall import Recall, Ticket, hold_for_good
+from recollect.engines.replay.steps import (
+    EXPOSING,
+    METADATA,
+    UNREADABLE,
+    UNREADABLE_IF_PACKED,
+    UNSUPPORTED,
+    WRONG_IN_MODES,
+    Constant,
+    Items,
+    Number,
+    Objects,
+    Outside,
+    Pack,
+    Step,
+    is_comparable,
+    looks_of,
+    tensors_in,
+)
+from recollect.engines.replay.tape import Buffer, Tape, View
+from recollect.torch_private import (
+    STRANGE,
+    cast_weight,
+    current_stream_key,
+    dispatch_mode_count,
+    is_of_torch,
+    is_op_of_others,
+    is_plain_tensor,
+    no_dispatch_modes,
+    no_function_modes,
+    tree_leaves,
+    without_history,
+)
+
+__all__ = ["Recorder", "Recording"]
+
+_Tensor = torch.Tensor
+_DATA = _Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Recording:
+    """What later calls are checked against, and what they hold."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        steps: list[Step],
+        outsides: dict[int, Outside],
+        writes_outside: bool,
+        stores_all: bool,
+        reason: str | None,
+    ) -> None:
+        self.tape = tape
+        self.steps = steps
+        self.outsides = outsides
+        self._stores_all = stores_all
+        #: Whether it matters which tensors from outside are on the same memory.
+        self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
+        #: The shapes that depend on data.
+        self.shapes = [step.looks for step in steps if step.depends_on_data]
+        #: Why it does not go on to the end, if it does not, and whether that is for a tensor which
+        #: is not understood.
+        self.reason = reason
+        self.is_strange = reason is not None and reason.startswith(STRANGE)
+        #: What whoever checks a call against it remembers.
+        self.checks: Any = None
+
+    def is_like(self, other: Recording) -> bool:
+        """Whether the same functions were called."""
+        pairs = zip(self.steps, other.steps, strict=False)
+        return len(self.steps) == len(other.steps) and all(a.is_like(b) for a, b in pairs)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What is kept, and where."""
+        return Plan(self.tape, self.steps, stores_all=self._stores_all)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down one call of a region."""
+
+    def __init__(self, recall: Recall, consultation: Consultation, offload_inputs: bool) -> None:
+        super().__init__()
+        self._recall = recall
+        self._ground = Ground(recall)
+        self._steps: list[Step] = []
+        self._outsides: dict[int, Outside] = {}
+        self._objects = Objects()
+        self._offload_inputs = offload_inputs
+        #: Of the function that is running.
+        self._tickets: list[Ticket] = []
+        self._around: list[AbstractContextManager[Any]] = [
+            consultation,
+            OpRecorder(self._ground, consultation),
+        ]
+        self._stack = ExitStack()
+        #: How many dispatch modes there are outside of functions.
+        self._modes = 0
+        self._stream = current_stream_key()
+        recall.pause = self._pause
+
+    # --- around the call --------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._around:
+                stack.enter_context(context)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._stack = stack.pop_all()
+        self._modes = dispatch_mode_count()
+
+    def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._recall.pause = None
+        self._stack.__exit__(*exc)
+
+    def finish(self, result: Any) -> Recording:
+        """After the call, which returned ``result``: let go of what nobody needs."""
+        ground, recall = self._ground, self._recall
+        recall.is_running = False
+        ground.count_versions()
+        for leaf in tree_leaves(result):
+            memory = ground.memory(leaf) if isinstance(leaf, _Tensor) else None
+            if memory is not None:
+                memory.buffer.is_output = True
+        uses = uses_of(ground.tape, [ticket[2].buffer for ticket in recall.tickets], recall.kept)
+        recall.let_go(uses)
+        for number, held in recall.kept.items():
+            if ground.tape.buffers[number].is_output and held.away is None:
+                # The user may change what the region returns.
+                held.become_copy()
+        return Recording(
+            ground.tape,
+            self._steps,
+            self._outsides,
+            ground.writes_outside,
+            recall.deposit.chosen,
+            ground.stopped,
+        )
+
+    @contextmanager
+    def _pause(self) -> Any:
+        ground = self._ground
+        paused, ground.paused = ground.paused, True
+        try:
+            with no_function_modes():
+                yield
+        finally:
+            ground.paused = paused
+
+    # --- functions --------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_dynamo_compiling():  # which traces this mode along with the function
+            return func(*args, **kwargs)
+        ground = self._ground
+        if ground.is_idle() or func in METADATA:
+            return func(*args, **kwargs)
+        if func in UNSUPPORTED:
+            ground.stop(f"{func} gives a tensor another memory")
+        elif func in WRONG_IN_MODES:
+            for tensor in tensors_in([*args, *kwargs.values()]):
+                if (memory := ground.memory(tensor)) is not None:
+                    ground.before_change(memory, tensor)
+            ground.stop(f"{func} is wrong inside of a dispatch mode")
+            with no_dispatch_modes():
+                return func(*args, **kwargs)
+        elif self._stream is not None and current_stream_key() != self._stream:
+            # Backward runs what it asks for on the stream of the function that saved it.
+            ground.stop("several streams")
+        if ground.is_idle():
+            return func(*args, **kwargs)
+        step = Step(func, mood(func), len(ground.tape.ops))
+        # Somebody has entered a mode inside the region, which may do anything; or a function looks
+        # at memory itself, and at how it is called.
+        step.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
+        step.own = None if is_of_torch(func) else func
+        step.args = self._template(args, step)
+        step.kwargs = self._template(kwargs, step)
+        step.first_buffer = len(ground.tape.buffers)
+        if ground.is_idle():
+            return func(*args, **kwargs)
+        if func in EXPOSING:
+            for tensor in tensors_in(args):
+                ground.expose(tensor)
+        elif func == _DATA and (memory := ground.memory(args[0])) is not None:
+            memory.has_data = True
+        out = self._run(step, func, args, kwargs)
+        self._end(step, out, args, kwargs)
+        return out
+
+    def _run(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ground = self._ground
+        self._steps.append(step)
+        ground.step = step
+        try:
+            return func(*args, **kwargs)
+        except BaseException:
+            ground.stop(f"{func} raised")
+            self._give_up(step, self._tickets)
+            raise
+        finally:
+            ground.step = None
+
+    def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The function has returned: drop what it saved."""
+        ground = self._ground
+        ground.count_versions()
+        step.ops = (step.ops[0], len(ground.tape.ops))
+        tickets, self._tickets = self._tickets, []
+        if ground.stopped is not None:
+            self._give_up(step, tickets)
+            return
+        if len(step.draws) > 1:
+            # Only where a generator stood before the function is known in later calls.
+            for op in step.draws:
+                op.later = "random, several draws in one function"
+        returned = tensors_in(out)
+        if step.is_opaque:
+            self._forget_looks(step, returned)
+            if step.own is not None:
+                # Another call may write to another one of its arguments.
+                for tensor in tensors_in([*args, *kwargs.values()]):
+                    ground.expose(tensor)
+        for tensor in returned:
+            number = self._objects.number_of(tensor)
+            step.returns.append(self._returned(tensor, step))
+            step.outs.append(self._objects.add(tensor) if number is None else number)
+            step.is_new &= number is None
+        if step.depends_on_data or step.is_opaque:
+            step.looks = [looks_of(tensor) for tensor in returned]
+        for ticket, pack in zip(tickets, step.packs, strict=True):
+            if pack.view is not None:
+                self._note_saved(ticket[0], pack.view, returned)
+            self._settle(ticket, pack.view)
+        if ground.written:
+            self._note_changed(step, [*args, *kwargs.values()])
+            for memory in ground.written:
+                ground.note_spoilt(memory)
+            ground.written.clear()
+
+    def _give_up(self, step: Step, tickets: list[Ticket]) -> None:
+        """A function is not known to the end."""
+        self._steps.remove(step)
+        for ticket in tickets:
+            hold_for_good(ticket)
+        tickets.clear()
+
+    def _forget_looks(self, step: Step, returned: list[_Tensor]) -> None:
+        """What the function did another call of it may do otherwise."""
+        for pack in step.packs:
+            pack.view = None
+        for tensor in returned:
+            memory = self._ground.memory(tensor)
+            if memory is not None and not _is_made_in(step, memory.buffer):
+                # Which part of which memory is returned is not known.
+                memory.buffer.unsure = OPAQUE
+                memory.is_exposed = True
+
+    def _returned(self, tensor: _Tensor, step: Step) -> View | None:
+        """What a tensor that a function returns is a view of."""
+        ground = self._ground
+        memory = ground.memory(tensor)
+        if memory is None:
+            if not is_plain_tensor(tensor):
+                ground.stop_at(tensor)
+                return None
+            memory = ground.add_stranger(tensor)
+        buffer = memory.buffer
+        view = ground.view_in(memory, tensor)
+        is_given = buffer.maker is None and buffer.outside is None and not memory.is_exposed
+        if is_given and _is_made_in(step, buffer):
+            # Made of constants, as by torch.tensor(): it is there as of now.
+            buffer.unsure = None
+            ground.hold(view, tensor, None)
+        return view
+
+    def _note_saved(self, tensor: _Tensor, view: View, returned: list[_Tensor]) -> None:
+        """Remember a tensor that autograd saved, to see whether it is written to later."""
+        memory = self._ground.memory(tensor)
+        if memory is None:
+            return
+        if self._objects.number_of(tensor) is None:
+            # A result is saved as another object than the one that is returned.
+            same = [each for each in returned if self._ground.memory(each) is memory]
+            if not same:
+                return
+            tensor = same[0]
+        memory.saved.append((ref(tensor), tensor._version, view.buffer))
+
+    def _note_changed(self, step: Step, values: list[Any]) -> None:
+        """Where to find what a function has written to."""
+        for tensor in tensors_in(values):
+            number = self._objects.number_of(tensor)
+            memory = self._ground.memory(tensor)
+            if number is not None and memory is not None and _is_made_in(step, memory.buffer):
+                step.changed.append((number, self._ground.view_in(memory, tensor)))
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def _template(self, value: Any, step: Step) -> Any:
+        """What stands for an argument of a function."""
+        if isinstance(value, _Tensor):
+            number = self._number(value)
+            return Number(number, None if number < 0 else self._objects.writes_to(value))
+        if is_comparable(value):
+            return value
+        kind = type(value)
+        if isinstance(value, (tuple, list)):
+            return Items(kind, [self._template(each, step) for each in value])
+        if isinstance(value, dict):
+            items = [self._template(each, step) for each in value.values()]
+            return Items(kind, items, list(value))
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            return Items(kind, [self._template(each, step) for each in parts])
+        step.is_opaque = True
+        return Constant()
+
+    def _number(self, tensor: _Tensor) -> int:
+        number = self._objects.number_of(tensor)
+        if number is not None:
+            return number
+        ground = self._ground
+        if not is_plain_tensor(tensor):
+            ground.stop_at(tensor)
+            return -1
+        number = self._objects.add(tensor)
+        outside = self._outsides[number] = Outside(number, looks_of(tensor))
+        memory = ground.memory(tensor)
+        if memory is None:
+            buffer = outside.buffer = ground.add(tensor, number).buffer
+            away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
+            self._recall.keep(buffer, without_history(tensor), buffer.layout, away=away)
+        elif memory.buffer.outside is not None:
+            outside.twin = (memory.buffer.outside, start_of(tensor) - memory.start)
+        else:
+            # Made by something that is not seen, on memory that is known.
+            memory.buffer.unsure = OPAQUE
+            memory.is_exposed = True
+            hosts = [n for n, each in self._objects.alive() if ground.memory(each) is memory]
+            outside.host = hosts[0] if hosts[0] != number else None
+            if outside.host is None:
+                ground.stop("memory of which nothing else is left")
+        return number
+
+    # --- saved tensors ----------------------------------------------------------------------------
+
+    def pack(self, tensor: _Tensor) -> Ticket:
+        """The saved-tensor hook: autograd saves ``tensor``."""
+        ticket: Ticket = [tensor, tensor._version, None]
+        ground = self._ground
+        if ground.is_idle():
+            hold_for_good(ticket)
+            return ticket
+        if ground.step is not None:
+            ground.step.packs.append(Pack(self._saved(tensor)))
+            self._tickets.append(ticket)
+        else:
+            with self._pause():
+                self._pack_between(ticket, tensor)
+        return ticket
+
+    def _pack_between(self, ticket: Ticket, tensor: _Tensor) -> None:
+        """A custom function saves a tensor, outside of all functions of torch."""
+        number = self._objects.number_of(tensor)
+        view = None if number is None else self._saved(tensor)
+        between = Step(None, None, len(self._ground.tape.ops))
+        between.packs.append(Pack(view, number))
+        self._steps.append(between)
+        self._settle(ticket, view)
+
+    def _saved(self, tensor: _Tensor) -> View | None:
+        """How to have ``tensor`` again; None if it is held."""
+        ground = self._ground
+        memory = ground.memory(tensor)
+        if memory is None:
+            if not is_plain_tensor(tensor):
+                ground.stop_at(tensor)
+                return None
+            weight = cast_weight(tensor)
+            if weight is None or ground.memory(weight) is None:
+                return None
+            memory = ground.find(tensor)
+            assert memory is not None
+        held = self._recall.kept.get(memory.buffer.number)
+        is_away = held is not None and held.away is not None
+        if memory.buffer.unsure is not None or (memory.is_outside and not is_away):
+            return None
+        memory.buffer.is_wanted = True
+        return ground.view_in(memory, tensor)
+
+    def _settle(self, ticket: Ticket, view: View | None) -> None:
+        """Let go of a saved tensor that can be had again."""
+        held = None if view is None else self._recall.kept.get(view.buffer.number)
+        if view is None or (held is not None and held.away is None):
+            hold_for_good(ticket)  # which costs nothing if it is held anyway
+            return
+        ticket[0], ticket[2] = None, view
+        self._recall.tickets.append(ticket)
+
+
+def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:
+    if function in UNREADABLE_IF_PACKED:
+        # Beside the states there is only one tensor otherwise, the input.
+        return len(args) > 1 and isinstance(args[1], _Tensor)
+    return function in UNREADABLE or not (is_of_torch(function) or is_op_of_others(function))
+
+
+def _is_made_in(step: Step, buffer: Buffer) -> bool:
+    return buffer.number >= step.first_buffer

@@ -1,0 +1,255 @@
+"""What is written down of a region: the ops it ran, and the memory they read and made.
+
+Values are in single-assignment form. A `Buffer` is what one memory holds at one time: writing to
+the memory makes the next buffer. A tensor is a `View` of a buffer, so a view costs nothing to have
+again, and whoever keeps one view of a memory has all of them. Running an `Op` again makes the
+buffers that it made.
+
+Nothing here holds a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "NEEDS_CARE",
+    "Buffer",
+    "Layout",
+    "Op",
+    "Tape",
+    "View",
+    "Views",
+    "copy_of_memory",
+    "is_whole",
+    "layout_of",
+    "results_of",
+    "view_of",
+]
+
+#: Size, strides and offset (in elements) of a tensor, its dtype, and the offset in bytes. Offsets
+#: count from the first tensor that was seen of the memory: where that begins may differ per call.
+Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+
+
+def layout_of(tensor: torch.Tensor, start: int) -> Layout:
+    """The layout of ``tensor``; ``start``: at how many bytes the first tensor begins."""
+    dtype = tensor.dtype
+    size = dtype.itemsize
+    offset = int(tensor.storage_offset()) * size - start
+    return tensor.shape, tensor.stride(), offset // size, dtype, offset
+
+
+def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
+    """The tensor of ``layout`` on the memory of ``tensor``, which is of the layout ``own``."""
+    if layout is own:
+        return tensor
+    size, stride, offset, dtype, start = layout
+    if dtype is own[3]:
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset - own[2])
+    start += int(tensor.storage_offset()) * own[3].itemsize - own[4]
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    storage: Any = tensor.untyped_storage()
+    return view.set_(storage, start // dtype.itemsize, size, stride)
+
+
+def copy_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on a copy of its whole memory."""
+    storage: Any = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def is_whole(layout: Layout, nbytes: int) -> bool:
+    """Whether a tensor of ``layout`` is all of a memory of ``nbytes`` bytes, each once."""
+    size, strides, _, dtype, _ = layout
+    expected = 1
+    for stride, length in sorted(zip(strides, size, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return expected * dtype.itemsize == nbytes
+
+
+class Buffer:
+    """What one memory holds at one time."""
+
+    __slots__ = (
+        "device",
+        "is_last",
+        "is_output",
+        "is_spoilt",
+        "is_wanted",
+        "layout",
+        "maker",
+        "memory",
+        "nbytes",
+        "number",
+        "outside",
+        "unsure",
+    )
+
+    def __init__(
+        self, number: int, memory: int, layout: Layout, device: torch.device, nbytes: int
+    ) -> None:
+        self.number = number
+        #: Which memory: buffers of one memory follow each other.
+        self.memory = memory
+        #: Of the first tensor that was seen of the memory.
+        self.layout = layout
+        self.device = device
+        self.nbytes = nbytes
+        #: The number of the op that makes it, None if it was there before.
+        self.maker: int | None = None
+        #: The number of the tensor outside that it is, if it is one.
+        self.outside: int | None = None
+        #: Whether the memory was not written to after this.
+        self.is_last = True
+        #: Whether the write that ended it is one that autograd does not notice.
+        self.is_spoilt = False
+        #: Whether an op has read it, or autograd has saved it.
+        self.is_wanted = False
+        #: Whether the region returns it.
+        self.is_output = False
+        #: Why its content cannot be had again, if it cannot: somebody unseen may write to it.
+        self.unsure: str | None = None
+
+
+class View:
+    """A tensor, as an argument of an op or as autograd saved it."""
+
+    __slots__ = ("buffer", "layout")
+
+    def __init__(self, buffer: Buffer, layout: Layout) -> None:
+        self.buffer = buffer
+        self.layout = layout
+
+
+class Views(list[Any]):
+    """A list or tuple among the arguments of an op that has views in it."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, items: list[Any], kind: type) -> None:
+        super().__init__(items)
+        self.kind = kind
+
+
+#: The slots of an op that takes more to run than filling in its arguments.
+NEEDS_CARE: list[tuple[int, View]] = []
+
+
+class Op:
+    """One call of an op."""
+
+    __slots__ = (
+        "args",
+        "call",
+        "default_dtype",
+        "fresh",
+        "generator",
+        "grad_enabled",
+        "keep",
+        "kwargs",
+        "later",
+        "makes",
+        "number",
+        "op",
+        "reads",
+        "ruling",
+        "slots",
+        "writes",
+    )
+
+    def __init__(self, number: int, op: Any, call: Any) -> None:
+        self.number = number
+        self.op = op
+        self.call = call
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        #: The buffers whose content it reads.
+        self.reads: list[Buffer] = []
+        #: Where in what it returns, and the buffer that is.
+        self.makes: list[tuple[Any, Buffer]] = []
+        #: The buffer it writes to, and the buffer that it becomes.
+        self.writes: list[tuple[Buffer, Buffer]] = []
+        #: Those of the former that it overwrites without a look.
+        self.fresh: frozenset[int] = frozenset()
+        #: Some ops take their dtype from here.
+        self.default_dtype = torch.get_default_dtype()
+        #: Some kernels look at the grad mode.
+        self.grad_enabled = torch.is_grad_enabled()
+        #: What it draws from, if it does.
+        self.generator: torch.Generator | None = None
+        #: Why it is not to be run again, and why not after a call that does not record.
+        self.keep: str | None = None
+        self.later: str | None = None
+        #: What the policy said.
+        self.ruling: Any = None
+        #: Where among the arguments there are views; None until it is run again.
+        self.slots: list[tuple[int, View]] | None = None
+
+    def make(self, path: tuple[int, ...], buffer: Buffer) -> None:
+        """Note that it makes ``buffer``, and where in what it returns that is."""
+        buffer.maker = self.number
+        self.makes.append((path, buffer))
+
+    def prepare(self) -> list[tuple[int, View]]:
+        """Find out how to run it."""
+        values = [*self.args, *self.kwargs.values()]
+        if (
+            self.writes
+            or self.generator is not None
+            or any(type(value) is Views for value in values)
+            or any(type(value) is View for value in self.kwargs.values())
+            or not any(buffer.layout[3].is_floating_point for buffer in self.reads)
+        ):
+            self.slots = NEEDS_CARE
+        else:
+            self.slots = [(n, each) for n, each in enumerate(self.args) if type(each) is View]
+        return self.slots
+
+    def never_again(self, reason: str, ruling: Any) -> None:
+        """Have its results kept."""
+        self.keep, self.ruling = reason, ruling
+        self.args, self.kwargs = [], {}
+
+
+def results_of(op: Op) -> list[Buffer]:
+    """The buffers that running ``op`` makes."""
+    return [buffer for _, buffer in op.makes] + [new for _, new in op.writes]
+
+
+class Tape:
+    """All of it."""
+
+    __slots__ = ("buffers", "memories", "ops")
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.buffers: list[Buffer] = []
+        self.memories = 0
+
+    def new(self, tensor: torch.Tensor, start: int) -> Buffer:
+        """The first buffer of a memory, of which ``tensor``, beginning at ``start``, is seen."""
+        nbytes = tensor.untyped_storage().nbytes()
+        self.memories += 1
+        layout = layout_of(tensor, start)
+        return self._add(Buffer(len(self.buffers), self.memories, layout, tensor.device, nbytes))
+
+    def after(self, last: Buffer) -> Buffer:
+        """The buffer that follows ``last`` in its memory."""
+        last.is_last = False
+        number = len(self.buffers)
+        return self._add(Buffer(number, last.memory, last.layout, last.device, last.nbytes))
+
+    def maker_of(self, buffer: Buffer) -> Op | None:
+        """The op that makes ``buffer``."""
+        return None if buffer.maker is None else self.ops[buffer.maker]
+
+    def _add(self, buffer: Buffer) -> Buffer:
+        self.buffers.append(buffer)
+        return buffer

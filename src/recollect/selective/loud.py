@@ -1,0 +1,43 @@
+"""Being loud about rules of a policy that match nothing."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Container, Iterable
+
+from recollect.checks.place import Place
+from recollect.policy.patterns import fits, listed
+from recollect.policy.rules import PatternRule
+from recollect.selective.rulings import Rulebook
+
+__all__ = ["check_names", "warn_of_unheard"]
+
+
+def check_names(rule: PatternRule, names: list[str]) -> None:
+    """Raise if a pattern of ``rule`` matches none of the names that were given."""
+    for pattern in rule.patterns:
+        if not any(fits(name, pattern) for name in names):
+            raise ValueError(
+                f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
+                f"recollect.tag(tensor, name). The names are: {listed(names, pattern)}"
+            )
+
+
+def warn_of_unheard(rulebook: Rulebook, inside: Container[int], ran: Iterable[str]) -> None:
+    """Warn, once, of rules that have matched nothing.
+
+    ``inside``: the rules about modules that match a module of the region. ``ran``: the names of the
+    ops that ran.
+    """
+    ranks = {n for n in rulebook.unheard if n in inside or n not in rulebook.modules}
+    if not ranks:
+        return
+    unheard = [rulebook.rules[rank].title for rank in sorted(ranks)]
+    rulebook.unheard -= ranks  # once is enough
+    message = (
+        f"the policy's {' and '.join(unheard)} matched nothing in the region. The ops that "
+        f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
+    )
+    file, line = Place(sys._getframe()).line
+    warnings.warn_explicit(message, UserWarning, file, line)

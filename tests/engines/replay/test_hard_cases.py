@@ -1,0 +1,241 @@
+"""Calls that look like the recorded one and are not; memory that changes behind torch's back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from tests._support import assert_identical
+
+replay = functools.partial(recollect.checkpoint, engine="replay")
+
+
+def step(call: Callable[..., Any], seed: int, shape: Any, *others: Any) -> list[Tensor]:
+    """The result and the gradient, with fresh arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator).requires_grad_()
+    out = call(x, *[each.clone() if isinstance(each, Tensor) else each for each in others])
+    return [out.detach(), *torch.autograd.grad(out.sum(), x)]
+
+
+def compare(function: Callable[..., Tensor], *calls: tuple[Any, ...]) -> None:
+    """Call the region once for each tuple: the shape of its first argument, and the others."""
+    for seed, arguments in enumerate(calls):
+        expected = step(function, seed, *arguments)
+        assert_identical(step(functools.partial(replay, function), seed, *arguments), expected)
+
+
+def test_the_looks_of_what_depends_on_a_number_in_a_tensor():
+    def function(x: Tensor, n: Tensor) -> Tensor:
+        return (x[None, :] * (torch.arange(n) + 1.0)[:, None]).sin().exp()
+
+    compare(function, *[((4,), torch.tensor(n)) for n in (1, 1, 4, 4)])
+
+
+def test_the_looks_of_what_is_made_of_an_array():
+    def function(x: Tensor, values: Any) -> Tensor:
+        return (x[None, :] * torch.tensor(values)[:, None]).sin().exp()
+
+    arrays = [np.arange(1, n + 1, dtype=np.float32) for n in (1, 1, 4, 4)]
+    compare(function, *[((4,), array) for array in arrays])
+
+
+def test_memory_handed_out_and_taken_in_again():
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(h.detach())).mul_(3)
+        return h.sin()
+
+    compare(function, *[((4,),)] * 3)
+
+
+def test_a_constant_tensor_that_is_changed():
+    def function(x: Tensor) -> Tensor:
+        m = torch.tensor([1.0, 2.0, 3.0])
+        h = (x + m).sin()
+        m.mul_(2)
+        return h * (x + m).sin()
+
+    compare(function, *[((3,),)] * 3)
+
+
+def test_sequences_of_other_lengths():
+    lstm = nn.LSTM(3, 4)
+
+    def function(x: Tensor, lengths: Tensor) -> Tensor:
+        packed, _ = lstm(nn.utils.rnn.pack_padded_sequence(x, lengths))
+        return packed.data.sin()
+
+    lengths = [[4, 2, 2], [4, 2, 2], [4, 3, 1], [4, 3, 1]]
+    compare(function, *[((4, 3, 3), torch.tensor(each)) for each in lengths])
+
+
+def test_a_gradient_of_another_graph():
+    w = torch.randn(4, requires_grad=True)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(x.sum(), w, create_graph=True)
+        return (g * w).exp()
+
+    for before in (torch.sin, torch.sin, torch.cos, torch.cos):
+        expected = torch.autograd.grad(function(before(w), w).sum(), w)
+        assert_identical(torch.autograd.grad(replay(function, before(w), w).sum(), w), expected)
+
+
+@torch.overrides.wrap_torch_function(lambda x: (x,))
+def scaled(x: Tensor) -> Tensor:
+    return torch.sin(x * SCALE[0])
+
+
+SCALE = [2.0]
+
+
+@pytest.fixture(scope="module")
+def library():
+    library = torch.library.Library("recollect_hard_cases", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: torch.sin(x * SCALE[0]), "CompositeImplicitAutograd")
+    yield library
+    library._destroy()
+
+
+@pytest.mark.parametrize("kind", ["function", "op"])
+def test_functions_of_others_have_constants_of_their_own(kind, library):
+    call = scaled if kind == "function" else torch.ops.recollect_hard_cases.scaled
+
+    def function(x: Tensor) -> Tensor:
+        return call(x).exp()
+
+    for SCALE[0] in (2.0, 2.0, 5.0, 5.0):
+        compare(function, ((4,),))
+
+
+def test_a_write_through_a_view_of_unknown_place():
+    def function(x: Tensor, place: Tensor) -> Tensor:
+        h = x.exp() * 2
+        h[place].mul_(3)
+        return (h + 1).sin() * (h + 2).cos()
+
+    compare(function, *[((4, 3), torch.tensor(n)) for n in (1, 1, 2, 0)])
+
+
+class Number:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __int__(self) -> int:
+        return self.value
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
+def test_a_write_through_an_alias_that_nobody_was_seen_to_make():
+    @torch.jit.script
+    def pick(a: Tensor, b: Tensor, i: int) -> Tensor:
+        if i == 0:
+            return a.view(-1)
+        return b.view(-1)
+
+    def function(x: Tensor, which: Number) -> Tensor:
+        a, b = x.exp() * 2, x.exp() * 2
+        with torch.no_grad():
+            pick(a.detach(), b.detach(), int(which)).mul_(3)
+        return (a + 1).sin() * (b + 2).cos() * (a + 3).sin() * (b + 4).cos()
+
+    compare(function, *[((4,), Number(n)) for n in (0, 0, 1, 1)])
+
+
+def test_writes_by_python_functions():
+    def function(x: Tensor, m: Tensor) -> Tensor:
+        h = (x + m).sin()
+        m.apply_(lambda value: value + 1)
+        return h * (x + m).sin()
+
+    compare(function, *[((4,), torch.ones(4))] * 3)
+
+
+def test_an_array_that_is_changed_while_a_tensor_shares_it():
+    array = np.ones(3, dtype=np.float32)
+    shared = torch.from_numpy(array)
+
+    def outside(x: Tensor, value: float) -> Tensor:
+        array[:] = value
+        h = ((x + shared) * 1.0).sin()
+        array[:] = 5.0
+        return h * (x + shared).cos()
+
+    def inside(x: Tensor) -> Tensor:
+        own = np.ones(3, dtype=np.float32)
+        t = torch.asarray(own)
+        h = (x + t).sin()
+        own[:] = 5.0
+        return h * (x + t).cos()
+
+    compare(outside, *[((3,), value) for value in (1.0, 2.0, 3.0)])
+    compare(inside, *[((3,),)] * 3)
+
+
+def test_a_default_dtype_that_the_function_sets():
+    double = [False]
+
+    def function(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64 if double[0] else torch.float32)
+        try:
+            return (x.double() * (torch.arange(1, 101) / 3)).sin()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    for double[0] in (False, False, True, True):
+        compare(function, ((100,),))
+
+
+def test_running_statistics_that_are_views_of_one_memory():
+    norm = nn.BatchNorm1d(3)
+    flat = torch.cat([norm.running_mean, norm.running_var])
+    norm.running_mean, norm.running_var = flat[:3], flat[3:]
+    compare(lambda x: norm(x * 2).sin(), *[((4, 3),)] * 3)
+
+
+class Scaling(Tensor):
+    factor = 2.0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.sin:
+            return out.as_subclass(Tensor) * cls.factor
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:engine='replay' does not know how to replay:UserWarning")
+def test_a_subclass_that_does_something_else():
+    x = torch.randn(4, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    for Scaling.factor in (2.0, 2.0, 5.0):
+        special = x.as_subclass(Scaling)
+        expected = torch.autograd.grad(function(special).sum(), x)
+        assert_identical(torch.autograd.grad(replay(function, special).sum(), x), expected)
+
+
+def test_fake_quantization_with_an_observer():
+    from torch.ao.quantization import default_fused_per_channel_wt_fake_quant as make
+
+    for seed in range(3):
+        found = []
+        for run in (lambda f, x: f(x), replay):
+            torch.manual_seed(0)
+            fake = make()
+            for _ in range(seed + 1):
+                x = torch.randn(3, 4).requires_grad_()
+                (grad,) = torch.autograd.grad(run(lambda x, f=fake: f(x * 2).sin(), x).sum(), x)
+            found.append([grad, *fake.buffers()])
+        assert_identical(found[0], found[1])
