@@ -36,15 +36,17 @@ BATCH, CONTEXT = 8, 64
 
 aten = torch.ops.aten
 
+PRODUCTS = [aten.mm, aten._scaled_dot_product_flash_attention_for_cpu]
+
 # The options of each variant for `recollect.checkpointed`; None leaves the model as it is.
 PLAIN = "plain"
 VARIANTS: Mapping[str, dict[str, object] | None] = {
     PLAIN: None,
     "rerun (the default)": {},
     "reentrant": {"engine": "reentrant"},
-    "selective: keep products": {
-        "policy": [aten.mm, aten._scaled_dot_product_flash_attention_for_cpu]
-    },
+    "selective: keep products": {"policy": PRODUCTS},
+    "replay": {"engine": "replay"},
+    "replay: keep products": {"engine": "replay", "policy": PRODUCTS},
 }
 
 LINES = """\

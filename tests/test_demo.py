@@ -14,7 +14,7 @@ def test_the_demo_succeeds():
     command = [sys.executable, str(DEMO), "--steps", "2"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for variant in ("plain", "rerun", "reentrant", "selective"):
+    for variant in ("plain", "rerun", "reentrant", "selective", "replay"):
         assert variant in result.stdout
     lines = [line.strip() for line in result.stdout.rstrip().splitlines()]
     assert lines[-3:] == [
