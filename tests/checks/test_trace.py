@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -272,14 +271,10 @@ def test_nothing_accumulates_over_many_steps(options: dict[str, Any]) -> None:
     recollect.checkpointed(model, **options)
     x = leaf(2, 4)
 
-    def steps(count: int) -> float:
-        times = []
+    def steps(count: int) -> None:
         for _ in range(count):
-            start = time.perf_counter()
             model(x).sum().backward()
-            times.append(time.perf_counter() - start)
             model.zero_grad()
-        return min(times)
 
     def state() -> tuple[int, int]:
         gc.collect()
@@ -287,15 +282,14 @@ def test_nothing_accumulates_over_many_steps(options: dict[str, Any]) -> None:
 
     tracemalloc.start()
     try:
-        first = steps(300)  # as many as it takes to fill Python's lists of free tuples
+        steps(300)  # as many as it takes to fill Python's lists of free tuples
         objects, size = state()
-        last = steps(200)
+        steps(200)
         more_objects, more_size = state()
     finally:
         tracemalloc.stop()
     assert more_objects - objects < 30
     assert more_size - size < 20_000
-    assert last < 3 * first
 
 
 # --- set_checkpoint_debug_enabled -----------------------------------------------------------------

@@ -50,7 +50,10 @@ class Consultation:
 
     def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
         self._stack.__exit__(*exc)
-        self.keep = None  # whoever it belongs to holds this
+        # The graph holds the hook by which it was recorded, and that leads here: an argument may
+        # have got a history in the region.
+        self.keep = None
+        self._values = ()
         if exc[0] is None:
             for rule in self._rulebook.names.values():
                 check_names(rule, self._names)
