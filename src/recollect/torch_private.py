@@ -79,6 +79,7 @@ __all__ = [
     "is_transforming",
     "is_weight",
     "makes_lazy_view",
+    "memory_key",
     "metadata_ops",
     "nested_trace_policy",
     "never_traced",
@@ -796,6 +797,18 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     """What tells the memory of ``tensor`` from any other alive at the same time, if it has some."""
     try:
         return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def memory_key(tensor: torch.Tensor) -> int | None:
+    """As `storage_key`, by the address of the memory if it has one.
+
+    Others may have handed the memory out again as another storage, as DLPack does.
+    """
+    try:
+        storage: Any = tensor.untyped_storage()
+        return storage.data_ptr() or storage._cdata  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):
         return None
 

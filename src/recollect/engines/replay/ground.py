@@ -18,7 +18,7 @@ from recollect.torch_private import (
     cast_weight,
     detach_below_autograd,
     is_plain_tensor,
-    storage_key,
+    memory_key,
     strangeness_of,
     without_history,
 )
@@ -34,18 +34,6 @@ OPAQUE = "opaque"
 def start_of(tensor: _Tensor) -> int:
     """At how many bytes of its memory ``tensor`` begins."""
     return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _key(tensor: _Tensor) -> int | None:
-    """What tells the memory of ``tensor`` from others: by its address, if there is one.
-
-    Others may have handed it out again as another storage, as DLPack does.
-    """
-    try:
-        storage = tensor.untyped_storage()
-        return int(storage.data_ptr()) or storage_key(tensor)
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 class Memory:
@@ -106,7 +94,7 @@ class Ground:
 
     def memory(self, tensor: _Tensor) -> Memory | None:
         """The memory of ``tensor``, if it is known."""
-        key = _key(tensor)
+        key = memory_key(tensor)
         memory = None if key is None else self._memories.get(key)
         return memory if memory is not None and memory.storage() is not None else None
 
@@ -115,7 +103,7 @@ class Ground:
         start = start_of(tensor)
         buffer = self.tape.new(tensor, start)
         buffer.outside = outside
-        key = _key(tensor)
+        key = memory_key(tensor)
         assert key is not None
         memory = self._memories[key] = Memory(tensor, buffer, start)
         if not tensor.untyped_storage().resizable() and not isinstance(tensor, nn.Parameter):

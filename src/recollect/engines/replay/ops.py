@@ -18,7 +18,6 @@ from recollect.torch_private import (
     is_form_of,
     is_plain_tensor,
     no_function_modes,
-    storage_key,
 )
 
 __all__ = ["OpRecorder"]
@@ -89,7 +88,7 @@ class OpRecorder(DispatchMode):
         self._decide(op, kind, out, args, kwargs)
         if written:
             self._write(op, written)
-        self._note_results(op, kind, out, args, kwargs)
+        self._note_results(op, kind, out)
         ground.is_in_op = False
         return out
 
@@ -199,21 +198,14 @@ class OpRecorder(DispatchMode):
             elif old.number not in op.fresh:
                 new.unsure = old.unsure
 
-    def _note_results(
-        self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]
-    ) -> None:
+    def _note_results(self, op: Op, kind: Kind, out: Any) -> None:
         ground = self._ground
-        known: set[int | None] | None = None
         for path, tensor in _paths(out, ()):
-            key = storage_key(tensor)
-            if known is None:
-                known = {storage_key(t) for t in tensors_in([*args, *kwargs.values()])}
-            if key in known:
-                continue
+            if ground.memory(tensor) is not None:
+                continue  # an argument, a view of one, or a view of another result
             if not is_plain_tensor(tensor):
                 ground.stop_at(tensor)
                 return
-            known.add(key)
             memory = ground.add(tensor)
             op.make(path, memory.buffer)
             if op.keep is not None:
