@@ -35,7 +35,7 @@ _PATIENCE = 2
 class Slot:
     """What is known of the calls of one function with one signature."""
 
-    __slots__ = ("_last", "_misses", "fallback", "recording", "unsettled")
+    __slots__ = ("_last", "_misses", "difference", "fallback", "recording", "unsettled")
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
@@ -43,6 +43,8 @@ class Slot:
         self.fallback: str | None = None
         #: Why every call is recorded, if so.
         self.unsettled: str | None = None
+        #: How the last call that was not as recorded differed.
+        self.difference: str | None = None
         self._last: Recording | None = None
         self._misses = 0
 
@@ -62,6 +64,7 @@ class Slot:
             self._misses = 0
             return
         self.recording = None
+        self.difference = difference
         self._misses += 1
         if self._misses >= _PATIENCE:
             # To check it once more would hold everything once more.
