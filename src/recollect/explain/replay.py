@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from recollect.engines.replay.held import Held
 from recollect.engines.replay.kinds import kind_of
 from recollect.engines.replay.library import Slot, slot_of
 from recollect.engines.replay.plan import uses_of
-from recollect.engines.replay.recall import Held, Recall
+from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.tape import Buffer, Op, Tape
 from recollect.explain.memory import Memories, Memory
 from recollect.explain.region import NO_POLICY, Region, Seen

@@ -19,9 +19,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import is_mood
 from recollect.engines.replay.protect import Protector
-from recollect.engines.replay.recall import Recall, Ticket, hold_for_good
+from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recording
 from recollect.engines.replay.steps import (
     METADATA,

@@ -8,7 +8,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from recollect.engines.replay.recall import Held, Recall
+from recollect.engines.replay.held import Held
+from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, View, layout_of
 from recollect.store.handles import version_of

@@ -16,7 +16,7 @@ from weakref import ReferenceType, ref
 
 import torch
 
-from recollect.checks.names import tensor_name
+from recollect.engines.replay.held import CHANGED_WHEN_SAVED, Held, Ticket, name_of
 from recollect.engines.replay.plan import uses_of
 from recollect.engines.replay.tape import (
     NEEDS_CARE,
@@ -34,81 +34,16 @@ from recollect.engines.replay.tape import (
 from recollect.errors import CheckpointError, InputChanged
 from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
-from recollect.store.deposit import Deposit, Parcel
-from recollect.store.handles import version_of
+from recollect.store.deposit import Deposit
 from recollect.torch_private import (
     at_end_of_backward,
     below_autograd,
     current_graph_task,
     set_grad_enabled,
     storage_key,
-    without_history,
 )
 
-__all__ = ["Held", "Recall", "Ticket", "hold_for_good"]
-
-
-#: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
-#: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
-Ticket = list[Any]
-
-
-def hold_for_good(ticket: Ticket) -> None:
-    """Have a ticket hold its tensor until the graph is gone.
-
-    Without history: a result that is saved has the node that saves it for its history, and the two
-    would hold each other where the garbage collector does not look.
-    """
-    ticket[0] = without_history(ticket[0])
-
-
-class Held:
-    """A tensor of a buffer, here or in a store."""
-
-    __slots__ = ("away", "layout", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, layout: Layout, deposit: Deposit | None) -> None:
-        self.layout = layout
-        self.version = version_of(tensor)
-        self.tensor = tensor
-        self.away: Parcel | None = None
-        if deposit is not None:
-            self.away = deposit.put(self.tensor)
-            del self.tensor
-
-    def become_copy(self) -> None:
-        """Hold a copy: the memory is about to be changed, or may be."""
-        self.tensor = copy_of_memory(self.tensor)
-        self.version = version_of(self.tensor)
-
-    def get(self, own: Layout, *, is_guarded: bool) -> torch.Tensor:
-        """The tensor of the layout ``own``. ``is_guarded``: which must not have been changed."""
-        if self.away is not None:
-            return view_of(self.away.get(), self.layout, own)
-        if is_guarded and version_of(self.tensor) != self.version:
-            raise InputChanged(_CHANGED.format(name=_name(self.tensor)))
-        return view_of(self.tensor, self.layout, own)
-
-
-_CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: {name}, from which a checkpointed region recomputes its activations, was changed "
-    "after the region had run. Replace the in-place operation, or let it follow backward."
-)
-_CHANGED_WHEN_SAVED = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: {name}, which an operation in a checkpointed region saved for backward, was "
-    "changed afterwards. Without checkpointing this is an error as well, but for a change through "
-    ".data, of whose values the gradient would be. Replace the in-place operation."
-)
-
-
-def _name(tensor: torch.Tensor) -> str:
-    # Only what lives in a module has a name, and to search memory for one takes a while.
-    if tensor.requires_grad and tensor.is_leaf:
-        return tensor_name(tensor)
-    return f"a tensor of shape {list(tensor.shape)}"
-
+__all__ = ["Recall"]
 
 #: How many backwards through one region may be under way before the oldest has to start anew.
 _PASSES = 4
@@ -229,14 +164,14 @@ class Recall:
         if tensor is None:
             return self._recall(view)
         if tensor._version != version:
-            raise InputChanged(_CHANGED_WHEN_SAVED.format(name=_name(tensor)))
+            raise InputChanged(CHANGED_WHEN_SAVED.format(name=name_of(tensor)))
         return tensor  # type: ignore[no-any-return]
 
     def _recall(self, view: View) -> torch.Tensor:
         buffer = view.buffer
         if buffer.is_spoilt and self.saw_all:
             name = f"a tensor of shape {list(view.layout[0])}"
-            raise InputChanged(_CHANGED_WHEN_SAVED.format(name=name))
+            raise InputChanged(CHANGED_WHEN_SAVED.format(name=name))
         passed = self.passes.get(current_graph_task())
         if passed is not None and view.layout is buffer.layout:
             tensor = passed.memo.get(buffer.number)

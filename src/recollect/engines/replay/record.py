@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from recollect.engines.replay.consult import Consultation
 from recollect.engines.replay.ground import OPAQUE, Ground, start_of
+from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.ops import OpRecorder
 from recollect.engines.replay.plan import Plan, uses_of
-from recollect.engines.replay.recall import Recall, Ticket, hold_for_good
+from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.steps import (
     EXPOSING,
     METADATA,
