@@ -13,7 +13,7 @@ from torch import nn
 from recollect.checks.determinism import Describe
 from recollect.engines.rerun import Contexts
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.options import DEFAULTS, Options, noop_context_fn
+from recollect.options import Options, noop_context_fn, usual_options
 from recollect.region import run_compiled, run_region
 from recollect.selective import create_selective_checkpoint_contexts
 from recollect.sequential import as_functions, balanced, run_segments
@@ -84,12 +84,10 @@ def checkpoint(
         and debug is False
         and early_stop is True
         and preserve_rng_state is True
-        and policy is None
-        and engine is None
         and offload_inputs is False
         and store is None
     ):
-        options = DEFAULTS
+        options = usual_options(engine, policy)
     else:
         options = Options(
             use_reentrant,

@@ -16,7 +16,7 @@ from recollect.policy.rules import Policy, as_policy
 from recollect.selective import create_selective_checkpoint_contexts, selective_contexts
 from recollect.store import Store, check_store
 
-__all__ = ["DEFAULTS", "Options", "noop_context_fn"]
+__all__ = ["DEFAULTS", "Options", "noop_context_fn", "usual_options"]
 
 ENGINES = ("rerun", "reentrant", "replay")
 
@@ -140,6 +140,20 @@ class Options:
         return _unpickle, (keywords,)
 
 
+def usual_options(engine: Any, policy: Any) -> Options:
+    """Options where all others have their defaults. Made once for each policy and engine."""
+    if policy is None and engine is None:
+        return DEFAULTS
+    if policy is None and engine == "replay":
+        return _REPLAY
+    if type(policy) is not Policy or not isinstance(engine, str | None):
+        return Options(policy=policy, engine=engine)
+    options: Options | None = policy.options.get(engine)
+    if options is None:
+        options = policy.options[engine] = Options(policy=policy, engine=engine)
+    return options
+
+
 _NAMES = tuple(inspect.signature(Options).parameters)
 _SELECTIVE = create_selective_checkpoint_contexts
 
@@ -193,3 +207,4 @@ def _checked_contexts(context_fn: Any, policy: Any, store: Store | None) -> tupl
 
 
 DEFAULTS = Options()
+_REPLAY = Options(engine="replay")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
+from torch._C._dynamo.guards import TensorGuards
 from torch._functorch import pyfunctorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -60,6 +61,7 @@ __all__ = [
     "function_modes",
     "get_graph_exec_group",
     "has_dynamic_shape",
+    "has_history",
     "hide_from_dynamo",
     "hook_module",
     "inductor_region_key",
@@ -67,6 +69,7 @@ __all__ = [
     "is_capturing",
     "is_cast",
     "is_compiling",
+    "is_current_stream",
     "is_form_of",
     "is_functorch_wrapped",
     "is_nondeterministic",
@@ -79,6 +82,7 @@ __all__ = [
     "is_transforming",
     "is_weight",
     "makes_lazy_view",
+    "key_of_storage",
     "memory_key",
     "metadata_ops",
     "nested_trace_policy",
@@ -95,6 +99,7 @@ __all__ = [
     "returns_alias",
     "run_without_dynamo",
     "save_tensor",
+    "same_looks",
     "saved_tensor_hooks_active",
     "set_function_modes",
     "set_grad_enabled",
@@ -240,7 +245,9 @@ def function_modes() -> list[Any]:
 
 def foreign_function_modes() -> bool:
     """Whether a function mode is on that is no default device."""
-    return not all(isinstance(mode, _device.DeviceContext) for mode in function_modes())
+    return function_mode_count() > 0 and not all(
+        isinstance(mode, _device.DeviceContext) for mode in function_modes()
+    )
 
 
 def set_function_modes(modes: list[Any]) -> None:
@@ -588,6 +595,11 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
 
 
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` leads to a graph: its own, or that of what it is a view of."""
+    return tensor.requires_grad or tensor._is_view()
+
+
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is memory with shape and strides, and nothing that stands for another."""
     return (
@@ -600,6 +612,18 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """What tells of another value whether it is a tensor of the type, kind and looks of ``tensor``.
+
+    One call where `is_plain_tensor` and a look at shape, strides, dtype, device and gradient take a
+    dozen. It may say no where modes or autocast are on that were not, and need not be right then.
+    """
+    return _TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
+_TensorGuards: Any = TensorGuards  # whose stub is wrong
 
 
 #: How the descriptions of `strangeness_of` begin.
@@ -636,12 +660,23 @@ _get_device = getattr(torch._C, "_cuda_getDevice", None)
 _get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def current_stream_key() -> Any:
-    """What tells the stream on which this thread launches kernels from others; None without."""
+#: The current device, and what tells the stream on which this thread launches kernels from others.
+StreamKey = tuple[int, int]
+
+
+def current_stream_key() -> StreamKey | None:
+    """Where kernels are launched now; None if there are none."""
     if _get_raw_stream is None or _get_device is None or not torch.cuda.is_initialized():
         return None
     device = _get_device()
     return device, _get_raw_stream(device)
+
+
+def is_current_stream(key: StreamKey) -> bool:
+    """Whether kernels are launched there, quicker."""
+    assert _get_raw_stream is not None
+    assert _get_device is not None
+    return bool(_get_device() == key[0] and _get_raw_stream(key[0]) == key[1])
 
 
 def is_capturing() -> bool:
@@ -807,10 +842,14 @@ def memory_key(tensor: torch.Tensor) -> int | None:
     Others may have handed the memory out again as another storage, as DLPack does.
     """
     try:
-        storage: Any = tensor.untyped_storage()
-        return storage.data_ptr() or storage._cdata  # type: ignore[no-any-return]
+        return key_of_storage(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def key_of_storage(storage: Any) -> int:
+    """The same, of a storage."""
+    return storage.data_ptr() or storage._cdata  # type: ignore[no-any-return]
 
 
 def effects_of(op: Any) -> tuple[list[bool], list[tuple[int, str]]] | None:
@@ -855,17 +894,22 @@ def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
 
 
 #: The order of attention kernels before anybody has set one.
-_NO_ORDER = [1, 2, 0, 3, 4]
+_NO_ORDER = (1, 2, 0, 3, 4)
 
 
-def _set_sdp_priority_order(order: list[int]) -> None:
+def _set_sdp_priority_order(order: tuple[int, ...]) -> None:
     # The first attention of a process sets an order of torch's choice. Whoever has read the flags
     # before that does not ask for the other one.
     if order != _NO_ORDER:
-        _C._set_sdp_priority_order(order)
+        _C._set_sdp_priority_order(list(order))
 
 
 _Flag = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _sdp_priority_order() -> tuple[int, ...]:
+    return tuple(_C._get_sdp_priority_order())  # which gives a list
+
 
 _COMMON_FLAGS: tuple[_Flag, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -883,7 +927,7 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
 )
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_sdp_priority_order, _set_sdp_priority_order),
+    (_sdp_priority_order, _set_sdp_priority_order),
     (_C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
     (_C._get_cublas_allow_fp16_reduced_precision_reduction, _set_fp16_reduction),
     (_C._get_cublas_allow_bf16_reduced_precision_reduction, _set_bf16_reduction),
@@ -977,9 +1021,11 @@ def is_tracing() -> bool:
 
 def is_compiling() -> bool:
     """Whether a compiler runs this code, to trace it or to see what it does."""
-    return is_tracing() or (
-        not is_nonstrict_tracing() and torch._guards.TracingContext.try_get() is not None
+    is_found = (
+        torch._guards.TracingContext.try_get() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
+    return is_found and not is_nonstrict_tracing()
 
 
 def nested_trace_policy() -> Callable[[], AbstractContextManager[Any]] | None:

@@ -41,17 +41,12 @@ class Slots:
 
     def slot(self, function: Callable[..., Any], signature: Any) -> Slot:
         """The copy for a call of ``function``."""
-        slot = slot_of(function, _without_watcher(signature))
+        slot = slot_of(function, tuple(map(_unwatched, signature)))
         return self._copies.setdefault(id(slot), (slot, copy(slot)))[1]
 
 
-def _without_watcher(signature: Any) -> Any:
-    """The signature that the call has when nobody looks on."""
-    about, values = signature
-    return tuple(map(_unwatched, about)), values
-
-
 def _unwatched(part: Any) -> Any:
+    """A part of a signature as it is when nobody looks on."""
     if not isinstance(part, tuple) or not any(each is Watcher for each in part):
         return part
     return tuple(each for each in part if each is not Watcher)

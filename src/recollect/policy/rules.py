@@ -169,12 +169,15 @@ class FunctionRule(Rule):
 class Policy:
     """Rules in the order in which they are asked. Made by the functions of ``recollect.policy``."""
 
-    __slots__ = ("_rules", "rulebook")
+    __slots__ = ("_hash", "_rules", "options", "rulebook")
 
     def __init__(self, *rules: Rule) -> None:
         self._rules = rules
+        self._hash: int | None = None
         #: What whoever applies the policy remembers of it.
         self.rulebook: Any = None
+        #: What whoever is given it as an option remembers, by engine.
+        self.options: dict[str | None, Any] = {}
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -192,7 +195,9 @@ class Policy:
         return isinstance(other, Policy) and self.rules == other.rules
 
     def __hash__(self) -> int:
-        return hash(self.rules)
+        if self._hash is None:
+            self._hash = hash(self.rules)  # which takes a while, and regions are known by it
+        return self._hash
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.rules))

@@ -25,8 +25,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from recollect.engines.replay.check import Checker, checks_of
+from recollect.engines.replay.check import Checker
 from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.expect import expected_of
 from recollect.engines.replay.library import Slot, Strange, signature_of, slot_of
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder, Recording
@@ -178,10 +179,10 @@ def _record(
 def _check(
     call: _Call, recall: Recall, offload_inputs: bool, recording: Recording, slot: Slot
 ) -> Any:
-    if recording.checks is None:
-        recording.checks = checks_of(recording)
+    if recording.expected is None:
+        recording.expected = expected_of(recording)
     recall.follow(recording.tape, recording.plan.uses)
-    checker = Checker(recording, recording.checks, recall, offload_inputs)
+    checker = Checker(recording, recording.expected, recall, offload_inputs)
     out = call.run(checker, recall)
     difference = checker.finish()
     slot.checked(None if difference == recording.reason else difference)

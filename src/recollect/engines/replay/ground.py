@@ -19,6 +19,7 @@ from recollect.torch_private import (
     cast_weight,
     detach_below_autograd,
     is_plain_tensor,
+    key_of_storage,
     memory_key,
     strangeness_of,
     without_history,
@@ -42,8 +43,8 @@ class Memory:
 
     __slots__ = ("buffer", "has_data", "is_exposed", "is_outside", "saved", "start", "storage")
 
-    def __init__(self, tensor: _Tensor, buffer: Buffer, start: int) -> None:
-        self.storage: ReferenceType[Any] = ref(tensor.untyped_storage())
+    def __init__(self, storage: Any, buffer: Buffer, start: int) -> None:
+        self.storage: ReferenceType[Any] = ref(storage)
         self.buffer = buffer
         self.start = start
         self.is_outside = buffer.outside is not None
@@ -101,13 +102,12 @@ class Ground:
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> Memory:
         """A memory that is seen for the first time."""
+        storage = tensor.untyped_storage()
         start = start_of(tensor)
-        buffer = self.tape.new(tensor, start)
+        buffer = self.tape.new(tensor, storage.nbytes(), start)
         buffer.outside = outside
-        key = memory_key(tensor)
-        assert key is not None
-        memory = self._memories[key] = Memory(tensor, buffer, start)
-        if not tensor.untyped_storage().resizable() and not isinstance(tensor, nn.Parameter):
+        memory = self._memories[key_of_storage(storage)] = Memory(storage, buffer, start)
+        if not storage.resizable() and not isinstance(tensor, nn.Parameter):
             # Not torch's own: an array of numpy, perhaps, by which others can write to it.
             memory.is_exposed = True
             buffer.unsure = OPAQUE

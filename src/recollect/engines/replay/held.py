@@ -11,22 +11,28 @@ from recollect.engines.replay.tape import Layout, copy_of_memory, view_of
 from recollect.errors import InputChanged
 from recollect.store.deposit import Deposit, Parcel
 from recollect.store.handles import version_of
-from recollect.torch_private import without_history
+from recollect.torch_private import has_history, without_history
 
-__all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of"]
+__all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of", "saved_in"]
 
 #: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
 #: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
 Ticket = list[Any]
 
 
-def hold_for_good(ticket: Ticket) -> None:
-    """Have a ticket hold its tensor until the graph is gone.
+def saved_in(ticket: Ticket) -> torch.Tensor:
+    """The tensor of a ticket, to be held.
 
     Without history: a result that is saved has the node that saves it for its history, and the two
-    would hold each other where the garbage collector does not look.
+    would hold each other where the garbage collector does not look. Most come without.
     """
-    ticket[0] = without_history(ticket[0])
+    tensor: torch.Tensor = ticket[0]
+    return without_history(tensor) if has_history(tensor) else tensor
+
+
+def hold_for_good(ticket: Ticket) -> None:
+    """Have a ticket hold its tensor until the graph is gone."""
+    ticket[0] = saved_in(ticket)
 
 
 class Held:

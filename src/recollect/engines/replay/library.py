@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from recollect.engines.replay.moods import hashable
 from recollect.engines.replay.record import Recording
 from recollect.engines.replay.steps import is_comparable, looks_of
 from recollect.state.flags import Flags
@@ -76,8 +75,11 @@ _slots: WeakKeyDictionary[Any, OrderedDict[Any, Slot]] = WeakKeyDictionary()
 
 def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
     """The slot for a call. A function that cannot be remembered gets a new one every time."""
+    owner = _owner(function)
     try:
-        slots = _slots.setdefault(_owner(function), OrderedDict())
+        slots = _slots.get(owner)
+        if slots is None:
+            slots = _slots.setdefault(owner, OrderedDict())
         slot = slots.get(signature)
     except TypeError:  # no weak reference, no hash
         return Slot()
@@ -85,7 +87,7 @@ def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
         slot = slots[signature] = Slot()
         if len(slots) > _SIGNATURES:
             slots.popitem(last=False)
-    else:
+    elif len(slots) > 1:
         slots.pop(signature, None)  # and in again, as the newest
         slots[signature] = slot
     return slot
@@ -93,6 +95,8 @@ def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
 
 def _owner(function: Any) -> Any:
     """What recordings are kept with: the module, or the code, so that a new lambda finds them."""
+    if isinstance(function, nn.Module):
+        return function  # which takes long to say what it does not have
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, MethodType):
@@ -101,6 +105,8 @@ def _owner(function: Any) -> Any:
 
 
 def _code(function: Any) -> Any:
+    if isinstance(function, nn.Module):
+        return None
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(getattr(function, "__func__", None), "__code__", None)
@@ -115,16 +121,16 @@ def signature_of(
     flags: Flags,
 ) -> Any:
     """What tells calls apart that cannot have the same recording."""
-    owner = getattr(function, "__self__", function)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     training = owner.training if isinstance(owner, nn.Module) else None
     autocast = torch.get_autocast_dtype("cpu") if any_autocast_enabled() else None
+    modes = tuple(map(type, dispatch_modes())) if dispatch_mode_count() else ()
     try:
-        values = (*map(_sign, args), *((name, _sign(value)) for name, value in kwargs.items()))
+        values = [_sign(value) for value in args]
+        values += [(name, _sign(value)) for name, value in kwargs.items()]
     except RecursionError:
         raise Strange("an argument that contains itself") from None
-    modes = tuple(map(type, dispatch_modes())) if dispatch_mode_count() else ()
-    about = (_code(function), policy, sends_away, modes, training, autocast, hashable(flags))
-    return about, values
+    return (_code(function), policy, sends_away, modes, training, autocast, flags, *values)
 
 
 class Strange(Exception):

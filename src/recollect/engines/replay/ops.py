@@ -15,6 +15,7 @@ from recollect.selective.rulings import Ruling
 from recollect.state.devices import device_module
 from recollect.torch_private import (
     DispatchMode,
+    any_autocast_enabled,
     is_form_of,
     is_plain_tensor,
     no_function_modes,
@@ -40,14 +41,14 @@ class OpRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         kind = kind_of(func)
-        if self._ground.is_idle():
-            return kind.call(*args, **kwargs)
-        if self._ground.step is not None:
-            return self._note(kind, args, kwargs)
+        ground = self._ground
+        if ground.is_idle():
+            return kind.call(*args, **(kwargs or {}))
+        if ground.step is not None:
+            return self._note(kind, args, kwargs or {})
         with no_function_modes():  # which is on outside of functions, and would see what we do
-            return self._note(kind, args, kwargs)
+            return self._note(kind, args, kwargs or {})
 
     def _note(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
         ground = self._ground
@@ -55,9 +56,8 @@ class OpRecorder(DispatchMode):
             ground.stop(kind.stops)
             return kind.call(*args, **kwargs)
         if kind.is_view:
-            for tensor in tensors_in(args):
-                if ground.memory(tensor) is None:
-                    ground.find(tensor)
+            if any_autocast_enabled():
+                self._find_casts(args)
             return kind.call(*args, **kwargs)
         step = ground.step
         if step is not None:
@@ -91,6 +91,12 @@ class OpRecorder(DispatchMode):
         self._note_results(op, kind, out)
         ground.is_in_op = False
         return out
+
+    def _find_casts(self, args: _Args) -> None:
+        """Look for weights that autocast has converted: their views would not be known for that."""
+        for tensor in tensors_in(args):
+            if self._ground.memory(tensor) is None:
+                self._ground.find(tensor)
 
     # --- what goes in -----------------------------------------------------------------------------
 

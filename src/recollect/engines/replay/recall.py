@@ -173,12 +173,12 @@ class Recall:
             name = f"a tensor of shape {list(view.layout[0])}"
             raise InputChanged(CHANGED_WHEN_SAVED.format(name=name))
         passed = self.passes.get(current_graph_task())
-        if passed is not None and view.layout is buffer.layout:
+        if passed is not None:
             tensor = passed.memo.get(buffer.number)
-            if tensor is not None:
+            if tensor is not None:  # the usual case, since most are made on the way to the first
                 passed.given.add(buffer.number)
                 _release(passed, buffer.number)
-                return tensor
+                return view.of(tensor)
         pause = self.pause if self.is_running else None
         # Two threads of one backward may ask at once.
         with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
@@ -196,7 +196,7 @@ class Recall:
                     write_flags(flags)
             passed.given.add(buffer.number)
             _release(passed, buffer.number)
-            return view_of(tensor, buffer.layout, view.layout)
+            return view.of(tensor)
 
     def _pass(self) -> _Pass:
         backward = current_graph_task()
@@ -215,9 +215,9 @@ class Recall:
     def _count(self) -> list[int]:
         """How often each buffer will be wanted."""
         counts = _reference_counts(self.tickets)
-        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
-        if self._uses is not None and not self.is_running and len(alive) == len(self.tickets):
+        if self._uses is not None and not self.is_running and min(counts, default=0) > _OF_THE_DEAD:
             return self._uses.copy()
+        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
         return uses_of(self.tape, [ticket[2].buffer for ticket in alive], self.kept)
 
     def _tensor(self, passed: _Pass, buffer: Buffer) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Recall:
         if passed.uses[buffer.number] <= 0:
             self._expect(passed, buffer)
         passed.uses[buffer.number] += 1  # not to be let go before it is returned
-        for number in sorted(self._missing(passed, buffer)):
+        for number in self._chain(passed, buffer):
             self._run(passed, self.tape.ops[number])
         tensor = memo[buffer.number]
         _release(passed, buffer.number)
@@ -247,6 +247,16 @@ class Recall:
         for number in self._missing(passed, buffer):
             for read in self.tape.ops[number].reads:
                 passed.uses[read.number] += 1
+
+    def _chain(self, passed: _Pass, buffer: Buffer) -> list[int]:
+        """The ops to run for ``buffer``, in order."""
+        if passed.memo or self._uses is None or self.is_running or not self.saw_all:
+            return sorted(self._missing(passed, buffer))
+        # From what the plan has kept, and nothing else: every call starts backward like this.
+        chain = self.tape.chains.get(buffer.number)
+        if chain is None:
+            chain = self.tape.chains[buffer.number] = sorted(self._missing(passed, buffer))
+        return chain
 
     def _missing(self, passed: _Pass, buffer: Buffer) -> set[int]:
         """The ops that make ``buffer`` from what is there."""
@@ -284,8 +294,7 @@ class Recall:
             tensor = memo.get(buffer.number)
             if tensor is None:
                 tensor = self._tensor(passed, buffer)
-            own = buffer.layout
-            args[place] = tensor if view.layout is own else view_of(tensor, own, view.layout)
+            args[place] = view.of(tensor)
         out = op.call(*args, **op.kwargs)
         for buffer in op.reads:
             number = buffer.number
@@ -326,7 +335,7 @@ class Recall:
             buffer = value.buffer
             base = bases.get(buffer.number) if bases else None
             tensor = self._tensor(passed, buffer) if base is None else base
-            return view_of(tensor, buffer.layout, value.layout)
+            return value.of(tensor)
         if type(value) is Views:
             return value.kind([self._argument(passed, each, bases) for each in value])
         return value

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from recollect.engines.replay.consult import Consultation
-from recollect.engines.replay.ground import OPAQUE, Ground, start_of
+from recollect.engines.replay.ground import OPAQUE, Ground, Memory, start_of
 from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.ops import OpRecorder
@@ -47,6 +47,7 @@ from recollect.torch_private import (
     cast_weight,
     current_stream_key,
     dispatch_mode_count,
+    is_current_stream,
     is_of_torch,
     is_op_of_others,
     is_plain_tensor,
@@ -59,6 +60,8 @@ from recollect.torch_private import (
 __all__ = ["Recorder", "Recording"]
 
 _Tensor = torch.Tensor
+#: Most constants are of these types, and these are quick to tell.
+_USUAL = frozenset({int, bool, float, str, type(None)})
 _DATA = _Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -86,8 +89,8 @@ class Recording:
         #: is not understood.
         self.reason = reason
         self.is_strange = reason is not None and reason.startswith(STRANGE)
-        #: What whoever checks a call against it remembers.
-        self.checks: Any = None
+        #: What a call that is checked is expected to do, once that is known.
+        self.expected: Any = None
 
     def is_like(self, other: Recording) -> bool:
         """Whether the same functions were called."""
@@ -111,8 +114,8 @@ class Recorder(TorchFunctionMode):
         self._outsides: dict[int, Outside] = {}
         self._objects = Objects()
         self._offload_inputs = offload_inputs
-        #: Of the function that is running.
-        self._tickets: list[Ticket] = []
+        #: What autograd has saved in the function that is running, and on which memory that is.
+        self._tickets: list[tuple[Ticket, Memory | None]] = []
         self._around: list[AbstractContextManager[Any]] = [
             consultation,
             OpRecorder(self._ground, consultation),
@@ -192,7 +195,7 @@ class Recorder(TorchFunctionMode):
             ground.stop(f"{func} is wrong inside of a dispatch mode")
             with no_dispatch_modes():
                 return func(*args, **kwargs)
-        elif self._stream is not None and current_stream_key() != self._stream:
+        elif self._stream is not None and not is_current_stream(self._stream):
             # Backward runs what it asks for on the stream of the function that saved it.
             ground.stop("several streams")
         if ground.is_idle():
@@ -202,8 +205,8 @@ class Recorder(TorchFunctionMode):
         # at memory itself, and at how it is called.
         step.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
         step.own = None if is_of_torch(func) else func
-        step.args = self._template(args, step)
-        step.kwargs = self._template(kwargs, step)
+        step.args = Items(tuple, [self._template(each, step) for each in args])
+        step.kwargs = self._template(kwargs, step) if kwargs else None
         step.first_buffer = len(ground.tape.buffers)
         if ground.is_idle():
             return func(*args, **kwargs)
@@ -256,9 +259,9 @@ class Recorder(TorchFunctionMode):
             step.is_new &= number is None
         if step.depends_on_data or step.is_opaque:
             step.looks = [looks_of(tensor) for tensor in returned]
-        for ticket, pack in zip(tickets, step.packs, strict=True):
-            if pack.view is not None:
-                self._note_saved(ticket[0], pack.view, returned)
+        for (ticket, memory), pack in zip(tickets, step.packs, strict=True):
+            if pack.view is not None and memory is not None:
+                self._note_saved(memory, ticket[0], pack.view, returned)
             self._settle(ticket, pack.view)
         if ground.written:
             self._note_changed(step, [*args, *kwargs.values()])
@@ -266,10 +269,10 @@ class Recorder(TorchFunctionMode):
                 ground.note_spoilt(memory)
             ground.written.clear()
 
-    def _give_up(self, step: Step, tickets: list[Ticket]) -> None:
+    def _give_up(self, step: Step, tickets: list[tuple[Ticket, Memory | None]]) -> None:
         """A function is not known to the end."""
         self._steps.remove(step)
-        for ticket in tickets:
+        for ticket, _ in tickets:
             hold_for_good(ticket)
         tickets.clear()
 
@@ -302,11 +305,10 @@ class Recorder(TorchFunctionMode):
             ground.hold(view, tensor, None)
         return view
 
-    def _note_saved(self, tensor: _Tensor, view: View, returned: list[_Tensor]) -> None:
+    def _note_saved(
+        self, memory: Memory, tensor: _Tensor, view: View, returned: list[_Tensor]
+    ) -> None:
         """Remember a tensor that autograd saved, to see whether it is written to later."""
-        memory = self._ground.memory(tensor)
-        if memory is None:
-            return
         if self._objects.number_of(tensor) is None:
             # A result is saved as another object than the one that is returned.
             same = [each for each in returned if self._ground.memory(each) is memory]
@@ -327,22 +329,33 @@ class Recorder(TorchFunctionMode):
 
     def _template(self, value: Any, step: Step) -> Any:
         """What stands for an argument of a function."""
+        kind = type(value)
+        if kind in _USUAL:
+            return value
         if isinstance(value, _Tensor):
             number = self._number(value)
             return Number(number, None if number < 0 else self._objects.writes_to(value))
+        items = self._items(value, kind, step)
+        if items is not None:
+            return items
         if is_comparable(value):
             return value
-        kind = type(value)
-        if isinstance(value, (tuple, list)):
-            return Items(kind, [self._template(each, step) for each in value])
+        step.is_opaque = True
+        return Constant()
+
+    def _items(self, value: Any, kind: type, step: Step) -> Items | None:
+        """What stands for a container; None if it is none."""
+        if isinstance(value, (tuple, list)) and kind is not torch.Size:
+            items = [self._template(each, step) for each in value]
+            is_constant = kind is tuple and all(map(is_comparable, value))
+            return Items(kind, items, same=value if is_constant else None)
         if isinstance(value, dict):
             items = [self._template(each, step) for each in value.values()]
             return Items(kind, items, list(value))
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return Items(kind, [self._template(each, step) for each in parts])
-        step.is_opaque = True
-        return Constant()
+        return None
 
     def _number(self, tensor: _Tensor) -> int:
         number = self._objects.number_of(tensor)
@@ -381,8 +394,9 @@ class Recorder(TorchFunctionMode):
             hold_for_good(ticket)
             return ticket
         if ground.step is not None:
-            ground.step.packs.append(Pack(self._saved(tensor)))
-            self._tickets.append(ticket)
+            memory = ground.memory(tensor)
+            ground.step.packs.append(Pack(self._saved(tensor, memory)))
+            self._tickets.append((ticket, memory))
         else:
             with self._pause():
                 self._pack_between(ticket, tensor)
@@ -391,16 +405,15 @@ class Recorder(TorchFunctionMode):
     def _pack_between(self, ticket: Ticket, tensor: _Tensor) -> None:
         """A custom function saves a tensor, outside of all functions of torch."""
         number = self._objects.number_of(tensor)
-        view = None if number is None else self._saved(tensor)
+        view = None if number is None else self._saved(tensor, self._ground.memory(tensor))
         between = Step(None, None, len(self._ground.tape.ops))
         between.packs.append(Pack(view, number))
         self._steps.append(between)
         self._settle(ticket, view)
 
-    def _saved(self, tensor: _Tensor) -> View | None:
+    def _saved(self, tensor: _Tensor, memory: Memory | None) -> View | None:
         """How to have ``tensor`` again; None if it is held."""
         ground = self._ground
-        memory = ground.memory(tensor)
         if memory is None:
             if not is_plain_tensor(tensor):
                 ground.stop_at(tensor)

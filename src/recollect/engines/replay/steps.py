@@ -9,6 +9,7 @@ the same, then the ops that ran, and what autograd saved, are those of the recor
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, MethodDescriptorType
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 from recollect.engines.replay.tape import Buffer, Op, View
 from recollect.store.handles import version_of
+from recollect.torch_private import is_plain_tensor, same_looks
 
 __all__ = [
     "EXPOSING",
@@ -35,6 +37,7 @@ __all__ = [
     "Outside",
     "Pack",
     "Step",
+    "equal_type",
     "is_comparable",
     "looks_of",
     "same_constant",
@@ -57,12 +60,24 @@ class Number:
 class Items:
     """Stands for a container."""
 
-    __slots__ = ("items", "keys", "kind")
+    __slots__ = ("items", "keys", "kind", "same")
 
-    def __init__(self, kind: type, items: list[Any], keys: list[Any] | None = None) -> None:
+    def __init__(
+        self, kind: type, items: list[Any], keys: list[Any] | None = None, same: Any = None
+    ) -> None:
         self.kind = kind
         self.items = items
         self.keys = keys
+        #: The container itself, if neither it nor what is in it can change.
+        self.same = same
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there is a tensor in it."""
+        return any(
+            type(each) is Number or (type(each) is Items and each.has_tensors)
+            for each in self.items
+        )
 
 
 class Constant:
@@ -89,7 +104,7 @@ def looks_of(tensor: _Tensor) -> Looks:
 class Outside:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
 
-    __slots__ = ("buffer", "host", "looks", "number", "twin")
+    __slots__ = ("buffer", "host", "is_held", "is_same", "looks", "number", "twin")
 
     def __init__(self, number: int, looks: Looks) -> None:
         self.number = number
@@ -100,6 +115,25 @@ class Outside:
         self.host: int | None = None
         #: The number of an earlier one on the same memory, and how many bytes after that it begins.
         self.twin: tuple[int, int] | None = None
+        #: Whether a call that is checked holds it.
+        self.is_held = False
+        #: A quick way to say yes, once there was one that is like it.
+        self.is_same: Callable[[Any], bool] = _unsure
+
+    def is_like(self, tensor: Any) -> bool:
+        """Whether ``tensor`` looks like the one of the recording."""
+        if (
+            not isinstance(tensor, _Tensor)
+            or not is_plain_tensor(tensor)
+            or looks_of(tensor) != self.looks
+        ):
+            return False
+        self.is_same = same_looks(tensor)
+        return True
+
+
+def _unsure(_: Any) -> bool:
+    return False
 
 
 class Pack:
@@ -253,6 +287,18 @@ def same_constant(a: Any, b: Any) -> bool:
     if type(a) is complex:
         return same_constant(a.real, b.real) and same_constant(a.imag, b.imag)
     return type(a) in _EQUAL and bool(a == b)
+
+
+class _NoType:
+    """The type of nothing."""
+
+
+def equal_type(value: Any) -> type | None:
+    """Of which type what equals the constant ``value`` has to be to be the same; None: no rule."""
+    kind = type(value)
+    if kind in _EQUAL or (kind is float and value != 0.0 and not math.isnan(value)):
+        return kind
+    return _NoType if isinstance(value, _IDENTICAL) else None
 
 
 def tensors_in(out: Any) -> list[_Tensor]:

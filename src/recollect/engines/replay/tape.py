@@ -10,6 +10,9 @@ Nothing here holds a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -121,11 +124,33 @@ class Buffer:
 class View:
     """A tensor, as an argument of an op or as autograd saved it."""
 
-    __slots__ = ("buffer", "layout")
+    __slots__ = ("_way", "buffer", "layout")
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer
         self.layout = layout
+        #: Found when it is first needed: a recording has far more views than are.
+        self._way: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that this is, where ``tensor`` is that of the buffer's own layout."""
+        own = self.buffer.layout
+        if self.layout is own:
+            return tensor
+        way = self._way
+        if way is None:
+            way = self._way = _way(own, self.layout)
+        return way(tensor)
+
+
+def _way(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The quickest way from a tensor of the layout ``own`` to one of ``layout``."""
+    size, stride, offset, dtype, _ = layout
+    if dtype is not own[3] or offset != own[2]:
+        return partial(view_of, own=own, layout=layout)
+    if len(size) == 2 and (size[::-1], stride[::-1]) == own[:2]:
+        return methodcaller("t")
+    return methodcaller("as_strided", size, stride)
 
 
 class Views(list[Any]):
@@ -226,16 +251,17 @@ def results_of(op: Op) -> list[Buffer]:
 class Tape:
     """All of it."""
 
-    __slots__ = ("buffers", "memories", "ops")
+    __slots__ = ("buffers", "chains", "memories", "ops")
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.buffers: list[Buffer] = []
+        #: By number of a buffer: the ops that make it from what later calls keep.
+        self.chains: dict[int, list[int]] = {}
         self.memories = 0
 
-    def new(self, tensor: torch.Tensor, start: int) -> Buffer:
+    def new(self, tensor: torch.Tensor, nbytes: int, start: int) -> Buffer:
         """The first buffer of a memory, of which ``tensor``, beginning at ``start``, is seen."""
-        nbytes = tensor.untyped_storage().nbytes()
         self.memories += 1
         layout = layout_of(tensor, start)
         return self._add(Buffer(len(self.buffers), self.memories, layout, tensor.device, nbytes))

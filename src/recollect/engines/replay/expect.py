@@ -1,0 +1,137 @@
+"""What a call that is checked is expected to do, step by step, and what becomes of what it saves.
+
+Made once per recording, in the form that takes the least time to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from recollect.engines.replay.record import Recording
+from recollect.engines.replay.steps import Items, Number, Step, equal_type
+from recollect.engines.replay.tape import Buffer, Layout, View
+
+__all__ = ["Expected", "expected_of"]
+
+#: Where a buffer that is kept is found, and whether it goes to a store.
+Catch = tuple[int, Buffer, Layout, bool]
+
+
+class Expected:
+    """One step."""
+
+    __slots__ = (
+        "arity",
+        "caught_args",
+        "caught_packs",
+        "caught_returns",
+        "constants",
+        "containers",
+        "count",
+        "draws",
+        "dropped",
+        "dtypes",
+        "first_out",
+        "following",
+        "function",
+        "held",
+        "is_opaque",
+        "is_simple",
+        "keys",
+        "looks",
+        "mood",
+        "step",
+        "tensors",
+        "values",
+    )
+
+    def __init__(self, recording: Recording, step: Step, caught: set[int]) -> None:
+        self.step = step
+        #: The next one.
+        self.following: Expected | None = None
+        self.function = step.function
+        self.mood = step.mood
+        self._split_arguments(step)
+        #: How many tensors it saves, and whether all of them are held.
+        self.count = len(step.packs)
+        self.is_opaque = step.is_opaque
+        #: If it returns one tensor, and that is new, its number; else -1.
+        self.first_out = step.outs[0] if len(step.outs) == 1 and step.is_new else -1
+        #: Of what it returns: the dtypes, which may follow from the default dtype; the looks.
+        self.dtypes = [None if view is None else view.layout[3] for view in step.returns]
+        self.looks = step.looks
+        self._split_saved(recording, step)
+        #: Where buffers that are kept are to be had: among what is saved, what is returned, and
+        #: what is written to.
+        self.caught_packs = _catch((pack.view for pack in step.packs), recording, caught)
+        self.caught_returns = _catch(step.returns, recording, caught)
+        self.caught_args = [
+            (step.changed[place][0], buffer, layout, away)
+            for place, buffer, layout, away in _catch(
+                (view for _, view in step.changed), recording, caught
+            )
+        ]
+        self.draws = [op for op in step.draws if op.number in recording.plan.draws]
+
+    def _split_arguments(self, step: Step) -> None:
+        """Tell tensors from constants, if there is nothing else among the arguments."""
+        args = [] if step.args is None else step.args.items
+        kwargs = None if step.kwargs is None or not step.kwargs.items else step.kwargs
+        #: The names of keyword arguments, and how many arguments there are with these.
+        self.keys = None if kwargs is None else kwargs.keys
+        values = self.values = args if kwargs is None else [*args, *kwargs.items]
+        self.arity = len(values)
+        #: Of each tensor: its place, its number, how often it was written to.
+        self.tensors: list[tuple[int, int, int]] = []
+        #: Of each constant: its place, its value, and of which type what is equal is the same.
+        self.constants: list[tuple[int, Any, type]] = []
+        #: Of each container: its place, and what it has in it.
+        self.containers: list[tuple[int, Items]] = []
+        #: Whether that is all. If not, tensors are in containers, and all take their turn.
+        self.is_simple = True
+        for place, value in enumerate(values):
+            if type(value) is Number and value.writes is not None:
+                self.tensors.append((place, value.number, value.writes))
+            elif (kind := equal_type(value)) is not None:
+                self.constants.append((place, value, kind))
+            elif type(value) is Items and not value.has_tensors:
+                self.containers.append((place, value))
+            else:
+                self.is_simple = False
+
+    def _split_saved(self, recording: Recording, step: Step) -> None:
+        """Tell what is dropped from what is held."""
+        plan = recording.plan
+        here = plan.kept - plan.away
+        views = [pack.view for pack in step.packs]
+        is_held = [view is None or view.buffer.number in here for view in views]
+        #: If it is opaque, another call may save others: all are held.
+        self.held = [place for place, held in enumerate(is_held) if held and not step.is_opaque]
+        #: With what each is a view of.
+        self.dropped = [
+            (place, view) for place, view in enumerate(views) if view and not is_held[place]
+        ]
+
+
+def _catch(views: Iterable[View | None], recording: Recording, caught: set[int]) -> list[Catch]:
+    plan = recording.plan
+    found: list[Catch] = []
+    for place, view in enumerate(views):
+        number = -1 if view is None else view.buffer.number
+        if view is not None and number in plan.caught and number not in caught:
+            caught.add(number)
+            found.append((place, view.buffer, view.layout, number in plan.away))
+    return found
+
+
+def expected_of(recording: Recording) -> Expected | None:
+    """What is expected of the first step, and so on; None if there are none."""
+    caught: set[int] = set()
+    for number, outside in recording.outsides.items():
+        outside.is_held = outside.buffer is not None and number in recording.plan.outsides
+    steps = [Expected(recording, step, caught) for step in recording.steps]
+    for step, following in pairwise(steps):
+        step.following = following
+    return steps[0] if steps else None
