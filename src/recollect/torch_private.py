@@ -117,6 +117,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "unobserved",
+    "unpacks_by",
     "view_base",
     "without_history",
     "write_precisions",
@@ -160,6 +161,12 @@ _top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 def saved_tensor_hooks_active() -> bool:
     """Whether a tensor saved now would pass through somebody's saved-tensor hooks."""
     return _top_saved_tensor_hooks(True) is not None
+
+
+def unpacks_by(unpack: Callable[..., Any]) -> bool:
+    """Whether a tensor saved now would be got back by ``unpack``."""
+    hooks = _top_saved_tensor_hooks(True)
+    return hooks is not None and hooks[1] == unpack
 
 
 class _InputSaver(torch.autograd.Function):

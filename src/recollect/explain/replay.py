@@ -67,12 +67,11 @@ class Replayed:
         self._memories = memories
         self._region = region
         self._policy = policy
-        self._recall = recall
         self._slot = slot
         self._note_saved = note_saved
         self._is_recorded = slot.recording is None
-        #: What stands in the graph for saved tensors.
-        self._tickets: list[Any] = []
+        #: One, or two if the call was recorded from its middle on.
+        self._parts = [_Part(recall, 0)]
 
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """``pack``, the hook that is called when autograd saves a tensor, watched."""
@@ -80,10 +79,14 @@ class Replayed:
         def note_and_pack(tensor: torch.Tensor) -> Any:
             self._note_saved(tensor, self._region)
             ticket = pack(tensor)
-            self._tickets.append(ticket)
+            self._parts[-1].tickets.append(ticket)
             return ticket
 
         return note_and_pack
+
+    def goes_on(self, recall: Recall) -> None:
+        """The call is not as recorded: from here on ``recall`` holds what is held."""
+        self._parts.append(_Part(recall, len(self._region.seen or [])))
 
     @property
     def is_rehearsal(self) -> bool:
@@ -97,14 +100,32 @@ class Replayed:
         if slot.unsettled is not None:
             region.notes.append(f"recorded at every call: {slot.unsettled}")
         if stopped is not None:
-            region.notes.append(f"everything is held from some point on: {stopped}")
+            what = "everything is held" if len(self._parts) == 1 else "it is recorded anew"
+            region.notes.append(f"{what} from some point on: {stopped}")
         titles = [] if self._policy is None else [rule.title for rule in self._policy.rules]
-        findings = _Findings(self._memories, region, self._recall, titles, stopped)
-        findings.note_held()
-        findings.note_saved(ticket[0] for ticket in self._tickets if ticket[0] is not None)
-        findings.note_gone(self._policy is not None)
-        region.rng_bytes = sum(state.nbytes for state in self._recall.states.values())
-        self._tickets.clear()
+        last: int | None = None
+        for part in reversed(self._parts):
+            seen = (region.seen or [])[part.first : last]
+            findings = _Findings(
+                *(self._memories, region, part.recall, seen, titles, stopped),
+                is_rest=part is not self._parts[0],
+            )
+            findings.note_held()
+            findings.note_saved(ticket[0] for ticket in part.tickets if ticket[0] is not None)
+            findings.note_gone(self._policy is not None)
+            last = part.first
+        states = [state for part in self._parts for state in part.recall.states.values()]
+        region.rng_bytes = sum(state.nbytes for state in states)
+        self._parts.clear()
+
+
+class _Part:
+    """Of a call: what holds its values, the first of its ops, and what stands for saved tensors."""
+
+    def __init__(self, recall: Recall, first: int) -> None:
+        self.recall = recall
+        self.first = first
+        self.tickets: list[Any] = []
 
 
 class _Findings:
@@ -115,15 +136,20 @@ class _Findings:
         memories: Memories,
         region: Region,
         recall: Recall,
+        seen: list[Seen],
         titles: list[str],
         stopped: str | None,
+        *,
+        is_rest: bool,
     ) -> None:
         self._memories = memories
         self._region = region
         self._recall = recall
+        #: Whether the call was recorded from its middle on, and this is about that.
+        self._is_rest = is_rest
         self._reasons = _Reasons(recall.tape, recall.kept.keys(), titles, stopped)
         self._tape = recall.tape
-        self._matched = list(_matched(recall.tape.ops, region.seen or []))
+        self._matched = list(_matched(recall.tape.ops, seen))
         #: By the tape's number of a memory, and the other way round.
         self._made: dict[int, Memory] = {}
         self._numbers: dict[Memory, int] = {}
@@ -146,6 +172,8 @@ class _Findings:
                 self._note_away(buffer)
             elif buffer.outside is not None and not self._is_copy(held):
                 self._note_input(held.tensor)
+            elif buffer.outside is not None and self._is_rest:
+                self._note_made_before(held.tensor)
             else:
                 self._note_kept(buffer, held.tensor)
 
@@ -163,6 +191,11 @@ class _Findings:
         for memory in self._memories.find(tensor):
             if memory.input_of is None:
                 memory.input_of = self._region
+
+    def _note_made_before(self, tensor: torch.Tensor) -> None:
+        """What the rest of the call takes from the part before it."""
+        for memory in self._memories.find(tensor):
+            memory.kept = memory.kept or (self._reasons.other, self._region)
 
     def _note_kept(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         origin = self._made.get(buffer.memory)

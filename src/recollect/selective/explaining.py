@@ -29,8 +29,11 @@ class Replayed(Protocol):
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """``pack``, the hook that is called when autograd saves a tensor, watched."""
 
+    def goes_on(self, recall: Any) -> None:
+        """The call is not as recorded: from here on ``recall`` holds what is held."""
+
     def end(self, stopped: str | None) -> None:
-        """The call is over. ``stopped``: why everything is held from some point on."""
+        """The call is over. ``stopped``: why everything is held from some point on, if it is."""
 
 
 class Explainer(Protocol):

@@ -2,15 +2,16 @@
 
 As long as functions, constants and wiring are those of the recording, the n-th tensor that autograd
 saves is known, and is dropped or kept as the plan says: after the function that saved it, when all
-has turned out as it was. At the first difference everything is held from there on. What was dropped
-until then was verified, and can be had again.
+has turned out as it was. From the first difference on the call is recorded, or else everything is
+held. What was dropped until then was verified, and can be had again.
 
 This runs at every function of every step, and is written for speed.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -25,6 +26,7 @@ from recollect.engines.replay.moods import mood
 from recollect.engines.replay.protect import Protector
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recording
+from recollect.engines.replay.rest import Rest
 from recollect.engines.replay.steps import (
     METADATA,
     WRONG_IN_MODES,
@@ -44,6 +46,7 @@ from recollect.torch_private import (
     is_current_stream,
     no_function_modes,
     storage_key,
+    unpacks_by,
     without_history,
 )
 
@@ -56,7 +59,12 @@ class Checker(TorchFunctionMode):
     """Checks one call."""
 
     def __init__(
-        self, recording: Recording, first: Expected | None, recall: Recall, offload_inputs: bool
+        self,
+        recording: Recording,
+        first: Expected | None,
+        recall: Recall,
+        offload_inputs: bool,
+        record_rest: Callable[[Recall], Rest | None],
     ) -> None:
         super().__init__()
         self._recording = recording
@@ -76,6 +84,9 @@ class Checker(TorchFunctionMode):
         self._memories: dict[int, tuple[int, int]] = {}
         #: Why the call is not the recorded one, once it is not.
         self.difference: str | None = None
+        #: What makes the recording of what comes then, None once it was asked; and the recording.
+        self._record_rest: Callable[[Recall], Rest | None] | None = record_rest
+        self._rest: Rest | None = None
         #: How many dispatch modes there are outside of functions.
         self._modes = dispatch_mode_count()
         self._stream = current_stream_key()
@@ -84,20 +95,25 @@ class Checker(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._recall.pause = None
+        self._record_rest = None
+        if self._rest is not None:
+            self._rest.__exit__(*exc)
 
     @contextmanager
     def _pause(self) -> Any:
         was_paused, self._is_paused = self._is_paused, True
         try:
-            with no_function_modes():
+            with no_function_modes(), nullcontext() if self._rest is None else self._rest.pause():
                 yield
         finally:
             self._is_paused = was_paused
 
-    def finish(self) -> str | None:
-        """After the call: how it differed from the recording."""
+    def finish(self, result: Any) -> str | None:
+        """After the call, which returned ``result``: how it differed from the recording."""
         if self._next is not None:
             self._differ("the function ended early")
+        if self._rest is not None:
+            self._rest.finish(result)
         self._recall.is_running = False
         self._recall.saw_all = self.difference is None
         return self.difference
@@ -156,12 +172,31 @@ class Checker(TorchFunctionMode):
         if self._next is None:
             self._differ(self._recording.reason or "the function went on")
         self._differ(f"another call of {func}")
+        self._start_recording()
+        if self._rest is not None:
+            return func(*args, **kwargs)
         if func not in WRONG_IN_MODES:
             with Protector(self._recall):
                 return func(*args, **kwargs)
         for tensor in tensors_in([*args, *kwargs.values()]):
             self._recall.before_write(storage_key(tensor))
         return func(*args, **kwargs)
+
+    def _start_recording(self) -> None:
+        """Have the rest of the call recorded, if there is nothing in the way. Once."""
+        make, self._record_rest = self._record_rest, None
+        if (
+            make is None
+            or self._recording.reason is not None  # a second recording would not get further
+            or dispatch_mode_count() != self._modes  # which have to be left in order, as have hooks
+            or not unpacks_by(self._recall.unpack)
+            or (self._stream is not None and not is_current_stream(self._stream))
+        ):
+            return
+        rest = make(self._recall)
+        if rest is not None:
+            rest.__enter__()
+            self._rest = rest
 
     def _fits(self, expected: Expected, values: tuple[Any, ...]) -> bool:
         """Whether the arguments are those of the recording."""

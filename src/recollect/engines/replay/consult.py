@@ -20,11 +20,20 @@ __all__ = ["Consultation"]
 
 
 class Consultation:
-    """A policy's answers for one call of ``function``. Enter it around the call."""
+    """A policy's answers for one call of ``function``. Enter it around the call.
+
+    ``is_whole``: around all of it, so that a rule which matches nothing can be told.
+    """
 
     def __init__(
-        self, policy: Policy, function: Callable[..., Any], values: tuple[Any, ...]
+        self,
+        policy: Policy,
+        function: Callable[..., Any],
+        values: tuple[Any, ...],
+        *,
+        is_whole: bool = True,
     ) -> None:
+        self._is_whole = is_whole
         self._rulebook = rulebook_of(policy)
         self._asker = Asker(self._rulebook)
         self._function = function
@@ -54,7 +63,7 @@ class Consultation:
         # have got a history in the region.
         self.keep = None
         self._values = ()
-        if exc[0] is None:
+        if exc[0] is None and self._is_whole:
             for rule in self._rulebook.names.values():
                 check_names(rule, self._names)
             inside = frozenset() if self._modules is None else frozenset(self._modules.ranks)

@@ -10,7 +10,7 @@ A later call:
 
 4. runs the function under a mode that compares functions, constants and wiring;
 5. drops or holds what autograd saves, as planned;
-6. at a difference holds everything from there on, and lets the next call record anew.
+6. at a difference has the rest of the call recorded, and the next call from its beginning.
 
 Backward:
 
@@ -25,15 +25,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from recollect.engines.replay.check import Checker
 from recollect.engines.replay.consult import Consultation
 from recollect.engines.replay.expect import expected_of
+from recollect.engines.replay.held import Ticket
 from recollect.engines.replay.library import Slot, Strange, signature_of, slot_of
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder, Recording
+from recollect.engines.replay.rest import Rest
 from recollect.policy.makers import nothing
 from recollect.policy.rules import Policy
 from recollect.selective.explaining import Replayed, explaining
+from recollect.selective.rulings import rulebook_of
 from recollect.state.flags import read_flags
 from recollect.store.deposit import Deposit
 from recollect.torch_private import (
@@ -98,12 +103,12 @@ def replay_region(
         return _leave(str(strange))
     if slot.fallback is not None:
         return _leave(slot.fallback)
-    call = _Call(function, args, kwargs)
+    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
     recall = Recall(deposit, flags)
     if explainer is None:
-        return True, _run(call, recall, policy, offload_inputs, slot)
+        return True, _run(call, recall, slot)
     with explainer.replayed(function, policy, recall, slot) as call.watched:
-        out = _run(call, recall, policy, offload_inputs, slot)
+        out = _run(call, recall, slot)
     return True, out
 
 
@@ -116,16 +121,13 @@ def _leave(reason: str) -> tuple[bool, None]:
     return False, None
 
 
-def _run(
-    call: _Call, recall: Recall, policy: Policy | None, offload_inputs: bool, slot: Slot
-) -> Any:
+def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
     _running.is_running = True
     try:
         recording = slot.recording  # once: another thread may change it
         if recording is None:
-            consultation = Consultation(policy or _NOTHING, call.function, call.values)
-            return _record(call, recall, consultation, offload_inputs, slot)
-        return _check(call, recall, offload_inputs, recording, slot)
+            return _record(call, recall, slot)
+        return _check(call, recall, recording, slot)
     finally:
         _running.is_running = False
 
@@ -133,26 +135,47 @@ def _run(
 class _Call:
     """A function with its arguments."""
 
-    __slots__ = ("_args", "_kwargs", "function", "watched")
+    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "watched")
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy,
+        offload_inputs: bool,
     ) -> None:
         self.function = function
         self._args = args
         self._kwargs = kwargs
+        self._policy = policy
+        self.offload_inputs = offload_inputs
         #: Whoever explains what becomes of it.
         self.watched: Replayed | None = None
 
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """All arguments."""
-        return *self._args, *self._kwargs.values()
+    def recorder(self, recall: Recall, earlier: Recall | None = None) -> Recorder:
+        """What records the call; or, if there was something ``earlier``, the rest of it."""
+        values = (*self._args, *self._kwargs.values())
+        is_whole = earlier is None
+        consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
+        return Recorder(recall, consultation, self.offload_inputs, earlier)
+
+    def rest(self, earlier: Recall) -> Rest | None:
+        """What records the rest of the call; None if nothing can."""
+        if rulebook_of(self._policy).modules:
+            return None  # nobody knows which modules are being called
+        recall = Recall(earlier.deposit, earlier.flags)
+        recorder = self.recorder(recall, earlier)
+        if self.watched is not None:
+            self.watched.goes_on(recall)
+        return Rest(recorder, self._watched(recorder.pack), recall)
+
+    def _watched(self, pack: Callable[[torch.Tensor], Ticket]) -> Callable[[torch.Tensor], Ticket]:
+        return pack if self.watched is None else self.watched.packing(pack)
 
     def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
         """Call the function, with ``mode`` looking on."""
-        pack = mode.pack if self.watched is None else self.watched.packing(mode.pack)
-        push_saved_tensor_hooks(pack, recall.unpack)
+        push_saved_tensor_hooks(self._watched(mode.pack), recall.unpack)
         try:
             with mode:
                 return self.function(*self._args, **self._kwargs)
@@ -160,10 +183,8 @@ class _Call:
             pop_saved_tensor_hooks()
 
 
-def _record(
-    call: _Call, recall: Recall, consultation: Consultation, offload_inputs: bool, slot: Slot
-) -> Any:
-    recorder = Recorder(recall, consultation, offload_inputs)
+def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
+    recorder = call.recorder(recall)
     out = call.run(recorder, recall)
     recording = recorder.finish(out)
     if recording.is_strange:
@@ -176,15 +197,13 @@ def _record(
     return out
 
 
-def _check(
-    call: _Call, recall: Recall, offload_inputs: bool, recording: Recording, slot: Slot
-) -> Any:
+def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any:
     if recording.expected is None:
         recording.expected = expected_of(recording)
     recall.follow(recording.tape, recording.plan.uses)
-    checker = Checker(recording, recording.expected, recall, offload_inputs)
+    checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.rest)
     out = call.run(checker, recall)
-    difference = checker.finish()
+    difference = checker.finish(out)
     slot.checked(None if difference == recording.reason else difference)
     if call.watched is not None:
         call.watched.end(difference)

@@ -21,6 +21,7 @@ from recollect.torch_private import (
     is_plain_tensor,
     key_of_storage,
     memory_key,
+    storage_key,
     strangeness_of,
     without_history,
 )
@@ -59,8 +60,10 @@ class Memory:
 class Ground:
     """What the two modes that record a call have in common."""
 
-    def __init__(self, recall: Recall) -> None:
+    def __init__(self, recall: Recall, earlier: Recall | None) -> None:
         self.recall = recall
+        #: What the part of the call holds that came before, if only the rest is recorded.
+        self.earlier = earlier
         self.tape = recall.tape
         #: The function that is running.
         self.step: Step | None = None
@@ -173,6 +176,13 @@ class Ground:
             self.paused = paused
         else:
             del self.recall.kept[buffer.number]
+
+    def protect(self, tensor: _Tensor) -> None:
+        """``tensor`` is about to be written to: what the part before holds of it gets a copy."""
+        if self.earlier is not None and not self.paused:
+            self.paused = True
+            self.earlier.before_write(storage_key(tensor))
+            self.paused = False
 
     def note_spoilt(self, memory: Memory) -> None:
         """After a write: what autograd saved before, and would now refuse to use."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from recollect.engines.replay.steps import tensors_in
 from recollect.policy.op_sets import ATTENTION
 from recollect.selective.facts import facts_of
 from recollect.torch_private import (
@@ -67,7 +70,17 @@ class Kind:
         #: Whether it may write to running statistics, of which its results are independent.
         self.updates = self._training is not None
 
-    def is_updating(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call of it writes to."""
+        if self.updates and not self._is_updating(args, kwargs):
+            return []
+        values = [
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in self.facts.written
+        ]
+        return tensors_in(values)
+
+    def _is_updating(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of an op that may does write to running statistics."""
         position = self._training
         if position is None or position < 0:

@@ -44,7 +44,11 @@ class OpRecorder(DispatchMode):
         kind = kind_of(func)
         ground = self._ground
         if ground.is_idle():
-            return kind.call(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            if ground.earlier is not None and kind.facts.writes:
+                for tensor in kind.written(args, kwargs):
+                    ground.protect(tensor)
+            return kind.call(*args, **kwargs)
         if ground.step is not None:
             return self._note(kind, args, kwargs or {})
         with no_function_modes():  # which is on outside of functions, and would see what we do
@@ -102,14 +106,11 @@ class OpRecorder(DispatchMode):
 
     def _written(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> _Written:
         found: _Written = {}
-        if kind.updates and not kind.is_updating(args, kwargs):
-            return found
-        for position, name in kind.facts.written:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in tensors_in(value):
-                memory = self._ground.memory(tensor) or self._ground.find(tensor)
-                if memory is not None:
-                    found[memory] = tensor
+        for tensor in kind.written(args, kwargs):
+            self._ground.protect(tensor)
+            memory = self._ground.memory(tensor) or self._ground.find(tensor)
+            if memory is not None:
+                found[memory] = tensor
         return found
 
     def _read(self, op: Op, args: _Args, kwargs: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from recollect.engines.replay.kinds import kind_of
 from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.steps import tensors_in
 from recollect.torch_private import DispatchMode, storage_key
 
 __all__ = ["Protector"]
@@ -25,8 +24,6 @@ class Protector(DispatchMode):
         kind = kind_of(func)
         kwargs = kwargs or {}
         if kind.facts.writes:
-            for position, name in kind.facts.written:
-                value = args[position] if position < len(args) else kwargs.get(name)
-                for tensor in tensors_in(value):
-                    self._recall.before_write(storage_key(tensor))
+            for tensor in kind.written(args, kwargs):
+                self._recall.before_write(storage_key(tensor))
         return kind.call(*args, **kwargs)

@@ -106,10 +106,16 @@ class Recording:
 class Recorder(TorchFunctionMode):
     """Writes down one call of a region."""
 
-    def __init__(self, recall: Recall, consultation: Consultation, offload_inputs: bool) -> None:
+    def __init__(
+        self,
+        recall: Recall,
+        consultation: Consultation,
+        offload_inputs: bool,
+        earlier: Recall | None = None,
+    ) -> None:
         super().__init__()
         self._recall = recall
-        self._ground = Ground(recall)
+        self._ground = Ground(recall, earlier)
         self._steps: list[Step] = []
         self._outsides: dict[int, Outside] = {}
         self._objects = Objects()
@@ -124,7 +130,7 @@ class Recorder(TorchFunctionMode):
         #: How many dispatch modes there are outside of functions.
         self._modes = 0
         self._stream = current_stream_key()
-        recall.pause = self._pause
+        recall.pause = self.pause
 
     # --- around the call --------------------------------------------------------------------------
 
@@ -166,7 +172,8 @@ class Recorder(TorchFunctionMode):
         )
 
     @contextmanager
-    def _pause(self) -> Any:
+    def pause(self) -> Any:
+        """A context whose ops are none of the region's."""
         ground = self._ground
         paused, ground.paused = ground.paused, True
         try:
@@ -190,6 +197,7 @@ class Recorder(TorchFunctionMode):
             ground.stop(f"{func} gives a tensor another memory")
         elif func in WRONG_IN_MODES:
             for tensor in tensors_in([*args, *kwargs.values()]):
+                ground.protect(tensor)
                 if (memory := ground.memory(tensor)) is not None:
                     ground.before_change(memory, tensor)
             ground.stop(f"{func} is wrong inside of a dispatch mode")
@@ -398,7 +406,7 @@ class Recorder(TorchFunctionMode):
             ground.step.packs.append(Pack(self._saved(tensor, memory)))
             self._tickets.append((ticket, memory))
         else:
-            with self._pause():
+            with self.pause():
                 self._pack_between(ticket, tensor)
         return ticket
 
