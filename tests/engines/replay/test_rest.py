@@ -158,9 +158,10 @@ class Cases:
 
     def writes_to_what_is_held(self, x: Tensor) -> Tensor:
         product = x @ self.weight
-        hidden = (product + 1).exp()
+        hidden = (product + 1).exp() * (product - 1).exp()  # it takes less to hold the product
         hidden = hidden * self.factor
-        product.mul_(2)
+        if self.factor % 2 == 0:
+            product.mul_(2)
         return hidden.sin() * product.cos()
 
     def writes_to_an_earlier_view(self, x: Tensor) -> Tensor:
@@ -245,6 +246,17 @@ def test_what_follows_a_difference(name: str, kept: Any) -> None:
     assert_identical(ours, play(scenario, plain))
     assert not saved_tensor_hooks_active()
     assert function_mode_count() == dispatch_mode_count() == 0
+
+
+def test_writes_to_what_is_in_a_store() -> None:
+    def scenario(run: Any) -> Any:
+        cases = Cases()
+        function = cases.writes_to_what_is_held
+        seen = steps(function, partial(setattr, cases, "factor"), run)
+        return seen, cases.weight.grad
+
+    away = policy.offload_ops(torch.ops.aten.mm)
+    assert_identical(play(scenario, partial(replay, policy=away)), play(scenario, plain))
 
 
 @pytest.mark.parametrize("name", ["dropout", "branch", "writes_to_an_earlier_view", "custom"])

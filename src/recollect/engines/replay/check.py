@@ -179,7 +179,7 @@ class Checker(TorchFunctionMode):
             with Protector(self._recall):
                 return func(*args, **kwargs)
         for tensor in tensors_in([*args, *kwargs.values()]):
-            self._recall.before_write(storage_key(tensor))
+            self._recall.before_write(tensor)
         return func(*args, **kwargs)
 
     def _start_recording(self) -> None:

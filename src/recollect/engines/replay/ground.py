@@ -21,7 +21,6 @@ from recollect.torch_private import (
     is_plain_tensor,
     key_of_storage,
     memory_key,
-    storage_key,
     strangeness_of,
     without_history,
 )
@@ -181,7 +180,7 @@ class Ground:
         """``tensor`` is about to be written to: what the part before holds of it gets a copy."""
         if self.earlier is not None and not self.paused:
             self.paused = True
-            self.earlier.before_write(storage_key(tensor))
+            self.earlier.before_write(tensor)
             self.paused = False
 
     def note_spoilt(self, memory: Memory) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from recollect.engines.replay.kinds import kind_of
 from recollect.engines.replay.recall import Recall
-from recollect.torch_private import DispatchMode, storage_key
+from recollect.torch_private import DispatchMode
 
 __all__ = ["Protector"]
 
@@ -25,5 +25,5 @@ class Protector(DispatchMode):
         kwargs = kwargs or {}
         if kind.facts.writes:
             for tensor in kind.written(args, kwargs):
-                self._recall.before_write(storage_key(tensor))
+                self._recall.before_write(tensor)
         return kind.call(*args, **kwargs)

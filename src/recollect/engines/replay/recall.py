@@ -126,10 +126,14 @@ class Recall:
         self.kept[buffer.number] = Held(tensor, layout, self.deposit if away else None)
         self._order.append((buffer.number, len(self.tickets)))
 
-    def before_write(self, memory: int | None) -> None:
-        """Something writes to a memory that may be held."""
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Something writes to ``tensor``, whose memory may be held."""
+        memory = storage_key(tensor)
         for held in self.kept.values():
-            if held.away is None and storage_key(held.tensor) == memory:
+            if held.away is not None:
+                if held.away.memory == memory:
+                    held.away.before_write(tensor)
+            elif storage_key(held.tensor) == memory:
                 held.become_copy()
 
     def let_go(self, uses: list[int]) -> None:
