@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 
-from recollect.selective.ledger import Calls
 from recollect.state.rng import RngState
 from recollect.torch_private import detach_below_autograd, storage_key
 
@@ -27,30 +26,20 @@ class Nameable:
     __slots__ = (
         "_others",
         "_result",
-        "calls",
-        "clock",
         "inputs",
         "is_kept",
         "is_spoilt",
         "memory",
-        "number",
         "rank",
         "rng",
         "saved",
+        "step",
     )
 
     def __init__(
-        self,
-        calls: Calls,
-        clock: int,
-        out: Any,
-        inputs: tuple[Any, ...],
-        rng: RngState | None,
-        rank: int,
+        self, step: int, out: Any, inputs: tuple[Any, ...], rng: RngState | None, rank: int
     ) -> None:
-        self.calls = calls
-        self.number = calls.count - 1
-        self.clock = clock
+        self.step = step
         self.inputs = inputs
         self.rng = rng
         #: Of the rule by which the result is not kept.
@@ -68,7 +57,7 @@ class Nameable:
         if isinstance(out, (list, tuple)):
             self._others = type(out), [_detached(each, n == main) for n, each in enumerate(results)]
 
-    def note_use(self, clock: int) -> None:
+    def note_use(self, step: int) -> None:
         """Of no interest: what is named is not let go."""
 
     def out(self, view: torch.Tensor) -> Any:

@@ -66,7 +66,17 @@ class Answer:
 class Rulebook:
     """The rules of one policy, with what they have said so far."""
 
-    __slots__ = ("_answers", "_rulings", "_said", "matched", "modules", "names", "rules", "unheard")
+    __slots__ = (
+        "_answers",
+        "_rulings",
+        "_said",
+        "matched",
+        "modules",
+        "names",
+        "ops",
+        "rules",
+        "unheard",
+    )
 
     def __init__(self, policy: Policy) -> None:
         self.rules = policy.rules
@@ -80,6 +90,8 @@ class Rulebook:
         }
         #: By a region's module, the modules in it that rules match.
         self.matched: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        #: What modes know of ops, by id; with and without protection of what is not to be repeated.
+        self.ops: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         #: By id of the op; with and without protection of what is not to be repeated.
         self._answers: tuple[dict[int, Answer], dict[int, Answer]] = ({}, {})
         self._rulings: dict[tuple[int, CheckpointPolicy], Ruling] = {}
