@@ -19,22 +19,22 @@ from recollect.torch_private import detach_below_autograd, storage_key
 
 __all__ = ["Nameable"]
 
+#: A tensor, weakly; its type of numbers; and its layout: shape, strides, offset.
+_Place = tuple[Any, torch.dtype, tuple[Any, ...]]
+
 
 class Nameable:
     """One call of an op."""
 
-    __slots__ = (
-        "_others",
-        "_result",
-        "inputs",
-        "is_kept",
-        "is_spoilt",
-        "memory",
-        "rank",
-        "rng",
-        "saved",
-        "step",
-    )
+    # No slots: what is rarely set has its default here.
+
+    #: Whether the result was changed in place since.
+    is_spoilt = False
+    #: Whether it has been given such a name.
+    is_kept = False
+    saved = False
+    #: If there are several results: how to put them together.
+    _others: Any = None
 
     def __init__(
         self, step: int, out: Any, inputs: tuple[Any, ...], rng: RngState | None, rank: int
@@ -44,55 +44,47 @@ class Nameable:
         self.rng = rng
         #: Of the rule by which the result is not kept.
         self.rank = rank
-        #: Whether the result was changed in place since.
-        self.is_spoilt = False
-        #: Whether it has been given such a name.
-        self.is_kept = False
-        self.saved = False
-        results = list(out) if isinstance(out, (list, tuple)) else [out]
-        main = _largest(results)
-        self._result = None if main is None else (main, _Layout(results[main]))
-        self.memory = None if main is None else storage_key(results[main])
-        self._others: Any = None
-        if isinstance(out, (list, tuple)):
-            self._others = type(out), [_detached(each, n == main) for n, each in enumerate(results)]
+        #: The result, or the largest of several: where it is, and which memory that is.
+        self._place: _Place | None = None
+        self.memory: int | None = None
+        if _is_memory(out):
+            self._find(out)
+        elif isinstance(out, (list, tuple)):
+            self._find_largest(out)
+
+    def _find(self, result: torch.Tensor) -> None:
+        self.memory = storage_key(result)
+        layout = result.shape, result.stride(), result.storage_offset()
+        self._place = ref(result), result.dtype, layout
+
+    def _find_largest(self, results: list[Any] | tuple[Any, ...]) -> None:
+        sizes = [(r.numel(), -n) for n, r in enumerate(results) if _is_memory(r)]
+        main = -max(sizes)[1] if sizes else None
+        if main is not None:
+            self._find(results[main])
+        others = [_detached(each, n == main) for n, each in enumerate(results)]
+        self._others = type(results), others, main
 
     def note_use(self, step: int) -> None:
         """Of no interest: what is named is not let go."""
 
     def out(self, view: torch.Tensor) -> Any:
         """What the op returned, of whose result ``view`` shows memory; None if it cannot be had."""
-        if self._result is None or self.is_spoilt:
-            return None
-        place, layout = self._result
-        result = layout.back(view if storage_key(view) == self.memory else None)
+        result = None if self.is_spoilt else self._result(view)
         if self._others is None or result is None:
             return result
-        kind, results = self._others
-        return kind(result if n == place else each for n, each in enumerate(results))
+        kind, results, main = self._others
+        return kind(result if n == main else each for n, each in enumerate(results))
 
-
-class _Layout:
-    """Where in a memory a tensor is."""
-
-    __slots__ = ("_dtype", "_offset", "_shape", "_stride", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = ref(tensor)
-        self._shape, self._stride = tensor.shape, tensor.stride()
-        self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
-
-    def back(self, view: torch.Tensor | None) -> torch.Tensor | None:
-        """The tensor, made from another one on the same memory if it is gone."""
-        tensor: torch.Tensor | None = self._tensor()
-        if tensor is None and view is not None and view.dtype == self._dtype:
-            tensor = view.as_strided(self._shape, self._stride, self._offset)
-        return None if tensor is None else tensor.detach()
-
-
-def _largest(results: list[Any]) -> int | None:
-    sizes = [(r.numel(), -n) for n, r in enumerate(results) if _is_memory(r)]
-    return -max(sizes)[1] if sizes else None
+    def _result(self, view: torch.Tensor) -> torch.Tensor | None:
+        """The result, made anew on the memory of ``view`` if it is gone."""
+        if self._place is None:
+            return None
+        reference, dtype, layout = self._place
+        result: torch.Tensor | None = reference()
+        if result is None and view.dtype == dtype and storage_key(view) == self.memory:
+            result = view.as_strided(*layout)
+        return result
 
 
 def _is_memory(value: Any) -> bool:

@@ -58,18 +58,19 @@ class _Op:
 
     __slots__ = (
         "answer",
+        "asks",
         "call",
         "facts",
         "is_kept",
+        "is_nameable",
         "is_view",
         "key",
-        "reads",
         "ruling",
         "run",
     )
 
     def __init__(
-        self, facts: Facts, key: Any, answer: Answer, run: Callable[..., Any] | None
+        self, facts: Facts, key: Any, answer: Answer, run: Callable[..., Any] | None, names: bool
     ) -> None:
         self.facts = facts
         self.call = facts.call
@@ -79,9 +80,12 @@ class _Op:
         self.ruling = answer.ruling
         self.answer = answer
         self.is_view = facts.is_view
+        #: Whether each call has to be put to the policy.
+        self.asks = bool(answer.questions) and facts.can_be_kept
+        #: Otherwise: whether the results are kept.
         self.is_kept = answer.ruling.keeps and facts.can_be_kept
-        #: Whether it runs again, and reads the memory of its inputs then.
-        self.reads = not self.is_view and not self.is_kept
+        #: Whether they may be kept by a name that is given to them later.
+        self.is_nameable = names and facts.can_be_kept
         #: A method of the mode, if there is something special about the op.
         self.run = run
 
@@ -288,14 +292,21 @@ class RecordMode(DispatchMode):
         ledger.sequence.append(op.key)
         if self._unexplained:
             self._explain(args, kwargs)
-        made, reads_at = self._made, step if op.reads else None
+        ruling, is_kept = op.ruling, op.is_kept
+        if op.asks:
+            ruling = self._asker.decide(op.answer, op.facts, out, args, kwargs)
+            is_kept = ruling.keeps
+        made, reads_at = self._made, None if is_kept or op.is_view else step
         inputs = ledger.origins.inputs(id(func), args, kwargs, made, self._label, reads_at)
         label, holder = hash(inputs), None
         if op.is_view:
             known = made.get(id(args[0])) if args else None
             holder = ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
-        elif op.is_kept:
-            holder = self._keep(op.ruling, args, out, inputs, step)
+        elif is_kept:
+            holder = self._keep(ruling, args, out, inputs, step)
+        elif op.is_nameable:
+            holder = Nameable(step, out, inputs, None, ruling.rank)
+            self._nameable.append(holder)
         if type(out) is _Tensor:
             reference = self._last = ref(out)
             made[id(out)] = (reference, label, holder)
@@ -306,34 +317,21 @@ class RecordMode(DispatchMode):
     def _look_up(self, func: Any, args: _Args) -> _Op:
         facts = facts_of(func)
         answer = self._rulebook.answer_to(facts, protects=not self._as_torch)
-        op = _Op(facts, self.ledger.key_of(func, args), answer, self._way_of(facts, answer))
+        key, run = self.ledger.key_of(func, args), self._way_of(facts)
+        op = _Op(facts, key, answer, run, bool(self._rulebook.names))
         if type(func) is OpOverload:  # the calls of others depend on their arguments
             self._ops[id(func)] = op
         return op
 
-    def _way_of(self, facts: Facts, answer: Answer) -> Callable[..., Any] | None:
+    def _way_of(self, facts: Facts) -> Callable[..., Any] | None:
         """How to run an op about which there is something special."""
         if self._tracer is not None:
             return RecordMode._trace
         if facts.is_ignored:
             return RecordMode._run_ignored
-        if not facts.is_usual or self._rulebook.names or self._observer is not None:
+        if not facts.is_usual or self._observer is not None:
             return RecordMode._run_with_care
-        if facts.allocates:
-            return RecordMode._run_allocating
-        return RecordMode._run_asking if answer.questions and facts.can_be_kept else None
-
-    def _run_asking(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op that has to be put to the policy at every call."""
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if self.ledger.replays:
-            return out
-        ruling = self._asker.decide(op.answer, op.facts, out, args, kwargs)
-        step = self._count(op, args, kwargs)
-        inputs = self._inputs(op, args, kwargs, None if ruling.keeps else step)
-        entry = self._keep(ruling, args, out, inputs, step) if ruling.keeps else None
-        self._last = note_results(self._made, out, hash(inputs), entry)
-        return out
+        return RecordMode._run_allocating if facts.allocates else None
 
     def _run_allocating(self, op: _Op, args: _Args, kwargs: Any) -> Any:
         """An op that makes memory for others to fill, whom we may not see."""
@@ -363,7 +361,7 @@ class RecordMode(DispatchMode):
         return self._tracer.run(op.facts.op, args, kwargs or {}, self._asker, self._names)
 
     def _run_with_care(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op that writes, draws, casts; or any, if results may be named or are observed."""
+        """An op that writes, draws, casts; or any, if results are observed."""
         facts, entry = op.facts, None
         if self.ledger.replays or (facts.is_cast and is_weight(args[0])):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
@@ -378,7 +376,7 @@ class RecordMode(DispatchMode):
             holder = entry = self._keep(ruling, args, out, inputs, step, rng)
         elif facts.is_view:
             holder = self._holder(args)
-        elif can_be_kept and self._rulebook.names:
+        elif can_be_kept and op.is_nameable:
             holder = Nameable(step, out, inputs, rng, ruling.rank)
             self._nameable.append(holder)
         self._last = note_results(self._made, out, hash(inputs), holder)
