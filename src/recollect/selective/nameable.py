@@ -2,9 +2,9 @@
 
 A name comes after the op has run, and often by way of a view: ``recollect.tag(linear(x), "q")``
 names a view of a product, and the product itself is gone. Until the region ends, each call is
-remembered with what it takes to keep it after all: its result by its layout, which is found again
-in the memory of the view, and the other results of the op, which are small as a rule (a mean, a
-variance, a logarithm of a sum).
+remembered with what it takes to keep it after all: its result, or once there are views of it its
+layout, in which it is found again in the memory of a view; and the other results of the op, which
+are small as a rule (a mean, a variance, a logarithm of a sum).
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from recollect.torch_private import detach_below_autograd, storage_key
 
 __all__ = ["Nameable"]
 
-#: A tensor, weakly; its type of numbers; and its layout: shape, strides, offset.
-_Place = tuple[Any, torch.dtype, tuple[Any, ...]]
-
 
 class Nameable:
     """One call of an op."""
@@ -33,7 +30,11 @@ class Nameable:
     #: Whether it has been given such a name.
     is_kept = False
     saved = False
-    #: If there are several results: how to put them together.
+    #: Where the result is, if there are views of it or other results: which memory, and the type of
+    #: its numbers, its shape, strides and offset.
+    _memory: int | None = None
+    _layout: Any = None
+    #: How to put several results together.
     _others: Any = None
 
     def __init__(
@@ -44,47 +45,58 @@ class Nameable:
         self.rng = rng
         #: Of the rule by which the result is not kept.
         self.rank = rank
-        #: The result, or the largest of several: where it is, and which memory that is.
-        self._place: _Place | None = None
-        self.memory: int | None = None
-        if _is_memory(out):
-            self._find(out)
-        elif isinstance(out, (list, tuple)):
-            self._find_largest(out)
+        #: The result, or the largest of several, weakly.
+        self._result: Any = ref(out) if type(out) is torch.Tensor else _nothing
+        if isinstance(out, (list, tuple)):
+            self._take_apart(out)
 
-    def _find(self, result: torch.Tensor) -> None:
-        self.memory = storage_key(result)
-        layout = result.shape, result.stride(), result.storage_offset()
-        self._place = ref(result), result.dtype, layout
-
-    def _find_largest(self, results: list[Any] | tuple[Any, ...]) -> None:
+    def _take_apart(self, results: list[Any] | tuple[Any, ...]) -> None:
         sizes = [(r.numel(), -n) for n, r in enumerate(results) if _is_memory(r)]
         main = -max(sizes)[1] if sizes else None
         if main is not None:
-            self._find(results[main])
+            self._result = ref(results[main])
+            self.note_view(results[main])
         others = [_detached(each, n == main) for n, each in enumerate(results)]
         self._others = type(results), others, main
+
+    def note_view(self, tensor: torch.Tensor) -> None:
+        """Somebody makes a view of ``tensor``, which is the result or a view of it."""
+        if self._layout is None and self._result() is tensor and _is_memory(tensor):
+            self._memory = storage_key(tensor)
+            self._layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def note_use(self, step: int) -> None:
         """Of no interest: what is named is not let go."""
 
+    def before_write(self, memory: int | None) -> None:
+        """That memory is about to be written to."""
+        if self._layout is not None:
+            self.is_spoilt |= self._memory == memory
+        else:  # without views, there is nothing to be named once it is gone
+            result = self._result()
+            self.is_spoilt |= result is not None and storage_key(result) == memory
+
     def out(self, view: torch.Tensor) -> Any:
         """What the op returned, of whose result ``view`` shows memory; None if it cannot be had."""
-        result = None if self.is_spoilt else self._result(view)
+        result = None if self.is_spoilt else self._found(view)
         if self._others is None or result is None:
             return result
         kind, results, main = self._others
         return kind(result if n == main else each for n, each in enumerate(results))
 
-    def _result(self, view: torch.Tensor) -> torch.Tensor | None:
+    def _found(self, view: torch.Tensor) -> torch.Tensor | None:
         """The result, made anew on the memory of ``view`` if it is gone."""
-        if self._place is None:
+        result: torch.Tensor | None = self._result()
+        if result is not None:
+            return result if _is_memory(result) else None
+        if self._layout is None or storage_key(view) != self._memory:
             return None
-        reference, dtype, layout = self._place
-        result: torch.Tensor | None = reference()
-        if result is None and view.dtype == dtype and storage_key(view) == self.memory:
-            result = view.as_strided(*layout)
-        return result
+        dtype, *layout = self._layout
+        return view.as_strided(*layout) if view.dtype == dtype else None
+
+
+def _nothing() -> None:
+    """In the place of a reference."""
 
 
 def _is_memory(value: Any) -> bool:

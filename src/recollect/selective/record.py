@@ -302,6 +302,8 @@ class RecordMode(DispatchMode):
         if op.is_view:
             known = made.get(id(args[0])) if args else None
             holder = ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+            if type(holder) is Nameable:
+                holder.note_view(args[0])
         elif is_kept:
             holder = self._keep(ruling, args, out, inputs, step)
         elif op.is_nameable:
@@ -349,10 +351,11 @@ class RecordMode(DispatchMode):
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         known = self._made.get(id(args[0])) if args else None
         if known is not None and known[0]() is args[0] and isinstance(out, _Tensor):
-            self._made[id(out)] = (ref(out), *known[1:])
-            if known[2] is not None:
+            holder = self._holder(args)
+            self._made[id(out)] = (ref(out), known[1], holder)
+            if holder is not None:
                 step = len(self.ledger.sequence) - 1
-                known[2].note_use(step)  # what is detached may be read by Python
+                holder.note_use(step)  # what is detached may be read by Python
         return out
 
     def _trace(self, op: _Op, args: _Args, kwargs: Any) -> Any:
@@ -413,7 +416,7 @@ class RecordMode(DispatchMode):
             if entry.before_write(tensor, memory):
                 entry.changes = [*entry.changes, len(self.ledger.sequence)]
         for call in self._nameable:
-            call.is_spoilt |= call.memory == memory
+            call.before_write(memory)
 
     def _count(self, op: _Op, args: _Args, kwargs: Any) -> int:
         """Count a call of an op that has run: which step it was."""
@@ -450,7 +453,10 @@ class RecordMode(DispatchMode):
     def _holder(self, args: _Args) -> Any:
         """What holds the memory of which an op returns a view."""
         known = self._made.get(id(args[0])) if args else None
-        return ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+        holder = ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+        if type(holder) is Nameable:
+            holder.note_view(args[0])
+        return holder
 
     def _keep(
         self,
