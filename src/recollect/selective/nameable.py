@@ -30,9 +30,7 @@ class Nameable:
     #: Whether it has been given such a name.
     is_kept = False
     saved = False
-    #: Where the result is, if there are views of it or other results: which memory, and the type of
-    #: its numbers, its shape, strides and offset.
-    _memory: int | None = None
+    #: Of the result, if there are views of it: the type of its numbers, shape, strides and offset.
     _layout: Any = None
     #: How to put several results together.
     _others: Any = None
@@ -45,36 +43,33 @@ class Nameable:
         self.rng = rng
         #: Of the rule by which the result is not kept.
         self.rank = rank
-        #: The result, or the largest of several, weakly.
-        self._result: Any = ref(out) if type(out) is torch.Tensor else _nothing
-        if isinstance(out, (list, tuple)):
+        #: The result, or the largest of several, weakly; and which memory it is.
+        self._result: Any = _nothing
+        self.memory: int | None = None
+        if type(out) is torch.Tensor:
+            self._result, self.memory = ref(out), storage_key(out)
+        elif isinstance(out, (list, tuple)):
             self._take_apart(out)
 
     def _take_apart(self, results: list[Any] | tuple[Any, ...]) -> None:
         sizes = [(r.numel(), -n) for n, r in enumerate(results) if _is_memory(r)]
         main = -max(sizes)[1] if sizes else None
         if main is not None:
-            self._result = ref(results[main])
-            self.note_view(results[main])
+            self._result, self.memory = ref(results[main]), storage_key(results[main])
         others = [_detached(each, n == main) for n, each in enumerate(results)]
         self._others = type(results), others, main
 
     def note_view(self, tensor: torch.Tensor) -> None:
-        """Somebody makes a view of ``tensor``, which is the result or a view of it."""
-        if self._layout is None and self._result() is tensor and _is_memory(tensor):
-            self._memory = storage_key(tensor)
+        """Somebody makes a view of ``tensor``, which is a result or a view of one."""
+        if self._layout is None and self._result() is tensor and self._is_in_place(tensor):
             self._layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def _is_in_place(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the memory of the result, which ``.data =`` may have replaced."""
+        return _is_memory(tensor) and storage_key(tensor) == self.memory
 
     def note_use(self, step: int) -> None:
         """Of no interest: what is named is not let go."""
-
-    def before_write(self, memory: int | None) -> None:
-        """That memory is about to be written to."""
-        if self._layout is not None:
-            self.is_spoilt |= self._memory == memory
-        else:  # without views, there is nothing to be named once it is gone
-            result = self._result()
-            self.is_spoilt |= result is not None and storage_key(result) == memory
 
     def out(self, view: torch.Tensor) -> Any:
         """What the op returned, of whose result ``view`` shows memory; None if it cannot be had."""
@@ -88,8 +83,8 @@ class Nameable:
         """The result, made anew on the memory of ``view`` if it is gone."""
         result: torch.Tensor | None = self._result()
         if result is not None:
-            return result if _is_memory(result) else None
-        if self._layout is None or storage_key(view) != self._memory:
+            return result if self._is_in_place(result) else None
+        if self._layout is None or not self._is_in_place(view):
             return None
         dtype, *layout = self._layout
         return view.as_strided(*layout) if view.dtype == dtype else None

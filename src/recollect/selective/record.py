@@ -416,7 +416,7 @@ class RecordMode(DispatchMode):
             if entry.before_write(tensor, memory):
                 entry.changes = [*entry.changes, len(self.ledger.sequence)]
         for call in self._nameable:
-            call.before_write(memory)
+            call.is_spoilt |= call.memory == memory
 
     def _count(self, op: _Op, args: _Args, kwargs: Any) -> int:
         """Count a call of an op that has run: which step it was."""
