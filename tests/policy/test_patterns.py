@@ -2,7 +2,7 @@
 
 import pytest
 
-from recollect.policy.patterns import fits, listed
+from recollect.policy.patterns import first_idle, fits, fits_any, listed
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,18 @@ def test_a_name_or_its_end_fits(name, pattern):
 )
 def test_other_names_do_not(name, pattern):
     assert not fits(name, pattern)
+
+
+def test_one_of_several_patterns_may_fit():
+    assert fits_any("attn.wo", ("up", "wo"))
+    assert not fits_any("attn.wo", ("up", "down"))
+    assert not fits_any("attn.wo", ())
+
+
+def test_the_first_pattern_that_fits_no_name():
+    assert first_idle(("wo", "up", "down"), ("attn.wo", "attn.wq")) == "up"
+    assert first_idle(("wo", "w?"), ("attn.wo", "attn.wq")) is None
+    assert first_idle(("wo",), ()) == "wo"
 
 
 def test_names_are_listed_with_the_most_similar_first():

@@ -222,6 +222,14 @@ MULTIPLE = {
 }
 
 
+def test_a_detached_result_keeps_the_result():
+    def function(x, w):
+        h = tag((x @ w).detach(), "h")
+        return (h * x).sin().exp()
+
+    assert again(function, square(), named("h"), early_stop=False)[aten.mm.default] == 0
+
+
 @pytest.mark.parametrize("name", MULTIPLE)
 def test_one_of_several_results_of_which_the_others_are_gone(name):
     op, kernel = MULTIPLE[name]
@@ -319,9 +327,48 @@ def written_through_data(x):
     return tag(y, "h").exp().cos()
 
 
+def written_when_the_result_is_gone(x):
+    v = x.sin().view(-1)
+    v.data.mul_(2)
+    return tag(v, "h").exp().cos()
+
+
+def written_before_the_first_view(x):
+    y = x.sin()
+    y.data.mul_(2)
+    v = y.view(-1)
+    del y
+    return tag(v, "h").exp().cos()
+
+
+def replaced(x):
+    y = x.sin()
+    z = y.exp()
+    y.data = torch.ones_like(y)
+    return (tag(y, "h").exp() * z).cos()
+
+
+def replaced_before_the_first_view(x):
+    y = x.sin()
+    z = y.exp()
+    y.data = torch.ones_like(y)
+    v = y.view(-1)
+    del y
+    return tag(v, "h").exp().cos() * z.view(-1)
+
+
 @pytest.mark.parametrize(
     "function",
-    [written_through_a_view, base_written_to, written_through_an_alias, written_through_data],
+    [
+        written_through_a_view,
+        base_written_to,
+        written_through_an_alias,
+        written_through_data,
+        written_when_the_result_is_gone,
+        written_before_the_first_view,
+        replaced,
+        replaced_before_the_first_view,
+    ],
 )
 def test_a_name_given_after_the_tensor_was_changed_is_right_or_refused(function):
     expected = step(function, square(1))

@@ -160,7 +160,7 @@ class Frame:
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), deposit)
         self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
         self.contexts = contexts
-        self.entered: ExitStack | None = None
+        self.entered: AbstractContextManager[Any] | None = None
         #: Whether the bits are compared, beside what ``describe`` sees.
         self.compares_values = describe is values_check
         self.describe = default_check if self.compares_values else describe
@@ -193,6 +193,10 @@ class Frame:
         if self.contexts is None and self.forward_log is None and recorder is None:
             return
         try:
+            if self.contexts is not None and self.forward_log is None and recorder is None:
+                self.contexts[0].__enter__()  # a stack for one would take longer
+                self.entered = self.contexts[0]
+                return
             with ExitStack() as stack:
                 if self.contexts is not None:
                     stack.enter_context(self.contexts[0])
@@ -260,7 +264,7 @@ class Frame:
         if describe is not cpu_metadata and describe is not metadata:
             chosen = pack_described
         if self.contexts is not None and isinstance(self.contexts[0], RecordMode):
-            chosen = _noting(self.contexts[0], chosen)
+            chosen = self.contexts[0].noting(chosen)
         return _noting(self.forward_log, chosen) if self.compares_values else chosen
 
     # --- backward ---------------------------------------------------------------------------------
@@ -455,20 +459,15 @@ class Rerun:
         if frame.contexts is None and self._log is None and self._changes is None:
             frame.function(*args, **kwargs)
             return
-        with ExitStack() as stack:
-            if frame.contexts is not None:
-                context = frame.contexts[1]
-                if isinstance(context, ReplayMode):
-                    restores_rng = frame.surroundings.preserves_rng
-                    values = (*args, *kwargs.values())
-                    context = context.for_rerun(values, self._tensors, restores_rng=restores_rng)
-                    self._replay = context
-                stack.enter_context(context)
-            if self._changes is not None:
-                stack.enter_context(self._changes)
-            if self._log is not None:
-                stack.enter_context(self._log)
-            self._call_noting_errors(args, kwargs)
+        contexts = self._contexts((*args, *kwargs.values()))
+        if len(contexts) == 1:  # a stack for one would take longer
+            with contexts[0]:
+                self._call_noting_errors(args, kwargs)
+        else:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._call_noting_errors(args, kwargs)
         if self._changes is not None and self._changes.error is not None:
             raise self._changes.error
         if self._raised is not None:
@@ -476,6 +475,16 @@ class Rerun:
                 "the recompute context given by context_fn suppressed an exception of the "
                 f"checkpointed function: {self._raised}. Let its __exit__ return False."
             )
+
+    def _contexts(self, values: tuple[Any, ...]) -> list[AbstractContextManager[Any]]:
+        """What the function runs in. ``values``: its arguments."""
+        frame = self._frame
+        contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
+        if contexts and isinstance(contexts[0], ReplayMode):
+            restores_rng = frame.surroundings.preserves_rng
+            replay = contexts[0].for_rerun(values, self._tensors, restores_rng=restores_rng)
+            self._replay = contexts[0] = replay
+        return contexts + [each for each in (self._changes, self._log) if each is not None]
 
     def _call_noting_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -625,9 +634,7 @@ class Rerun:
             raise metadata_mismatch(differences, self._scene())
 
 
-def _noting(
-    log: OpLog | RecordMode | None, pack: Callable[[torch.Tensor], Any]
-) -> Callable[[Any], Any]:
+def _noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
     """``pack``, with the tensor written down first."""
     assert log is not None
     note = log.note_saved
@@ -646,11 +653,11 @@ def _hold_memory(tensors: list[Any]) -> bool:
     hooks: their history is light, and leaving it on saves detaching every tensor.
     """
     try:
-        nodes = [tensor.grad_fn for tensor in tensors if tensor is not None]
+        kinds = {type(tensor.grad_fn) for tensor in tensors if tensor is not None}
     except RuntimeError:
         # A view that may not be differentiated any more. Nobody has, and nobody need.
         return True
-    return any(isinstance(node, BackwardCFunction) for node in nodes)
+    return any(issubclass(kind, BackwardCFunction) for kind in kinds)
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -222,7 +222,7 @@ class Observer:
         record = None if contexts is None else contexts[0]
         if isinstance(record, RecordMode):
             by_name = _name_rules(self._policies.get(record))
-            for entry in _entries(record):
+            for entry in record.ledger.entries.values():
                 self._note_kept(region, entry, by_name)
         for key, (entry, reason, made) in [*self._rulings.items()]:
             if entry.dropped:  # and in no ledger any more
@@ -277,11 +277,6 @@ class Observer:
 def _let_go(made: list[Memory], reason: str) -> None:
     for memory in made:
         memory.let_go = f"{reason}, but nothing needs it"
-
-
-def _entries(record: RecordMode) -> list[Entry]:
-    calls = record.ledger.calls.values()
-    return [e for each in calls for e in each.entries.values() if isinstance(e, Entry)]
 
 
 def _name_rules(policy: Policy | None) -> str:

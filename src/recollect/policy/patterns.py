@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
-__all__ = ["fits", "listed"]
+__all__ = ["first_idle", "fits", "fits_any", "listed"]
 
 #: How many names an error shows.
 _SHOWN = 40
@@ -26,6 +27,18 @@ def fits(name: str, pattern: str) -> bool:
         _, dot, name = name.partition(".")
         if not dot:
             return False
+
+
+@lru_cache(maxsize=1024)
+def fits_any(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether one of ``patterns`` describes ``name``. The same is asked in every step."""
+    return any(fits(name, pattern) for pattern in patterns)
+
+
+@lru_cache(maxsize=1024)
+def first_idle(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """The first of ``patterns`` that describes none of ``names``."""
+    return next((p for p in patterns if not any(fits(name, p) for name in names)), None)
 
 
 def listed(names: Iterable[str], sought: str) -> str:

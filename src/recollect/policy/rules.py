@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, check_ops, expand_packets
-from recollect.policy.patterns import fits
+from recollect.policy.patterns import fits_any
 from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
 
 __all__ = [
@@ -129,7 +129,7 @@ class PatternRule(Rule):
 
     def covers(self, name: str) -> bool:
         """Whether ``name`` fits one of the patterns."""
-        return any(fits(name, pattern) for pattern in self.patterns)
+        return fits_any(name, self.patterns)
 
     def _content(self) -> tuple[Any, ...]:
         return (*super()._content(), self.patterns)

@@ -17,7 +17,7 @@ from recollect.torch_private import (
     written_arguments,
 )
 
-__all__ = ["SAC_IGNORED_OPS", "Facts", "facts_of"]
+__all__ = ["SAC_IGNORED_OPS", "Facts", "facts_of", "known_facts"]
 
 #: Ops that no policy is asked about. Forward and recomputation detach a different number of times,
 #: and our own checks read the metadata of tensor subclasses through ops.
@@ -69,12 +69,12 @@ class Facts:
 
 
 #: By id: ops live for good, and hash slowly.
-_facts: dict[int, Facts] = {}
+known_facts: dict[int, Facts] = {}
 
 
 def facts_of(op: Any) -> Facts:
     """What is known of ``op``."""
-    known = _facts.get(id(op))
+    known = known_facts.get(id(op))
     if known is None:
-        known = _facts[id(op)] = Facts(op)
+        known = known_facts[id(op)] = Facts(op)
     return known

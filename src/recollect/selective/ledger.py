@@ -1,12 +1,13 @@
 """What became of the ops of a region in forward, for its recomputation to find.
 
-The ledger has for each op the number of its calls and, by number, those whose results were kept.
+The ledger has the ops in the order of their calls, and the results of those calls that were kept.
+A call is known by its step: how many there were before it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,22 @@ from recollect.torch_private import (
     tree_map_only,
 )
 
-__all__ = ["ELSEWHERE", "Calls", "Entry", "Kept", "Ledger", "Vacant"]
+__all__ = ["ELSEWHERE", "Entry", "Kept", "Ledger", "Vacant", "map_only"]
+
+
+def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
+    """``results`` of an op with each of ``kinds`` replaced by what ``function`` makes of it.
+
+    A tuple is what ops return as a rule, and `tree_map_only` takes its time.
+    """
+    if type(results) is not tuple:
+        return tree_map_only(kinds, function, results)
+    return tuple(
+        [
+            function(each) if isinstance(each, kinds) else map_only(kinds, function, each)
+            for each in results
+        ]
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +79,8 @@ class Kept:
 
     def take(self, *, allow_mutation: bool) -> torch.Tensor:
         """The tensor, if it is what it was."""
-        if version_of(self.val) != self.version and not allow_mutation:
+        is_counted = self.version is not None
+        if is_counted and self.val._version != self.version and not allow_mutation:
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(self.val.shape)} that the policy keeps was changed in place "
@@ -118,36 +135,34 @@ class Entry:
     dropped = False
     #: Whether it has been given out.
     is_consumed = False
-    #: The calls that changed the results in place afterwards, and when.
-    changes: Sequence[tuple[Calls, int, int]] = ()
+    #: The steps that changed the results in place afterwards.
+    changes: Sequence[int] = ()
 
-    def __init__(
-        self, results: Any, inputs: tuple[Any, ...], clock: int, rng: RngState | None
-    ) -> None:
+    def __init__(self, results: Any, inputs: tuple[Any, ...], rng: RngState | None) -> None:
         #: What the op returned, with `Kept` or `Parcel` in the places of tensors.
         self.results = results
         #: The op and what went in, in labels.
         self.inputs = inputs
         self.label = hash(inputs)
-        #: When the op ran, counted in ops.
-        self.clock = clock
         #: Where the op left the random streams, if it drew from them.
         self.rng = rng
 
-    def note_use(self, clock: int) -> None:
+    def note_use(self, step: int) -> None:
         """An op that will run again reads it."""
         if self.first_use is None:
-            self.first_use = clock
+            self.first_use = step
 
-    def is_read_until(self, clock: int) -> bool:
-        """Whether a gradient needs the results, or an op that runs again until then."""
-        return self.saved or (self.first_use is not None and self.first_use <= clock)
+    def is_read_before(self, step: int) -> bool:
+        """Whether a gradient needs the results, or an op that runs again before that step."""
+        return self.saved or (self.first_use is not None and self.first_use < step)
 
     def _places(self, memory: int | None) -> list[Kept | Parcel]:
         if memory is None:
             return []
-        leaves = [self.results] if type(self.results) is Kept else tree_leaves(self.results)
-        return [x for x in leaves if isinstance(x, (Kept, Parcel)) and x.memory == memory]
+        if type(self.results) is Kept:
+            return [self.results] if self.results.memory == memory else []
+        places = _leaves(self.results)
+        return [x for x in places if isinstance(x, (Kept, Parcel)) and x.memory == memory]
 
     def is_in(self, memory: int | None) -> bool:
         """Whether a result is in that memory."""
@@ -172,8 +187,7 @@ class Entry:
 
     def vacate(self) -> None:
         """Let go of the memory."""
-        places = (Kept, Parcel)
-        self.results = tree_map_only(places, lambda each: Vacant(each.looks), self.results)
+        self.results = map_only((Kept, Parcel), lambda each: Vacant(each.looks), self.results)
         self.is_vacant = True
 
     def take(self, *, allow_mutation: bool) -> Any:
@@ -193,10 +207,19 @@ class Entry:
         def give(place: Any) -> Any:
             return place.take(allow_mutation=allow_mutation) if type(place) is Kept else place.get()
 
-        return tree_map_only((Kept, *_PLACES), give, results)
+        return map_only((Kept, *_PLACES), give, results)
 
 
 _PLACES = (Parcel, Vacant)
+
+
+def _leaves(results: Any) -> list[Any]:
+    """As `tree_leaves`, but quick for a tuple."""
+    if type(results) is Kept or type(results) in _PLACES:
+        return [results]
+    if type(results) is not tuple:
+        return tree_leaves(results)
+    return [leaf for each in results for leaf in _leaves(each)]
 
 
 class _Elsewhere:
@@ -204,25 +227,11 @@ class _Elsewhere:
 
     saved = False
 
-    def note_use(self, clock: int) -> None:
+    def note_use(self, step: int) -> None:
         """Of no interest."""
 
 
 ELSEWHERE = _Elsewhere()
-
-
-class Calls:
-    """The calls of one op in forward."""
-
-    __slots__ = ("count", "entries", "key", "op")
-
-    def __init__(self, op: Any, key: Any) -> None:
-        self.op = op
-        #: What tells them from the calls of others.
-        self.key = key
-        self.count = 0
-        #: By number of the call.
-        self.entries: dict[int, Entry] = {}
 
 
 class Ledger:
@@ -230,8 +239,8 @@ class Ledger:
 
     __slots__ = (
         "_lock",
-        "calls",
         "deposit",
+        "entries",
         "is_complete",
         "origins",
         "replays",
@@ -240,10 +249,10 @@ class Ledger:
     )
 
     def __init__(self, deposit: Deposit) -> None:
-        #: By `key_of`.
-        self.calls: dict[Any, Calls] = {}
-        #: The keys of all calls, in order.
+        #: The ops of all calls, in order, as `key_of` tells them apart.
         self.sequence: list[Any] = []
+        #: By step, what was kept.
+        self.entries: dict[int, Entry] = {}
         #: How many there had been when autograd saved the last tensor.
         self.steps = 0
         self.origins = Origins()
@@ -270,18 +279,18 @@ class Ledger:
     @staticmethod
     def key_of(op: Any, args: tuple[Any, ...]) -> Any:
         """What tells the calls of ``op`` from those of others."""
-        # Ops live for good, and hash slowly.
-        return id(op) if type(op) is OpOverload else inductor_region_key(op, args)
+        return op if type(op) is OpOverload else inductor_region_key(op, args)
 
-    def calls_of(self, op: Any, args: tuple[Any, ...]) -> Calls:
-        """The calls of an op, begun if it is new."""
-        key = self.key_of(op, args)
-        calls = self.calls.get(key)
-        if calls is None:
-            calls = self.calls[key] = Calls(op, key)
-        return calls
+    def ops(self) -> Iterator[Any]:
+        """The ops of all calls, but for the mark that a trace leaves."""
+        return (self.op_at(n) for n, key in enumerate(self.sequence) if key is not None)
 
-    def drop(self, calls: Calls, number: int) -> None:
-        """Do not keep them after all."""
-        entry = calls.entries.pop(number)
+    def op_at(self, step: int) -> Any:
+        """The op that was called."""
+        key = self.sequence[step]
+        return key[0] if type(key) is tuple else key
+
+    def drop(self, step: int) -> None:
+        """Do not keep its results after all."""
+        entry = self.entries.pop(step)
         entry.dropped, entry.results = True, None

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Container, Iterable
 
 from recollect.checks.place import Place
-from recollect.policy.patterns import fits, listed
+from recollect.policy.patterns import first_idle, listed
 from recollect.policy.rules import PatternRule
 from recollect.selective.rulings import Rulebook
 
@@ -16,12 +16,12 @@ __all__ = ["check_names", "warn_of_unheard"]
 
 def check_names(rule: PatternRule, names: list[str]) -> None:
     """Raise if a pattern of ``rule`` matches none of the names that were given."""
-    for pattern in rule.patterns:
-        if not any(fits(name, pattern) for name in names):
-            raise ValueError(
-                f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
-                f"recollect.tag(tensor, name). The names are: {listed(names, pattern)}"
-            )
+    pattern = first_idle(rule.patterns, tuple(names))
+    if pattern is not None:
+        raise ValueError(
+            f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
+            f"recollect.tag(tensor, name). The names are: {listed(names, pattern)}"
+        )
 
 
 def warn_of_unheard(rulebook: Rulebook, inside: Container[int], ran: Iterable[str]) -> None:

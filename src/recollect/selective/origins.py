@@ -70,9 +70,10 @@ class Origins:
     def add_arguments(self, values: Iterable[Any]) -> None:
         """Know the tensors among ``values`` by their position."""
         for value in values:
-            self._arguments.append(self._learn(value) if isinstance(value, _Tensor) else None)
+            self._arguments.append(self.learn(value) if isinstance(value, _Tensor) else None)
 
-    def _learn(self, tensor: _Tensor) -> int | None:
+    def learn(self, tensor: _Tensor) -> int | None:
+        """The label of ``tensor``, which the region did not make."""
         known = self.known.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
@@ -103,7 +104,7 @@ class Origins:
             weight = cast_weight(value)
             if weight is not None:
                 return hash((_CAST, self.label(weight, made), value.dtype))
-            return self._learn(value) if self._learns else _stranger(value)
+            return self.learn(value) if self._learns else _stranger(value)
         if isinstance(value, _CONTAINERS):
             labels = tuple([self.label(each, made) for each in value])
             return None if None in labels else labels
@@ -115,35 +116,43 @@ class Origins:
         args: tuple[Any, ...],
         kwargs: Any,
         made: Made,
-        stranger: Callable[[Any], Any],
-        clock: int | None = None,
+        stranger: Callable[[Any, int | None], Any],
+        reads_at: int | None = None,
     ) -> tuple[Any, ...]:
         """An op and what goes in, in labels; None for what is of unknown origin.
 
-        ``stranger`` labels what is neither known nor a plain constant. ``clock``: tell what holds
-        the memory of the inputs that the op reads them then.
+        ``stranger`` labels what is neither known nor a plain constant. ``reads_at``: tell what
+        holds the memory of the inputs that the op reads them then.
         """
         outside = self.known
         found: list[Any] = [key]
         for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
-            known = made.get(id(value)) or outside.get(id(value))
-            if known is not None and known[0]() is value:
-                found.append(known[1])
-                if clock is not None and known[2] is not None:
-                    known[2].note_use(clock)
-            elif (cls := type(value)) is int:
-                found.append(_int_label(value))
-            elif cls is list and value and type(value[0]) is int:
-                found.append(_ints_label(value))
-            elif cls in _PLAIN:
-                found.append(value)
+            kind = type(value)
+            if kind is int:
+                found.append(value if value != -1 else _MINUS_ONE)
+            elif kind is list and value and type(value[0]) is int:
+                found.append(str(value) if -1 in value else tuple(value))
+            elif kind is float or kind is bool:
+                # To write it takes its time; but 0.0 is not -0.0, nan is nan, and for -1 see below.
+                found.append((kind, value) if value > 0 else str(value))
+            elif value is None:
+                found.append(_NO_VALUE)
             else:
-                found.append(stranger(value))
+                known = made.get(id(value)) or outside.get(id(value))
+                if known is None or known[0]() is not value:
+                    found.append(value if kind in _PLAIN else stranger(value, reads_at))
+                    continue
+                found.append(known[1])
+                if reads_at is not None and known[2] is not None:
+                    known[2].note_use(reads_at)
         return tuple(found)
 
 
-#: What stands for itself, and is not looked up.
+#: What stands for itself.
 _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+#: In the place of None, which is for tensors of unknown origin.
+_NO_VALUE = "no value"
 
 #: In the place of -1, which has the hash of -2.
 _MINUS_ONE = "-1"
@@ -154,11 +163,6 @@ def _int_label(value: int) -> Any:
     return _MINUS_ONE if value == -1 else value
 
 
-def _ints_label(values: list[int]) -> tuple[Any, ...]:
-    """What stands in a label for a list of ints."""
-    return tuple([_int_label(value) for value in values]) if -1 in values else tuple(values)
-
-
 def _stranger(tensor: _Tensor) -> int | None:
     # A weight is the same object in both runs. Others may have been made anew: an alias, a piece
     # of a flat parameter.
@@ -166,12 +170,9 @@ def _stranger(tensor: _Tensor) -> int | None:
     return _STRANGER if is_weight else None
 
 
-_NO_VALUE = "no value"
-
-
 def _constant(value: Any) -> Any:
     if value is None:
-        return _NO_VALUE  # not to be taken for a tensor of unknown origin
+        return _NO_VALUE
     if type(value) is int:
         return _int_label(value)
     if isinstance(value, (bool, float, complex)):

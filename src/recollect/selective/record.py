@@ -21,7 +21,7 @@ from torch import nn
 from recollect.naming import Listener, listening
 from recollect.policy.rules import Policy
 from recollect.selective.facts import Facts, facts_of
-from recollect.selective.ledger import ELSEWHERE, Calls, Entry, Kept, Ledger
+from recollect.selective.ledger import ELSEWHERE, Entry, Kept, Ledger, map_only
 from recollect.selective.loud import check_names, warn_of_unheard
 from recollect.selective.modules import InsideModules
 from recollect.selective.nameable import Nameable
@@ -38,7 +38,6 @@ from recollect.torch_private import (
     op_name,
     raw_memory,
     storage_key,
-    tree_map_only,
 )
 
 __all__ = ["Observer", "RecordMode"]
@@ -55,23 +54,40 @@ class Observer(Protocol):
 
 
 class _Op:
-    """What a mode knows of an op in this region."""
+    """What a mode knows of an op."""
 
-    __slots__ = ("answer", "call", "calls", "facts", "ruling", "run")
+    __slots__ = (
+        "answer",
+        "asks",
+        "call",
+        "facts",
+        "is_kept",
+        "is_nameable",
+        "is_view",
+        "key",
+        "ruling",
+        "run",
+    )
 
-    def __init__(self, facts: Facts, calls: Calls, answer: Answer, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, facts: Facts, key: Any, answer: Answer, run: Callable[..., Any] | None, names: bool
+    ) -> None:
         self.facts = facts
         self.call = facts.call
-        self.calls = calls
+        #: What tells its calls from those of others.
+        self.key = key
         #: If there are no questions.
         self.ruling = answer.ruling
         self.answer = answer
-        #: A method of the mode.
+        self.is_view = facts.is_view
+        #: Whether each call has to be put to the policy.
+        self.asks = bool(answer.questions) and facts.can_be_kept
+        #: Otherwise: whether the results are kept.
+        self.is_kept = answer.ruling.keeps and facts.can_be_kept
+        #: Whether they may be kept by a name that is given to them later.
+        self.is_nameable = names and facts.can_be_kept
+        #: A method of the mode, if there is something special about the op.
         self.run = run
-
-
-#: The calls of what is not counted.
-_UNCOUNTED = Calls(None, 0)
 
 
 class RecordMode(DispatchMode):
@@ -117,12 +133,8 @@ class RecordMode(DispatchMode):
         #: By id: ops hash slowly.
         self._ops: dict[int, _Op] = {}
         self._made: Made = {}
-        self._entries: list[Entry] = []
         #: The calls that may yet be kept.
         self._nameable: list[Nameable] = []
-        #: How many ops have run; how many had when autograd last saved a tensor.
-        self._clock = 0
-        self._last_save = 0
         #: What the last op returned; what autograd saved since that is of unknown origin.
         self._last: Any = None
         self._unexplained: list[ReferenceType[_Tensor]] = []
@@ -130,10 +142,10 @@ class RecordMode(DispatchMode):
     @property
     def storage(self) -> dict[Any, list[Any]]:
         """What is kept, as torch's mode has it, for those who look inside."""
-        return {
-            calls.op: [entry.results for entry in calls.entries.values()]
-            for calls in self.ledger.calls.values()
-        }
+        storage: dict[Any, list[Any]] = {}
+        for step, entry in self.ledger.entries.items():
+            storage.setdefault(self.ledger.op_at(step), []).append(entry.results)
+        return storage
 
     # --- by the engine ----------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class RecordMode(DispatchMode):
         stops_early: bool,
         exact: bool,
     ) -> None:
-        """Say what will run. `note_saved` is called from then on for each tensor that is saved.
+        """Say what will run. What `noting` gives is called then for each tensor that is saved.
 
         ``values``: the arguments. ``stops_early``: the recomputation ends with the last of them.
         ``exact``: every result will be looked at in the recomputation.
@@ -156,19 +168,25 @@ class RecordMode(DispatchMode):
         self._sees_all = not exact
         self.ledger.origins.add_arguments(values)
 
-    def note_saved(self, tensor: _Tensor) -> None:
-        """Autograd saves ``tensor``."""
-        self._last_save = self._clock
-        self.ledger.steps = len(self.ledger.sequence)
-        made = self._made.get(id(tensor))
-        if made is not None and made[0]() is tensor:
-            if made[2] is not None:
-                made[2].saved = True
-        elif not (tensor.requires_grad and tensor.is_leaf):
-            self._note_saved_alias(tensor)
+    def noting(self, pack: Callable[[_Tensor], Any]) -> Callable[[_Tensor], Any]:
+        """``pack``, a hook for what autograd saves, with each tensor noted first."""
+        ledger, sequence, made = self.ledger, self.ledger.sequence, self._made
+
+        def note_and_pack(tensor: _Tensor) -> Any:
+            ledger.steps = len(sequence)
+            known = made.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._note_saved_alias(tensor)
+            elif known[2] is not None:
+                known[2].saved = True
+            return pack(tensor)
+
+        return note_and_pack
 
     def _note_saved_alias(self, tensor: _Tensor) -> None:
         """Results are saved as other objects than the op returned, and so are strangers."""
+        if tensor.requires_grad and tensor.is_leaf:
+            return
         last = self._last
         memory = storage_key(tensor)
         for reference in last if type(last) is list else (last,):
@@ -194,6 +212,8 @@ class RecordMode(DispatchMode):
             self._tracer = Tracer(self._rulebook, self.ledger, self.ac_graph_id)
         elif self._rulebook.modules:
             self._enter_modules()
+        if self._tracer is None and self._observer is None:
+            self._ops = self._rulebook.ops[not self._as_torch]
         if self._rulebook.names:
             self._outer, listening.listener = listening.listener, self
         super().__enter__()
@@ -238,22 +258,22 @@ class RecordMode(DispatchMode):
             self._tracer.check_modules()
         inside = () if self._modules is None else self._modules.ranks
         if not self._as_torch:
-            warn_of_unheard(rulebook, inside, {op_name(c.op) for c in self.ledger.calls.values()})
+            warn_of_unheard(rulebook, inside, map(op_name, self.ledger.ops()))
 
     def _let_go(self) -> None:
         """Drop kept results that nobody will read."""
-        last = self._last_save if self._stops_early else self._clock
+        ledger = self.ledger
+        end = ledger.steps if self._stops_early else len(ledger.sequence)
         sees_all = self._sees_all and not self._unexplained
-        for calls in self.ledger.calls.values():
-            for number, entry in [*calls.entries.items()]:
-                if entry.changes:
-                    entry.changes = [change for change in entry.changes if change[2] <= last]
-                if entry.is_read_until(last):
-                    continue
-                if entry.clock > last:
-                    self.ledger.drop(calls, number)  # to be run again, in case
-                elif sees_all and entry.takes_an_op_to_read:
-                    entry.vacate()
+        for step, entry in [*ledger.entries.items()]:
+            if entry.changes:
+                entry.changes = [change for change in entry.changes if change < end]
+            if entry.is_read_before(end):
+                continue
+            if step >= end:
+                ledger.drop(step)  # to be run again, in case
+            elif sees_all and entry.takes_an_op_to_read:
+                entry.vacate()
 
     # --- for each op ------------------------------------------------------------------------------
 
@@ -261,92 +281,69 @@ class RecordMode(DispatchMode):
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
         op = self._ops.get(id(func)) or self._look_up(func, args)
-        return op.run(self, op, args, kwargs)
+        if op.run is not None:
+            return op.run(self, op, args, kwargs)
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        ledger = self.ledger
+        if ledger.replays:
+            return out
+        # What follows is `_count`, `_inputs` and `_holder`, written out: this runs for every op.
+        step = len(ledger.sequence)
+        ledger.sequence.append(op.key)
+        if self._unexplained:
+            self._explain(args, kwargs)
+        ruling, is_kept = op.ruling, op.is_kept
+        if op.asks:
+            ruling = self._asker.decide(op.answer, op.facts, out, args, kwargs)
+            is_kept = ruling.keeps
+        made, reads_at = self._made, None if is_kept or op.is_view else step
+        inputs = ledger.origins.inputs(id(func), args, kwargs, made, self._label, reads_at)
+        label, holder = hash(inputs), None
+        if op.is_view:
+            known = made.get(id(args[0])) if args else None
+            holder = ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+            if type(holder) is Nameable:
+                holder.note_view(args[0])
+        elif is_kept:
+            holder = self._keep(ruling, args, out, inputs, step)
+        elif op.is_nameable:
+            holder = Nameable(step, out, inputs, None, ruling.rank)
+            self._nameable.append(holder)
+        if type(out) is _Tensor:
+            reference = self._last = ref(out)
+            made[id(out)] = (reference, label, holder)
+        else:
+            self._last = note_results(made, out, label, holder)
+        return out
 
     def _look_up(self, func: Any, args: _Args) -> _Op:
         facts = facts_of(func)
         answer = self._rulebook.answer_to(facts, protects=not self._as_torch)
-        uncounted = facts.is_ignored or self._tracer is not None
-        calls = _UNCOUNTED if uncounted else self.ledger.calls_of(func, args)
-        op = _Op(facts, calls, answer, self._way_of(facts, answer))
-        if facts.allocates:
-            self._sees_all = False
+        key, run = self.ledger.key_of(func, args), self._way_of(facts)
+        op = _Op(facts, key, answer, run, bool(self._rulebook.names))
         if type(func) is OpOverload:  # the calls of others depend on their arguments
             self._ops[id(func)] = op
         return op
 
-    def _way_of(self, facts: Facts, answer: Answer) -> Callable[..., Any]:
-        """How to run an op: the shortest way that does all it takes."""
+    def _way_of(self, facts: Facts) -> Callable[..., Any] | None:
+        """How to run an op about which there is something special."""
         if self._tracer is not None:
             return RecordMode._trace
         if facts.is_ignored:
             return RecordMode._run_ignored
-        if not facts.is_usual or self._rulebook.names or self._observer is not None:
+        if not facts.is_usual or self._observer is not None:
             return RecordMode._run_with_care
-        if facts.is_view:
-            return RecordMode._run_view
-        if answer.questions and facts.can_be_kept:
-            return RecordMode._run_asking
-        is_kept = answer.ruling.keeps and facts.can_be_kept
-        return RecordMode._run_kept if is_kept else RecordMode._run_recomputed
+        return RecordMode._run_allocating if facts.allocates else None
 
-    def _run_recomputed(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op whose result is not kept, whatever its arguments."""
+    def _run_allocating(self, op: _Op, args: _Args, kwargs: Any) -> Any:
+        """An op that makes memory for others to fill, whom we may not see."""
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.ledger.replays:
             return out
-        self._count(op.calls, args, kwargs)
-        label = hash(self._inputs(op, args, kwargs, True))
-        if type(out) is _Tensor:
-            reference = self._last = ref(out)
-            self._made[id(out)] = (reference, label, None)
-        else:
-            self._last = note_results(self._made, out, label, None)
-        return out
-
-    def _run_kept(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op whose result is kept, whatever its arguments."""
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if not self.ledger.replays:
-            self._count(op.calls, args, kwargs)
-            inputs = self._inputs(op, args, kwargs, False)
-            entry = self._keep(op.calls, op.ruling, out, inputs)
-            entry.has_gradient = _has_gradient(args)
-            if type(out) is _Tensor:
-                reference = self._last = ref(out)
-                self._made[id(out)] = (reference, entry.label, entry)
-            else:
-                self._last = note_results(self._made, out, entry.label, entry)
-        return out
-
-    def _run_asking(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op that has to be put to the policy at every call."""
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if self.ledger.replays:
-            return out
-        ruling = self._asker.decide(op.answer, op.facts, out, args, kwargs)
-        self._count(op.calls, args, kwargs)
-        inputs = self._inputs(op, args, kwargs, not ruling.keeps)
-        entry = None
-        if ruling.keeps:
-            entry = self._keep(op.calls, ruling, out, inputs)
-            entry.has_gradient = _has_gradient(args)
-        self._last = note_results(self._made, out, hash(inputs), entry)
-        return out
-
-    def _run_view(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op that returns memory of its first argument."""
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if self.ledger.replays:
-            return out
-        self._count(op.calls, args, kwargs)
-        label = hash(self._inputs(op, args, kwargs, False))
-        holder = self._holder(args)
-        if type(out) is _Tensor:
-            reference = self._last = ref(out)
-            self._made[id(out)] = (reference, label, holder)
-        else:
-            self._last = note_results(self._made, out, label, holder)
+        self._sees_all = False
+        step = self._count(op, args, kwargs)
+        label = hash(self._inputs(op, args, kwargs, step))
+        self._last = note_results(self._made, out, label, None)
         return out
 
     def _run_ignored(self, op: _Op, args: _Args, kwargs: Any) -> Any:
@@ -354,9 +351,11 @@ class RecordMode(DispatchMode):
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         known = self._made.get(id(args[0])) if args else None
         if known is not None and known[0]() is args[0] and isinstance(out, _Tensor):
-            self._made[id(out)] = (ref(out), *known[1:])
-            if known[2] is not None:
-                known[2].note_use(self._clock)  # what is detached may be read by Python
+            holder = self._holder(args)
+            self._made[id(out)] = (ref(out), known[1], holder)
+            if holder is not None:
+                step = len(self.ledger.sequence) - 1
+                holder.note_use(step)  # what is detached may be read by Python
         return out
 
     def _trace(self, op: _Op, args: _Args, kwargs: Any) -> Any:
@@ -365,24 +364,23 @@ class RecordMode(DispatchMode):
         return self._tracer.run(op.facts.op, args, kwargs or {}, self._asker, self._names)
 
     def _run_with_care(self, op: _Op, args: _Args, kwargs: Any) -> Any:
-        """An op that writes, draws, casts; or any, if results may be named or are observed."""
-        facts, calls, entry = op.facts, op.calls, None
+        """An op that writes, draws, casts; or any, if results are observed."""
+        facts, entry = op.facts, None
         if self.ledger.replays or (facts.is_cast and is_weight(args[0])):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         out, rng = self._run_unusual(op, args, kwargs)
-        self._count(calls, args, kwargs)
+        step = self._count(op, args, kwargs)
         ruling = self._asker.decide(op.answer, facts, out, args, kwargs)
         can_be_kept = facts.can_be_kept and not _draws(facts, kwargs)
         is_kept = can_be_kept and ruling.keeps
-        inputs = self._inputs(op, args, kwargs, not is_kept and not facts.is_view)
+        inputs = self._inputs(op, args, kwargs, None if is_kept or facts.is_view else step)
         holder: Any = None
         if is_kept:
-            holder = entry = self._keep(calls, ruling, out, inputs, rng)
-            entry.has_gradient = _has_gradient(args)
+            holder = entry = self._keep(ruling, args, out, inputs, step, rng)
         elif facts.is_view:
             holder = self._holder(args)
-        elif can_be_kept and self._rulebook.names:
-            holder = Nameable(calls, self._clock, out, inputs, rng, ruling.rank)
+        elif can_be_kept and op.is_nameable:
+            holder = Nameable(step, out, inputs, rng, ruling.rank)
             self._nameable.append(holder)
         self._last = note_results(self._made, out, hash(inputs), holder)
         if self._observer is not None:
@@ -392,6 +390,8 @@ class RecordMode(DispatchMode):
     def _run_unusual(self, op: _Op, args: _Args, kwargs: Any) -> tuple[Any, RngState | None]:
         """Run an op that may write to memory or draw random numbers; where it left the streams."""
         facts = op.facts
+        if facts.allocates:
+            self._sees_all = False
         if facts.written and self._protects_kept:
             self._before_write(facts, args, kwargs or {})
         may_be_kept = op.answer.questions or op.ruling.keeps or self._rulebook.names
@@ -408,75 +408,74 @@ class RecordMode(DispatchMode):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, _Tensor):
-                    self._before_write_to(tensor, self.ledger.calls_of(facts.op, args))
+                    self._before_write_to(tensor)
 
-    def _before_write_to(self, tensor: _Tensor, calls: Calls) -> None:
+    def _before_write_to(self, tensor: _Tensor) -> None:
         memory = storage_key(tensor)
-        for entry in self._entries:
+        for entry in self.ledger.entries.values():
             if entry.before_write(tensor, memory):
-                entry.changes = [*entry.changes, (calls, calls.count, self._clock + 1)]
+                entry.changes = [*entry.changes, len(self.ledger.sequence)]
         for call in self._nameable:
             call.is_spoilt |= call.memory == memory
 
-    def _count(self, calls: Calls, args: _Args, kwargs: Any) -> None:
-        """Count a call of an op that has run."""
-        calls.count += 1
-        self._clock += 1
-        self.ledger.sequence.append(calls.key)
+    def _count(self, op: _Op, args: _Args, kwargs: Any) -> int:
+        """Count a call of an op that has run: which step it was."""
+        sequence = self.ledger.sequence
+        sequence.append(op.key)
         if self._unexplained:
             self._explain(args, kwargs)
+        return len(sequence) - 1
 
-    def _inputs(self, op: _Op, args: _Args, kwargs: Any, reads: bool) -> tuple[Any, ...]:
-        """The op and what went in, in labels. ``reads``: it will read that again."""
-        clock = self._clock if reads else None
-        stranger = self._label_read if reads else self._label
-        return self.ledger.origins.inputs(op.calls.key, args, kwargs, self._made, stranger, clock)
+    def _inputs(self, op: _Op, args: _Args, kwargs: Any, reads_at: int | None) -> tuple[Any, ...]:
+        """The op and what went in, in labels. ``reads_at``: when it reads that again."""
+        origins, key = self.ledger.origins, id(op.facts.op)
+        return origins.inputs(key, args, kwargs, self._made, self._label, reads_at)
 
-    def _label_read(self, value: Any) -> Any:
-        """As `_label`, and what is in a list is read."""
-        if isinstance(value, (list, tuple)):
-            self._note_use(value)
-        return self._label(value)
-
-    def _label(self, value: Any) -> Any:
+    def _label(self, value: Any, reads_at: int | None) -> Any:
         """The label of what is met for the first time; or of a list, or of a constant."""
+        if reads_at is not None and isinstance(value, (list, tuple)):
+            self._note_use(value, reads_at)
+        if type(value) is nn.Parameter:
+            return self.ledger.origins.learn(value)
         if isinstance(value, _Tensor) and not isinstance(value, nn.Parameter):
             # It may be an alias that was made without an op, as ``.data`` is.
             memory = storage_key(value)
-            for entry in self._entries:
+            for entry in self.ledger.entries.values():
                 entry.saved |= entry.is_in(memory)
         return self.ledger.origins.label(value, self._made)
 
-    def _note_use(self, values: Iterable[Any]) -> None:
+    def _note_use(self, values: Iterable[Any], step: int) -> None:
         for value in values:
             known = self._made.get(id(value))
             if known is not None and known[2] is not None:
-                known[2].note_use(self._clock)
+                known[2].note_use(step)
 
     def _holder(self, args: _Args) -> Any:
         """What holds the memory of which an op returns a view."""
         known = self._made.get(id(args[0])) if args else None
-        return ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+        holder = ELSEWHERE if known is None or known[0]() is not args[0] else known[2]
+        if type(holder) is Nameable:
+            holder.note_view(args[0])
+        return holder
 
     def _keep(
         self,
-        calls: Calls,
         ruling: Ruling,
+        args: _Args,
         out: Any,
         inputs: tuple[Any, ...],
+        step: int,
         rng: RngState | None = None,
-        number: int | None = None,
     ) -> Entry:
-        """Keep the results of a call: of the last one, if its number is not given."""
+        """Keep the results of a call."""
         deposit = self.ledger.deposit
         hold: Any = deposit.put if ruling.offloads or deposit.chosen else Kept
         if type(out) is _Tensor:
             results = hold(detach_below_autograd(out))
         else:
-            results = tree_map_only(_Tensor, lambda each: hold(detach_below_autograd(each)), out)
-        entry = Entry(results, inputs, self._clock, rng)
-        calls.entries[calls.count - 1 if number is None else number] = entry
-        self._entries.append(entry)
+            results = map_only(_Tensor, lambda each: hold(detach_below_autograd(each)), out)
+        entry = self.ledger.entries[step] = Entry(results, inputs, rng)
+        entry.has_gradient = _has_gradient(args)
         return entry
 
     def _explain(self, args: _Args, kwargs: Any) -> None:
@@ -518,9 +517,8 @@ class RecordMode(DispatchMode):
                     "was changed in place, or drawn from a torch.Generator of your own. Name the "
                     "result of another op."
                 )
-            entry = self._keep(call.calls, ruling, out, call.inputs, call.rng, call.number)
+            entry = self._keep(ruling, (), out, call.inputs, call.step, call.rng)
         call.is_kept = True
-        entry.clock = call.clock
         entry.saved = True  # who has read it before it had a name is not known
 
 

@@ -8,8 +8,8 @@ since forward had to fill a cache, the rest of the region is simply recomputed.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -17,14 +17,13 @@ import torch
 
 from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
-from recollect.selective.facts import Facts, facts_of
-from recollect.selective.ledger import Calls, Entry, Ledger
+from recollect.selective.facts import Facts, facts_of, known_facts
+from recollect.selective.ledger import Entry, Ledger
 from recollect.selective.origins import Made, Origins, differ, note_results
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
 from recollect.torch_private import (
     DispatchMode,
-    OpOverload,
     current_graph_task,
     is_weight,
     storage_key,
@@ -35,21 +34,13 @@ __all__ = ["ReplayMode"]
 
 _Tensor = torch.Tensor
 
+#: No step.
+_NONE = -1
+
 _CAUSE = (
     "The region ran other operations than in forward: it is nondeterministic, or depends on "
     "global state that has changed since."
 )
-
-
-class _Progress:
-    """How far the recomputation has come in the calls of one op."""
-
-    __slots__ = ("calls", "facts", "position")
-
-    def __init__(self, facts: Facts, calls: Calls | None) -> None:
-        self.facts = facts
-        self.calls = calls
-        self.position = 0
 
 
 class ReplayMode(DispatchMode):
@@ -70,24 +61,25 @@ class ReplayMode(DispatchMode):
         #: Present in a recomputation whose arguments are known.
         self._origins: Origins | None = None
         self._saved: list[Any] = []
-        self._gives = True
-        #: The backward for which this runs.
-        self._backward = current_graph_task()
-        self._start()
 
     def _start(self) -> None:
-        #: By id of the op.
-        self._known: dict[int, _Progress] = {}
+        #: The backward for which this runs.
+        self._backward = current_graph_task()
         self._made: Made = {}
         #: By its key, the memory of what stands in for results that nobody reads.
         self._vacant: dict[int | None, ReferenceType[Any]] = {}
         #: The first op that reads such a thing, and how many tensors had been saved then.
         self._misread: tuple[Any, int] | None = None
+        self._sequence = self.ledger.sequence
+        #: What is there to be given out, by step.
+        self._entries: dict[int, Entry] = {}
         #: How many ops have run; whether they were those of forward, one by one; and whether
         #: something was given out on that condition.
         self._steps = 0
         self._is_in_step = True
         self._guesses = False
+        #: When it is not in step any more: by op, the steps of forward that have not come yet.
+        self._left: dict[Any, deque[int]] = {}
         #: What has been given out and was changed in place in forward.
         self._changed: list[Entry] = []
 
@@ -107,9 +99,9 @@ class ReplayMode(DispatchMode):
 
     def __enter__(self) -> ReplayMode:
         self._start()
-        self._backward = current_graph_task()
         # Of two that run at once, in threads, the second recomputes everything.
-        self._gives = self.ledger.begin_replay() or self._once
+        if self.ledger.begin_replay() or self._once:
+            self._entries = self.ledger.entries
         super().__enter__()
         return self
 
@@ -120,29 +112,22 @@ class ReplayMode(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        progress = self._known.get(id(func)) or self._look_up(func, args)
-        facts, calls = progress.facts, progress.calls
-        if calls is None or (facts.is_cast and is_weight(args[0])):
+        facts = known_facts.get(id(func)) or facts_of(func)
+        if facts.is_ignored or (facts.is_cast and is_weight(args[0])):
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
-        position = progress.position
-        progress.position = position + 1
+        step = self._steps
+        if self._is_in_step and step < len(self._sequence) and self._sequence[step] is func:
+            self._steps = step + 1
+        else:
+            step = self._find(func, args)
         label, inputs = None, ()
         if self._origins is not None:
-            origins, made = self._origins, self._made
-            stranger = partial(origins.label, made=made)
-            inputs = origins.inputs(calls.key, args, kwargs, made, stranger)
+            inputs = self._origins.inputs(id(func), args, kwargs, self._made, self._label)
             label = None if None in inputs else hash(inputs)
-        if position >= calls.count and self._is_own():
-            raise KeptTensorError(
-                f"{calls.op} invocation index {position} encountered during backward but not "
-                f"found in storage. {_CAUSE}"
-            )
-        if self._is_in_step:
-            self._keep_step(calls)
-        entry = calls.entries.get(position) if calls.entries and self._gives else None
-        if entry is not None and self._origins is not None and not entry.is_consumed:
+        entry = self._entries.get(step)
+        if entry is not None:
             entry = self._checked(facts, entry, inputs, args, kwargs)
-        if entry is not None and (self._once or not entry.is_consumed):
+        if entry is not None:
             out = self._hand_out(facts, entry)
             label = entry.label
         else:
@@ -155,18 +140,40 @@ class ReplayMode(DispatchMode):
             note_results(self._made, out, label, None)
         return out
 
-    def _keep_step(self, calls: Calls) -> None:
-        """Compare the op that is about to run with the one that ran in forward."""
-        sequence, step = self.ledger.sequence, self._steps
-        self._steps = step + 1
-        if step < len(sequence) and sequence[step] == calls.key:
-            return
+    def _label(self, value: Any, _reads_at: int | None) -> Any:
+        """The label of what is met for the first time; or of a list, or of a constant."""
+        assert self._origins is not None
+        return self._origins.label(value, self._made)
+
+    def _find(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The step in which forward made the call that is about to run, if it is not plainly next.
+
+        It is the next of the calls of the same op.
+        """
+        key, step = self.ledger.key_of(func, args), self._steps
+        was_in_step = self._is_in_step
+        if was_in_step:
+            if step < len(self._sequence) and self._sequence[step] == key:
+                self._steps = step + 1
+                return step
+            self._left = _by_key(self._sequence, step)
+        left = self._left.get(key)
+        if not left and self._is_own():
+            raise self._not_found(func, key)
         self._is_in_step = False
-        if self._guesses and self._is_own():
+        if was_in_step and self._guesses and self._is_own():
             raise KeptTensorError(
-                f"{calls.op} is run now, and was not at this point of forward{_where()}. Results "
+                f"{func} is run now, and was not at this point of forward{_where()}. Results "
                 f"have been given out on the condition that it was. {_CAUSE}"
             )
+        return left.popleft() if left else _NONE
+
+    def _not_found(self, func: Any, key: Any) -> KeptTensorError:
+        count = self._sequence.count(key)
+        call = f"{func} invocation index {count}" if count else f"{func}"
+        return KeptTensorError(
+            f"{call} encountered during backward but not found in storage. {_CAUSE}"
+        )
 
     def _checked(
         self,
@@ -180,6 +187,8 @@ class ReplayMode(DispatchMode):
 
         None: the op has to be run.
         """
+        if entry.is_consumed or self._origins is None:
+            return entry if self._once or not entry.is_consumed else None
         if not self._is_in_step:
             return None
         if entry.inputs == inputs:
@@ -199,25 +208,6 @@ class ReplayMode(DispatchMode):
     def _is_own(self) -> bool:
         """Whether forward must have run the op that is running: it is not of a backward inside."""
         return self.ledger.is_complete and current_graph_task() == self._backward
-
-    def _look_up(self, func: Any, args: tuple[Any, ...]) -> _Progress:
-        facts = facts_of(func)
-        if facts.is_ignored:
-            progress = self._known[id(func)] = _Progress(facts, None)
-            return progress
-        calls = self.ledger.calls.get(self.ledger.key_of(func, args))
-        if calls is None and facts.is_cast and is_weight(args[0]):
-            return _Progress(facts, None)
-        if calls is None and not self._is_own():
-            calls = self.ledger.calls_of(func, args)
-        if calls is None:
-            raise KeptTensorError(
-                f"{func} encountered during backward but not found in storage. {_CAUSE}"
-            )
-        # A compiled region is looked up by its key each time, and goes on where it was.
-        progress = self._known.get(id(calls)) or _Progress(facts, calls)
-        self._known[id(func) if type(func) is OpOverload else id(calls)] = progress
-        return progress
 
     def _hand_out(self, facts: Facts, entry: Entry) -> Any:
         if entry.is_consumed:
@@ -267,13 +257,27 @@ class ReplayMode(DispatchMode):
             raise _unread(self._misread[0])
         if self._vacant and any(self._is_vacant(tensor) for tensor in self._saved[:expected]):
             raise _unread("autograd")
-        for calls, number, _ in [change for entry in self._changed for change in entry.changes]:
-            progress = self._known.get(id(calls.op))
-            if progress is None or progress.position <= number:
+        for step in [change for entry in self._changed for change in entry.changes]:
+            if not self._has_run(step):
                 raise KeptTensorError(
                     "Tensor cached during selective activation checkpoint has been mutated by "
-                    f"{calls.op} in forward, and was not in the recomputation. {_CAUSE}"
+                    f"{self.ledger.op_at(step)} in forward, and was not in the recomputation. "
+                    f"{_CAUSE}"
                 )
+
+    def _has_run(self, step: int) -> bool:
+        """Whether the op that ran in this step of forward has run again."""
+        if self._is_in_step:
+            return step < self._steps
+        return step not in self._left.get(self._sequence[step], ())
+
+
+def _by_key(sequence: list[Any], start: int) -> dict[Any, deque[int]]:
+    """The steps from ``start`` on, by what is called in them."""
+    steps: dict[Any, deque[int]] = {}
+    for step in range(start, len(sequence)):
+        steps.setdefault(sequence[step], deque()).append(step)
+    return steps
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -9,7 +9,6 @@ from torch import nn
 
 from recollect.policy.decisions import (
     CheckpointPolicy,
-    PolicyFunction,
     SelectiveCheckpointContext,
     as_decision,
 )
@@ -66,7 +65,17 @@ class Answer:
 class Rulebook:
     """The rules of one policy, with what they have said so far."""
 
-    __slots__ = ("_answers", "_rulings", "_said", "matched", "modules", "names", "rules", "unheard")
+    __slots__ = (
+        "_answers",
+        "_rulings",
+        "_said",
+        "matched",
+        "modules",
+        "names",
+        "ops",
+        "rules",
+        "unheard",
+    )
 
     def __init__(self, policy: Policy) -> None:
         self.rules = policy.rules
@@ -80,9 +89,11 @@ class Rulebook:
         }
         #: By a region's module, the modules in it that rules match.
         self.matched: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        #: What modes know of ops, by id; with and without protection of what is not to be repeated.
+        self.ops: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         #: By id of the op; with and without protection of what is not to be repeated.
         self._answers: tuple[dict[int, Answer], dict[int, Answer]] = ({}, {})
-        self._rulings: dict[tuple[int, CheckpointPolicy], Ruling] = {}
+        self._rulings: dict[tuple[int, int], Ruling] = {}
         self._said: dict[tuple[int, int], Ruling] = {}
 
     def __repr__(self) -> str:
@@ -115,7 +126,7 @@ class Rulebook:
 
     def ruling(self, rank: int, decision: CheckpointPolicy) -> Ruling:
         """That the rule of this rank has decided so."""
-        key = (rank, decision)
+        key = (rank, id(decision))  # enum members live for good, and hash slowly
         ruling = self._rulings.get(key)
         if ruling is None:
             ruling = self._rulings[key] = Ruling(decision, self.rules[rank].title, rank)
@@ -124,7 +135,7 @@ class Rulebook:
 
     def said(self, rank: int, value: Any, facts: Facts, protects: bool) -> Ruling:
         """What a policy function's answer amounts to."""
-        # By id: the values that are allowed live for good, and enum members hash slowly.
+        # By id: the values that are allowed live for good.
         ruling = self._said.get((rank, id(value)))
         if ruling is None:
             ruling = self.ruling(rank, as_decision(value, facts.op))
@@ -161,7 +172,13 @@ class Asker:
         rulebook = self._rulebook
         for rank, rule in answer.questions:
             if type(rule) is FunctionRule:
-                said = self._ask(rule.function, facts.op, out, args, kwargs or {})
+                context = self._context
+                context.op_output = out
+                try:
+                    said = rule.function(context, facts.op, *args, **(kwargs or {}))
+                finally:
+                    # The context outlives the call; the result must not be held by it.
+                    context.op_output = None
                 return rulebook.said(rank, said, facts, answer.protects)
             if type(rule) is ModuleRule:
                 if self.inside[rank]:
@@ -171,22 +188,6 @@ class Asker:
                 if self._counts[rank] % rule.n == 0:
                     return rulebook.ruling(rank, rule.decision)
         return answer.ruling
-
-    def _ask(
-        self,
-        function: PolicyFunction,
-        op: Any,
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        context = self._context
-        context.op_output = out
-        try:
-            return function(context, op, *args, **kwargs)
-        finally:
-            # The context outlives the call; the result must not be held by it.
-            context.op_output = None
 
 
 def rulebook_of(policy: Policy) -> Rulebook:

@@ -39,6 +39,8 @@ class Tracer:
     def __init__(self, rulebook: Rulebook, ledger: Ledger, graph_id: int | None) -> None:
         self._rulebook = rulebook
         self._ledger = ledger
+        #: No op is this: a recomputation is never in step with a trace.
+        ledger.sequence.append(None)
         self._graph_id = graph_id
         #: Whether there is a graph. The compiler also runs regions to see what they do.
         self.traces = False
@@ -93,10 +95,10 @@ class Tracer:
         return asker.decide(answer, facts, out, args, kwargs)
 
     def _keep(self, op: Any, out: Any, args: tuple[Any, ...]) -> None:
-        calls = self._ledger.calls_of(op, args)
+        ledger = self._ledger
         results = tree_map_only(Tensor, lambda tensor: Kept(detach_below_autograd(tensor)), out)
-        calls.entries[calls.count] = Entry(results, (), 0, None)
-        calls.count += 1
+        ledger.entries[len(ledger.sequence)] = Entry(results, (), None)
+        ledger.sequence.append(ledger.key_of(op, args))
 
     def _tag_named(self, nodes: list[Any], names: list[str]) -> None:
         """If the op names a tensor, see that what made it is kept."""
