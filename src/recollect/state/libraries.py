@@ -172,7 +172,7 @@ class _Numpy:
             # Loaded, and seeded, at its first use: inside a region that would be too late.
             numpy_random = importlib.import_module("numpy.random")
         if not hasattr(numpy_random, "get_bit_generator"):
-            return None  # another thread is importing it
+            importlib.import_module("numpy.random")  # waits for the thread that is importing it
         bits = numpy_random.get_bit_generator()
         if bits is not self._bits:
             self._bits, self._stream = bits, _make_numpy_stream(numpy_random, bits)

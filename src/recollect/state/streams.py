@@ -82,14 +82,15 @@ def write_streams(streams: Streams) -> None:
 
 def generator_types() -> tuple[type, ...]:
     """The types of random streams that are objects."""
-    return _types_with_numpy("numpy.random" in sys.modules)
+    # Which may be half there, while another thread imports it.
+    numpy_random = sys.modules.get("numpy.random")
+    generator = getattr(numpy_random, "Generator", None)
+    return _types_with(generator, getattr(numpy_random, "RandomState", None))
 
 
 @lru_cache
-def _types_with_numpy(is_loaded: bool) -> tuple[type, ...]:
-    numpy_random: Any = sys.modules.get("numpy.random") if is_loaded else None
-    more = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
-    return torch.Generator, random.Random, *more
+def _types_with(*more: type | None) -> tuple[type, ...]:
+    return torch.Generator, random.Random, *(kind for kind in more if kind is not None)
 
 
 def _read_generator(generator: Any) -> Any:
