@@ -141,12 +141,12 @@ class Options:
 
 
 def usual_options(engine: Any, policy: Any) -> Options:
-    """Options where all others have their defaults. Made once for each policy and engine."""
+    """Options where all others have their defaults. Made once, if that keeps nothing alive."""
     if policy is None and engine is None:
         return DEFAULTS
     if policy is None and engine == "replay":
         return _REPLAY
-    if type(policy) is not Policy or not isinstance(engine, str | None):
+    if type(policy) is not Policy or policy.has_functions or not isinstance(engine, str | None):
         return Options(policy=policy, engine=engine)
     options: Options | None = policy.options.get(engine)
     if options is None:

@@ -625,7 +625,7 @@ def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
     """What tells of another value whether it is a tensor of the type, kind and looks of ``tensor``.
 
     One call where `is_plain_tensor` and a look at shape, strides, dtype, device and gradient take a
-    dozen. It may say no where modes or autocast are on that were not, and need not be right then.
+    dozen. It may say no to one that is, where modes or autocast are on that were not.
     """
     return _TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
 

@@ -169,13 +169,15 @@ class FunctionRule(Rule):
 class Policy:
     """Rules in the order in which they are asked. Made by the functions of ``recollect.policy``."""
 
-    __slots__ = ("_hash", "_rules", "options", "rulebook")
+    __slots__ = ("_hash", "_rules", "has_functions", "options", "rulebook")
 
     def __init__(self, *rules: Rule) -> None:
         self._rules = rules
         self._hash: int | None = None
         #: What whoever applies the policy remembers of it.
         self.rulebook: Any = None
+        #: Whether a function of the user's is asked, which may hold anything, and change.
+        self.has_functions = any(isinstance(rule, FunctionRule) for rule in rules)
         #: What whoever is given it as an option remembers, by engine.
         self.options: dict[str | None, Any] = {}
 
@@ -195,7 +197,7 @@ class Policy:
         return isinstance(other, Policy) and self.rules == other.rules
 
     def __hash__(self) -> int:
-        if self._hash is None:
+        if self._hash is None or self.has_functions:
             self._hash = hash(self.rules)  # which takes a while, and regions are known by it
         return self._hash
 

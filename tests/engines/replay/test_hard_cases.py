@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from tests._support import assert_identical
+from recollect.engines.replay.library import _slots
+from tests._support import assert_identical, collector_off
 
 replay = functools.partial(recollect.checkpoint, engine="replay")
 
@@ -239,3 +241,99 @@ def test_fake_quantization_with_an_observer():
                 (grad,) = torch.autograd.grad(run(lambda x, f=fake: f(x * 2).sin(), x).sum(), x)
             found.append([grad, *fake.buffers()])
         assert_identical(found[0], found[1])
+
+
+CONTAINERS = {
+    "positional": lambda x, of: x.sin().sum(of).exp().sum() * x,
+    "by keyword": lambda x, of: torch.std(x.sin(), dim=of).exp().sum() * x,
+    "index": lambda x, of: x.sin()[slice(None) if of else None].exp().sum() * x,
+    "nested": lambda x, of: x.sin()[(slice(of and 1), None)].exp().sum() * x,
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("first", [[0], None, (0,)], ids=str)
+@pytest.mark.parametrize("then", [None, [0], (0,), [1], -1, [0, 1]], ids=str)
+def test_another_container_or_none(name: str, first: Any, then: Any):
+    holder = [first]
+
+    def function(x: Tensor) -> Tensor:
+        return CONTAINERS[name](x, holder[0])
+
+    for seed, of in enumerate([first, first, then, then, first, then]):
+        holder[0] = of
+        expected = step(function, seed, (3, 4))
+        assert_identical(step(functools.partial(replay, function), seed, (3, 4)), expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(0.0, -0.0), (1.0, True), (1, 1.0), (float("nan"), 0.0), (2.0, 2.0 + 0j), (0.0, 1e-30)],
+)
+def test_constants_that_are_nearly_the_same(first: Any, then: Any):
+    holder = [first]
+
+    def function(x: Tensor) -> Tensor:
+        scaled = torch.copysign(x.sin(), x.new_tensor(1.0) * holder[0].real) * holder[0]
+        return (x.new_ones(()) / (scaled * 0 + holder[0])).real.clamp(-9, 9).exp() * x.cos()
+
+    for seed, constant in enumerate([first, first, then, then, first]):
+        holder[0] = constant
+        expected = step(function, seed, (3, 4))
+        assert_identical(step(functools.partial(replay, function), seed, (3, 4)), expected)
+
+
+def test_weights_that_autocast_has_converted_before():
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh())
+    with torch.autocast("cpu", torch.bfloat16):
+        for rows in (2, 4):
+            for _ in range(2):
+                replay(net, torch.randn(rows, 8, requires_grad=True))
+    for slot in _slots[net].values():
+        assert slot.recording is not None
+        assert slot.recording.plan.kept == frozenset()
+
+
+def test_a_backward_inside_finds_what_another_one_made():
+    def function(x: Tensor) -> Tensor:
+        a = x.sin().exp()
+        numbers = torch.arange(3, dtype=torch.int32).flip(0)[:, None]
+        index = torch.cat([numbers, torch.zeros_like(numbers)], 1).view(torch.int64)
+        y = a.gather(0, index) * a.exp().gather(0, index) * a.sin().gather(0, index)
+        torch.autograd.backward([y.sum()], retain_graph=True)
+        return (y * 2).sin().exp().sin()
+
+    for _ in range(3):
+        x = torch.randn(3, 1)
+        ours, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+        replay(function, ours).sum().backward()
+        function(expected).sum().backward()
+        assert_identical(ours.grad, expected.grad)
+    (slot,) = _slots[function.__code__].values()
+    assert slot.recording is not None
+    assert slot.recording.reason is None
+
+
+@pytest.mark.parametrize("engine", ["rerun", "replay"])
+def test_a_policy_keeps_nothing_alive(engine: str):
+    class Model:
+        pass
+
+    def train() -> Any:
+        model = Model()
+
+        def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            assert model
+            return recollect.CheckpointPolicy.PREFER_RECOMPUTE
+
+        x = torch.randn(2, 2, requires_grad=True)
+        kept = recollect.policy.matmuls() | keep
+        recollect.checkpoint(
+            lambda x: (x @ x).sin(), x, policy=kept, engine=engine
+        ).sum().backward()
+        return weakref.ref(model)
+
+    with collector_off():
+        alive = train()
+        _slots.clear()
+        assert alive() is None

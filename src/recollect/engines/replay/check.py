@@ -219,7 +219,8 @@ class Checker(TorchFunctionMode):
                 return False
         for place, constant, kind in expected.constants:
             value = values[place]
-            if value is not constant and (type(value) is not kind or value != constant):
+            is_same = value is constant or (type(value) is kind and value == constant)
+            if not is_same and not same_constant(value, constant):
                 return False
         for place, items in expected.containers:
             value = values[place]
@@ -277,7 +278,7 @@ class Checker(TorchFunctionMode):
         if (
             outside is None
             or number != len(self._known)
-            or not (outside.is_same(tensor) or outside.is_like(tensor))
+            or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
             or self._number_of(tensor) is not None
             or (recording.shares_memory and not self._is_placed(tensor, number))
             or (outside.host is not None and not self._is_on(tensor, outside.host))

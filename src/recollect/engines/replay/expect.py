@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from recollect.engines.replay.record import Recording
-from recollect.engines.replay.steps import Items, Number, Step, equal_type
+from recollect.engines.replay.steps import Constant, Items, Number, Step, equal_type
 from recollect.engines.replay.tape import Buffer, Layout, View
 
 __all__ = ["Expected", "expected_of"]
@@ -94,21 +94,21 @@ class Expected:
         for place, value in enumerate(values):
             if type(value) is Number and value.writes is not None:
                 self.tensors.append((place, value.number, value.writes))
-            elif (kind := equal_type(value)) is not None:
-                self.constants.append((place, value, kind))
             elif type(value) is Items and not value.has_tensors:
                 self.containers.append((place, value))
-            else:
+            elif type(value) in (Number, Items, Constant):
                 self.is_simple = False
+            else:
+                self.constants.append((place, value, equal_type(value)))
 
     def _split_saved(self, recording: Recording, step: Step) -> None:
         """Tell what is dropped from what is held."""
         plan = recording.plan
         here = plan.kept - plan.away
-        views = [pack.view for pack in step.packs]
+        # If it is opaque, another call may save others: all are held.
+        views = [] if step.is_opaque else [pack.view for pack in step.packs]
         is_held = [view is None or view.buffer.number in here for view in views]
-        #: If it is opaque, another call may save others: all are held.
-        self.held = [place for place, held in enumerate(is_held) if held and not step.is_opaque]
+        self.held = [place for place, held in enumerate(is_held) if held]
         #: With what each is a view of.
         self.dropped = [
             (place, view) for place, view in enumerate(views) if view and not is_held[place]

@@ -66,6 +66,8 @@ class Ground:
         self.tape = recall.tape
         #: The function that is running.
         self.step: Step | None = None
+        #: Whether it runs under autocast, which ops cannot tell.
+        self.is_casting = False
         #: Why everything is held from here on.
         self.stopped: str | None = None
         #: While ops are run that are none of the region's.

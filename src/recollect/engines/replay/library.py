@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recollect.engines.replay.moods import casts
 from recollect.engines.replay.record import Recording
 from recollect.engines.replay.steps import is_comparable, looks_of
 from recollect.state.flags import Flags
 from recollect.torch_private import (
-    any_autocast_enabled,
     dispatch_mode_count,
     dispatch_modes,
     is_plain_tensor,
@@ -123,14 +123,13 @@ def signature_of(
     """What tells calls apart that cannot have the same recording."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     training = owner.training if isinstance(owner, nn.Module) else None
-    autocast = torch.get_autocast_dtype("cpu") if any_autocast_enabled() else None
     modes = tuple(map(type, dispatch_modes())) if dispatch_mode_count() else ()
     try:
         values = [_sign(value) for value in args]
         values += [(name, _sign(value)) for name, value in kwargs.items()]
     except RecursionError:
         raise Strange("an argument that contains itself") from None
-    return (_code(function), policy, sends_away, modes, training, autocast, flags, *values)
+    return (_code(function), policy, sends_away, modes, training, casts(), flags, *values)
 
 
 class Strange(Exception):

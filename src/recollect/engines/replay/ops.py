@@ -15,7 +15,6 @@ from recollect.selective.rulings import Ruling
 from recollect.state.devices import device_module
 from recollect.torch_private import (
     DispatchMode,
-    any_autocast_enabled,
     is_form_of,
     is_plain_tensor,
     no_function_modes,
@@ -60,7 +59,7 @@ class OpRecorder(DispatchMode):
             ground.stop(kind.stops)
             return kind.call(*args, **kwargs)
         if kind.is_view:
-            if any_autocast_enabled():
+            if ground.is_casting or ground.step is None:
                 self._find_casts(args)
             return kind.call(*args, **kwargs)
         step = ground.step
@@ -97,7 +96,7 @@ class OpRecorder(DispatchMode):
         return out
 
     def _find_casts(self, args: _Args) -> None:
-        """Look for weights that autocast has converted: their views would not be known for that."""
+        """Before a view: find weights that autocast has converted, which can be told from them."""
         for tensor in tensors_in(args):
             if self._ground.memory(tensor) is None:
                 self._ground.find(tensor)

@@ -44,6 +44,7 @@ from recollect.engines.replay.steps import (
 from recollect.engines.replay.tape import Buffer, Tape, View
 from recollect.torch_private import (
     STRANGE,
+    any_autocast_enabled,
     cast_weight,
     current_stream_key,
     dispatch_mode_count,
@@ -231,6 +232,7 @@ class Recorder(TorchFunctionMode):
         ground = self._ground
         self._steps.append(step)
         ground.step = step
+        ground.is_casting = any_autocast_enabled()
         try:
             return func(*args, **kwargs)
         except BaseException:
@@ -356,7 +358,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, (tuple, list)) and kind is not torch.Size:
             items = [self._template(each, step) for each in value]
             is_constant = kind is tuple and all(map(is_comparable, value))
-            return Items(kind, items, same=value if is_constant else None)
+            return Items(kind, items, same=value) if is_constant else Items(kind, items)
         if isinstance(value, dict):
             items = [self._template(each, step) for each in value.values()]
             return Items(kind, items, list(value))

@@ -57,18 +57,22 @@ class Number:
         self.writes = writes
 
 
+#: No argument of any function.
+_NOTHING = object()
+
+
 class Items:
     """Stands for a container."""
 
     __slots__ = ("items", "keys", "kind", "same")
 
     def __init__(
-        self, kind: type, items: list[Any], keys: list[Any] | None = None, same: Any = None
+        self, kind: type, items: list[Any], keys: list[Any] | None = None, same: Any = _NOTHING
     ) -> None:
         self.kind = kind
         self.items = items
         self.keys = keys
-        #: The container itself, if neither it nor what is in it can change.
+        #: The container itself, if neither it nor what is in it can change; else what nothing is.
         self.same = same
 
     @property
@@ -104,7 +108,7 @@ def looks_of(tensor: _Tensor) -> Looks:
 class Outside:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
 
-    __slots__ = ("buffer", "host", "is_held", "is_same", "looks", "number", "twin")
+    __slots__ = ("buffer", "host", "is_held", "is_surely_like", "looks", "number", "twin")
 
     def __init__(self, number: int, looks: Looks) -> None:
         self.number = number
@@ -118,7 +122,7 @@ class Outside:
         #: Whether a call that is checked holds it.
         self.is_held = False
         #: A quick way to say yes, once there was one that is like it.
-        self.is_same: Callable[[Any], bool] = _unsure
+        self.is_surely_like: Callable[[Any], bool] = _unsure
 
     def is_like(self, tensor: Any) -> bool:
         """Whether ``tensor`` looks like the one of the recording."""
@@ -128,7 +132,7 @@ class Outside:
             or looks_of(tensor) != self.looks
         ):
             return False
-        self.is_same = same_looks(tensor)
+        self.is_surely_like = same_looks(tensor)
         return True
 
 
@@ -217,8 +221,8 @@ def _same_template(a: Any, b: Any) -> bool:
         return (a.number, a.writes) == (b.number, b.writes)
     if type(a) is Items and type(b) is Items:
         pairs = zip(a.items, b.items, strict=False)
-        same_looks = (a.kind, a.keys, len(a.items)) == (b.kind, b.keys, len(b.items))
-        return same_looks and all(_same_template(*pair) for pair in pairs)
+        is_same_kind = (a.kind, a.keys, len(a.items)) == (b.kind, b.keys, len(b.items))
+        return is_same_kind and all(_same_template(*pair) for pair in pairs)
     return type(a) is type(b) is Constant or same_constant(a, b)
 
 
@@ -289,16 +293,15 @@ def same_constant(a: Any, b: Any) -> bool:
     return type(a) in _EQUAL and bool(a == b)
 
 
-class _NoType:
-    """The type of nothing."""
+class _OfNothing:
+    """A type that nothing is of."""
 
 
-def equal_type(value: Any) -> type | None:
-    """Of which type what equals the constant ``value`` has to be to be the same; None: no rule."""
+def equal_type(value: Any) -> type:
+    """Of which type what equals the constant ``value`` has to be, to be the same for that."""
     kind = type(value)
-    if kind in _EQUAL or (kind is float and value != 0.0 and not math.isnan(value)):
-        return kind
-    return _NoType if isinstance(value, _IDENTICAL) else None
+    is_enough = kind in _EQUAL or (kind is float and value != 0.0)  # there are two zeros
+    return kind if is_enough else _OfNothing
 
 
 def tensors_in(out: Any) -> list[_Tensor]:

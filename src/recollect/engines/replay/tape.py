@@ -111,7 +111,7 @@ class Buffer:
         self.outside: int | None = None
         #: Whether the memory was not written to after this.
         self.is_last = True
-        #: Whether the write that ended it is one that autograd does not notice.
+        #: Whether autograd refuses to use what it saved of it, or should: it was written to.
         self.is_spoilt = False
         #: Whether an op has read it, or autograd has saved it.
         self.is_wanted = False
