@@ -337,3 +337,26 @@ def test_a_policy_keeps_nothing_alive(engine: str):
         alive = train()
         _slots.clear()
         assert alive() is None
+
+
+def test_the_collector_ends_a_generator_in_the_midst_of_a_region():
+    @torch.no_grad()
+    def numbers() -> Any:
+        yield 1
+        yield 2
+
+    unfinished: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        hidden = x.sin()
+        unfinished.clear()  # which switches gradients off and on again
+        return hidden.exp()
+
+    for call in range(4):
+        if call % 2:
+            unfinished.append(numbers())
+            next(unfinished[0])
+        step(functools.partial(replay, function), call, (3,))
+    (slot,) = _slots[function.__code__].values()
+    assert slot.recording is not None
+    assert slot.difference is None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from recollect.engines.replay.tape import Buffer, Op, View
 from recollect.store.handles import version_of
-from recollect.torch_private import is_plain_tensor, same_looks
+from recollect.torch_private import is_plain_tensor, same_looks, set_grad_enabled
 
 __all__ = [
     "EXPOSING",
@@ -321,7 +321,9 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
 
 
-#: What tells the looks of a tensor, that follow from those of the tensors before.
+#: What tells the looks of a tensor, that follow from those of the tensors before; and what switches
+#: gradients on and off, which is compared at every function: the collector may end a generator in
+#: the midst of a region, and with it a `torch.no_grad`.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
@@ -335,7 +337,7 @@ METADATA: frozenset[Any] = frozenset(
         *("get_device", "ndimension", "__len__", "is_conj", "is_neg", "is_pinned", "is_shared"),
         *("has_names", "dense_dim", "sparse_dim", "register_hook", "__hash__", "_is_view"),
     )
-    | {torch.is_floating_point, torch.is_complex, torch.numel}
+    | {torch.is_floating_point, torch.is_complex, torch.numel, set_grad_enabled}
 )
 
 #: What gives others a way to the memory of a tensor, to read and to write it unseen.
