@@ -450,3 +450,12 @@ def test_an_op_is_known_by_itself():
     op = torch.ops.higher_order.cond
     assert private.inductor_region_key(op, (1,)) is op
     assert private.bare_op(functools.reduce) is functools.reduce
+
+
+def test_what_is_excluded_does_not_depend_on_the_importer():
+    with torch.inference_mode():
+        found = private._keys_above_kernels()
+    assert found.raw_repr() == private._ABOVE_KERNELS.raw_repr()
+    x = torch.randn(3, requires_grad=True)
+    with private.below_python():
+        assert not (x * 2).requires_grad

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -725,9 +726,18 @@ class below_autograd:  # noqa: N801 - used like a function
 
 def _keys_above_kernels() -> Any:
     """The keys that stand between a call and the kernel: those of modes, subclasses, autograd."""
-    others = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
-        return torch._C._dispatch_tls_local_exclude_set() - others
+    found: list[Any] = []
+
+    def look() -> None:
+        others = torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+            found.append(torch._C._dispatch_tls_local_exclude_set() - others)
+
+    # This thread may be in inference mode, or in a mode of somebody's, and have excluded some.
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 #: One guard for all of them takes half the time of torch's two.

@@ -106,9 +106,9 @@ class Replayed:
         last: int | None = None
         for part in reversed(self._parts):
             seen = (region.seen or [])[part.first : last]
+            is_rest = part is not self._parts[0]
             findings = _Findings(
-                *(self._memories, region, part.recall, seen, titles, stopped),
-                is_rest=part is not self._parts[0],
+                self._memories, region, part.recall, seen, titles, stopped, is_rest=is_rest
             )
             findings.note_held()
             findings.note_saved(ticket[0] for ticket in part.tickets if ticket[0] is not None)

@@ -17,7 +17,7 @@ from recollect.errors import KeptTensorError
 from recollect.store.handles import version_of
 from recollect.store.host import host_store
 from recollect.store.protocol import Store
-from recollect.torch_private import raw_memory, storage_key, unobserved
+from recollect.torch_private import memory_key, raw_memory, storage_key, unobserved
 
 __all__ = ["Deposit", "Looks", "Parcel", "looks_of"]
 
@@ -49,6 +49,7 @@ class Parcel:
 
     __slots__ = (
         "__weakref__",
+        "_address",
         "_handle",
         "_layout",
         "_memory",
@@ -61,6 +62,7 @@ class Parcel:
 
     def __init__(self, store: Store, tensor: torch.Tensor) -> None:
         self._memory = storage_key(tensor)
+        self._address = memory_key(tensor)
         self._storage = None if self._memory is None else ref(tensor.untyped_storage())
         self.looks = looks_of(tensor)
         self._store = store
@@ -76,6 +78,11 @@ class Parcel:
     def memory(self) -> int | None:
         """Which memory the tensor that was put is; None if it is gone, and others may have it."""
         return None if self._storage is None or self._storage() is None else self._memory
+
+    @property
+    def address(self) -> int | None:
+        """The same by its address, under which others may have handed it out."""
+        return None if self.memory is None else self._address
 
     @property
     def handle(self) -> Any:

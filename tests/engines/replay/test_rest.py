@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable
@@ -226,6 +227,13 @@ class Cases:
             hidden = (hidden @ self.weight).exp()
         return (hidden.float() @ self.weight).sin()
 
+    def a_backward_and_a_step_inside(self, x: Tensor) -> Tensor:
+        point = (x.detach() * 2).requires_grad_()
+        (point * point).sum().backward()
+        with torch.no_grad():
+            point.sub_(point.grad)
+        return (x.sin() * self.factor).exp() * point.detach()
+
     def another_shape(self, x: Tensor) -> Tensor:
         rows = x.sin()[: int(self.factor) + 1]
         return (rows @ self.weight).exp().sin().sum() * x.cos()
@@ -246,6 +254,105 @@ def test_what_follows_a_difference(name: str, kept: Any) -> None:
     assert_identical(ours, play(scenario, plain))
     assert not saved_tensor_hooks_active()
     assert function_mode_count() == dispatch_mode_count() == 0
+
+
+def by_numpy(tensor: Tensor) -> None:
+    tensor.numpy()[:] = 3
+
+
+def by_dlpack(tensor: Tensor) -> None:
+    torch.from_dlpack(tensor).fill_(3)
+
+
+def by_another_storage(tensor: Tensor) -> None:
+    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).fill_(3)
+
+
+def by_address(tensor: Tensor) -> None:
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    memory[:] = [3.0] * tensor.numel()
+
+
+def by_a_function_of_python(tensor: Tensor) -> None:
+    tensor.apply_(lambda value: value * 3)
+
+
+WAYS = [by_numpy, by_dlpack, by_another_storage, by_address, by_a_function_of_python]
+PLANS = pytest.mark.parametrize(
+    "kept", [*OPS, policy.offload_ops(torch.ops.aten.mm)], ids=["none", "mm", "all", "away"]
+)
+
+
+@PLANS
+@pytest.mark.parametrize("write", WAYS)
+def test_writes_that_torch_does_not_see(write: Any, kept: Any) -> None:
+    """In the call that differs, to what the part before it holds."""
+    cases = Cases()
+
+    def function(x: Tensor) -> Tensor:
+        narrow = x @ cases.weight[:, :1]  # it takes less to hold this than what is made of it
+        hidden = (narrow + cases.weight[:8]).sin()
+        if cases.factor % 2 == 0:
+            write(narrow.detach())
+        return hidden * 2 * hidden
+
+    change = partial(setattr, cases, "factor")
+    ours = play(lambda run: steps(function, change, run), partial(replay, policy=kept))
+    assert_identical(ours, play(lambda run: steps(function, change, run), plain))
+
+
+@pytest.mark.parametrize("kept", OPS, ids=str)
+@pytest.mark.parametrize("write", [by_numpy, lambda tensor: tensor.mul_(2)], ids=["unseen", "seen"])
+def test_writes_where_nothing_can_be_recorded_any_more(write: Any, kept: Any) -> None:
+    cases = Cases()
+
+    def function(x: Tensor) -> Tensor:
+        narrow = x @ cases.weight[:, :1]
+        hidden = (narrow + cases.weight[:8]).sin()
+        conjugate = torch.complex(hidden, hidden).conj().imag  # from here on everything is held
+        hidden = hidden * cases.factor
+        write(narrow.detach())
+        return hidden * 2 * hidden * conjugate
+
+    change = partial(setattr, cases, "factor")
+    ours = play(lambda run: steps(function, change, run), partial(replay, policy=kept))
+    assert_identical(ours, play(lambda run: steps(function, change, run), plain))
+
+
+@pytest.mark.parametrize("kept", OPS, ids=str)
+def test_the_user_changes_what_the_call_returns(kept: Any) -> None:
+    def scenario(run: Any) -> Any:
+        cases, seen = Cases(), []
+
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            narrow = x @ cases.weight[:, :1]
+            hidden = (narrow + cases.weight[:8]).sin() * cases.factor
+            return hidden * hidden, (narrow if cases.factor % 2 == 0 else narrow + 1)
+
+        for factor in FACTORS:
+            cases.factor = factor
+            x = leaf(8, WIDTH)
+            out, other = run(function, x)
+            other.detach().mul_(2)
+            out.sum().backward()
+            seen += [out, x.grad]
+        return seen
+
+    assert_identical(play(scenario, partial(replay, policy=kept)), play(scenario, plain))
+
+
+def test_a_name_that_is_given_late() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        first = x.sin()
+        second = recollect.tag((first * 2).sin(), "name")
+        recollect.tag(first, "name")
+        return second * y * first
+
+    for _ in range(3):
+        x, y = leaf(4), leaf(4)
+        out = replay(function, x, y, policy=policy.save_named("name"))
+        ours = torch.autograd.grad(out.sum(), [x, y])
+        assert_identical(ours, torch.autograd.grad(function(x, y).sum(), [x, y]))
 
 
 def test_writes_to_what_is_in_a_store() -> None:

@@ -28,6 +28,7 @@ from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recording
 from recollect.engines.replay.rest import Rest
 from recollect.engines.replay.steps import (
+    EXPOSING,
     METADATA,
     WRONG_IN_MODES,
     Constant,
@@ -46,6 +47,7 @@ from recollect.torch_private import (
     is_current_stream,
     no_function_modes,
     storage_key,
+    tree_leaves,
     unpacks_by,
     without_history,
 )
@@ -112,6 +114,11 @@ class Checker(TorchFunctionMode):
         """After the call, which returned ``result``: how it differed from the recording."""
         if self._next is not None:
             self._differ("the function ended early")
+        if self.difference is not None:
+            # The user may change what the region returns, and that may be held.
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, _Tensor):
+                    self._recall.before_write(leaf)
         if self._rest is not None:
             self._rest.finish(result)
         self._recall.is_running = False
@@ -169,13 +176,13 @@ class Checker(TorchFunctionMode):
 
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that the recording does not know."""
-        if self._next is None:
-            self._differ(self._recording.reason or "the function went on")
-        self._differ(f"another call of {func}")
+        is_at_end = self._next is None
+        went_on = self._recording.reason or "the function went on"
+        self._differ(went_on if is_at_end else f"another call of {func}")
         self._start_recording()
         if self._rest is not None:
             return func(*args, **kwargs)
-        if func not in WRONG_IN_MODES:
+        if func not in WRONG_IN_MODES and func not in EXPOSING:
             with Protector(self._recall):
                 return func(*args, **kwargs)
         for tensor in tensors_in([*args, *kwargs.values()]):

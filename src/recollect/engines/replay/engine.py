@@ -158,7 +158,8 @@ class _Call:
         values = (*self._args, *self._kwargs.values())
         is_whole = earlier is None
         consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
-        return Recorder(recall, consultation, self.offload_inputs, earlier)
+        # What the rest goes on from is hardly ever an input, and has been sent away if it is.
+        return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
 
     def rest(self, earlier: Recall) -> Rest | None:
         """What records the rest of the call; None if nothing can."""

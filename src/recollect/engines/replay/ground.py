@@ -173,16 +173,27 @@ class Ground:
             held.away.before_write(tensor)
         elif buffer.is_wanted:
             paused, self.paused = self.paused, True
-            held.become_copy()
-            self.paused = paused
+            try:
+                held.become_copy()
+            finally:
+                self.paused = paused
         else:
             del self.recall.kept[buffer.number]
 
     def protect(self, tensor: _Tensor) -> None:
-        """``tensor`` is about to be written to: what the part before holds of it gets a copy."""
-        if self.earlier is not None and not self.paused:
-            self.paused = True
-            self.earlier.before_write(tensor)
+        """``tensor`` is about to be written to: what nobody else looks after gets a copy.
+
+        That is what the part before holds, and what is held since nothing is written down any more.
+        """
+        if self.paused:
+            return
+        self.paused = True
+        try:
+            if self.earlier is not None:
+                self.earlier.before_write(tensor)
+            if self.stopped is not None:
+                self.recall.before_write(tensor)
+        finally:
             self.paused = False
 
     def note_spoilt(self, memory: Memory) -> None:
@@ -194,6 +205,7 @@ class Ground:
 
     def expose(self, tensor: _Tensor) -> None:
         """Somebody gets a way to the memory of a tensor, and may change it."""
+        self.protect(tensor)
         memory = self.memory(tensor)
         if memory is not None:
             self.before_change(memory, tensor)

@@ -53,7 +53,7 @@ class Slot:
         if self.unsettled is not None and last is not None and last.is_like(recording):
             self.unsettled = None  # twice the same: it may stay so
         elif self.unsettled is None and last is None and recording.shapes:
-            # They will most likely be others next time, and then everything would be held.
+            # They will most likely be others next time, and the rest be recorded anyway.
             self.unsettled = "shapes inside depend on data"
         self.recording = None if self.unsettled is not None else recording
 
@@ -66,7 +66,7 @@ class Slot:
         self.difference = difference
         self._misses += 1
         if self._misses >= _PATIENCE:
-            # To check it once more would hold everything once more.
+            # To check it once more would only hold more.
             self.unsettled = f"it is another function at every call: {difference}"
 
 

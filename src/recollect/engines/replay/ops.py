@@ -44,7 +44,7 @@ class OpRecorder(DispatchMode):
         ground = self._ground
         if ground.is_idle():
             kwargs = kwargs or {}
-            if ground.earlier is not None and kind.facts.writes:
+            if kind.facts.writes:
                 for tensor in kind.written(args, kwargs):
                     ground.protect(tensor)
             return kind.call(*args, **kwargs)
@@ -235,6 +235,7 @@ class OpRecorder(DispatchMode):
             )
         op.never_again(ruling.reason, ruling)
         ground.hold(ground.view_in(memory, tensor), tensor, ruling)
+        ground.recall.let_go_last()
 
 
 def _picks_by_mask(kind: Kind, args: _Args) -> bool:

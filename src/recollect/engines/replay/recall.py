@@ -39,8 +39,8 @@ from recollect.torch_private import (
     at_end_of_backward,
     below_autograd,
     current_graph_task,
+    memory_key,
     set_grad_enabled,
-    storage_key,
 )
 
 __all__ = ["Recall"]
@@ -126,14 +126,21 @@ class Recall:
         self.kept[buffer.number] = Held(tensor, layout, self.deposit if away else None)
         self._order.append((buffer.number, len(self.tickets)))
 
+    def let_go_last(self) -> None:
+        """What was kept just now goes last: tensors that need it had been saved before."""
+        number, _ = self._order.pop()
+        self._order.insert(0, (number, 0))
+
     def before_write(self, tensor: torch.Tensor) -> None:
         """Something writes to ``tensor``, whose memory may be held."""
-        memory = storage_key(tensor)
+        memory = memory_key(tensor)
+        if memory is None:
+            return
         for held in self.kept.values():
             if held.away is not None:
-                if held.away.memory == memory:
+                if held.away.address == memory:
                     held.away.before_write(tensor)
-            elif storage_key(held.tensor) == memory:
+            elif memory_key(held.tensor) == memory:
                 held.become_copy()
 
     def let_go(self, uses: list[int]) -> None:
@@ -173,7 +180,7 @@ class Recall:
 
     def _recall(self, view: View) -> torch.Tensor:
         buffer = view.buffer
-        if buffer.is_spoilt and self.saw_all:
+        if buffer.is_spoilt and self.saw_all and not self.is_running:
             name = f"a tensor of shape {list(view.layout[0])}"
             raise InputChanged(CHANGED_WHEN_SAVED.format(name=name))
         passed = self.passes.get(current_graph_task())
@@ -219,7 +226,9 @@ class Recall:
     def _count(self) -> list[int]:
         """How often each buffer will be wanted."""
         counts = _reference_counts(self.tickets)
-        if self._uses is not None and not self.is_running and min(counts, default=0) > _OF_THE_DEAD:
+        is_planned = self._uses is not None and self.saw_all and not self.is_running
+        if is_planned and min(counts, default=0) > _OF_THE_DEAD:
+            assert self._uses is not None
             return self._uses.copy()
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
         return uses_of(self.tape, [ticket[2].buffer for ticket in alive], self.kept)

@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         ground = self._ground
         if ground.is_idle() or func in METADATA:
-            return func(*args, **kwargs)
+            return self._run_unrecorded(func, args, kwargs)
         if func in UNSUPPORTED:
             ground.stop(f"{func} gives a tensor another memory")
         elif func in WRONG_IN_MODES:
@@ -227,6 +227,12 @@ class Recorder(TorchFunctionMode):
         out = self._run(step, func, args, kwargs)
         self._end(step, out, args, kwargs)
         return out
+
+    def _run_unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._ground.stopped is not None and func in EXPOSING:
+            for tensor in tensors_in(args):
+                self._ground.protect(tensor)
+        return func(*args, **kwargs)
 
     def _run(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ground = self._ground
