@@ -125,6 +125,19 @@ class Scaled(Function):
         return grad * saved, None
 
 
+class Doubled(Function):
+    """In place, which is counted when it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 class Passing(torch.utils._python_dispatch.TorchDispatchMode):
     """A mode of the user's."""
 
@@ -226,6 +239,19 @@ class Cases:
             hidden = (x @ self.weight).sin() * self.factor
             hidden = (hidden @ self.weight).exp()
         return (hidden.float() @ self.weight).sin()
+
+    def a_custom_function_in_place(self, x: Tensor) -> Tensor:
+        narrow = Doubled.apply(x @ self.weight[:, :1])
+        hidden = (narrow + self.weight[:8]).sin() * (narrow - self.weight[:8]).sin()
+        return (hidden * self.factor).exp() * hidden
+
+    def other_looks(self, x: Tensor) -> Tensor:
+        narrow = x @ self.weight[:, :1]
+        hidden = (narrow + self.weight[:8]).sin() * (narrow - self.weight[:8]).sin()
+        narrow.transpose_(0, 1).unsqueeze_(0)
+        hidden = hidden * self.factor
+        narrow.squeeze_(0).t_()
+        return hidden.exp() * hidden + narrow
 
     def a_backward_and_a_step_inside(self, x: Tensor) -> Tensor:
         point = (x.detach() * 2).requires_grad_()

@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from recollect.engines.replay.expect import Expected
-from recollect.engines.replay.held import Ticket, hold_for_good, saved_in
+from recollect.engines.replay.held import Held, Ticket, hold_for_good, saved_in
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.protect import Protector
 from recollect.engines.replay.recall import Recall
@@ -82,6 +82,8 @@ class Checker(TorchFunctionMode):
         #: Whether a function is running, and what autograd has saved in it.
         self._is_inside = False
         self._tickets: list[Ticket] = []
+        #: What is held and was written to by the last function: the write may not be counted yet.
+        self._written: list[Held] = []
         self._is_paused = False
         self._memories: dict[int, tuple[int, int]] = {}
         #: Why the call is not the recorded one, once it is not.
@@ -114,6 +116,7 @@ class Checker(TorchFunctionMode):
         """After the call, which returned ``result``: how it differed from the recording."""
         if self._next is not None:
             self._differ("the function ended early")
+        self._count_versions()
         if self.difference is not None:
             # The user may change what the region returns, and that may be held.
             for leaf in tree_leaves(result):
@@ -141,6 +144,8 @@ class Checker(TorchFunctionMode):
         expected = self._next
         if expected is None or not (func is expected.function or func == expected.function):
             return self._run_other(func, args, kwargs or {})
+        if self._written:
+            self._count_versions()
         values = (*args, *kwargs.values()) if kwargs else args
         is_mood = grad_enabled() is expected.mood and not autocast_enabled()
         if not (
@@ -164,8 +169,8 @@ class Checker(TorchFunctionMode):
             raise
         self._is_inside = False
         self._end(expected, out)
-        if expected.caught_args and self.difference is None:
-            self._catch_changed(expected, values)
+        if expected.is_writing and self.difference is None:
+            self._note_writes(expected, values)
         return out
 
     def _run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,13 +406,20 @@ class Checker(TorchFunctionMode):
         for place, buffer, layout, away in expected.caught_returns:
             self._recall.keep(buffer, returned[place].detach(), layout, away=away)
 
-    def _catch_changed(self, expected: Expected, values: tuple[Any, ...]) -> None:
+    def _note_writes(self, expected: Expected, values: tuple[Any, ...]) -> None:
         """Keep what the plan says of what a function has written to."""
         for tensor in tensors_in(values):
             known = self._number_of(tensor)
             for number, buffer, layout, away in expected.caught_args:
                 if known == number:
                     self._recall.keep(buffer, tensor.detach(), layout, away=away)
+            self._written += self._recall.held_of(tensor)
+
+    def _count_versions(self) -> None:
+        """A custom function counts what it says it has written to when it is over."""
+        for held in self._written:
+            held.version = version_of(held.tensor)
+        self._written.clear()
 
     def _settle(self, expected: Expected, tickets: list[Ticket]) -> None:
         """Keep what the plan says of what was saved, and drop the rest."""

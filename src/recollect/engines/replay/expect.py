@@ -39,6 +39,7 @@ class Expected:
         "held",
         "is_opaque",
         "is_simple",
+        "is_writing",
         "keys",
         "looks",
         "mood",
@@ -73,6 +74,8 @@ class Expected:
                 (view for _, view in step.changed), recording, caught
             )
         ]
+        #: Whether what is held may have another version after it.
+        self.is_writing = bool(step.changed) or step.changes_looks
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
 
     def _split_arguments(self, step: Step) -> None:

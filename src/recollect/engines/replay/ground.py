@@ -78,7 +78,7 @@ class Ground:
         #: What the function has written to.
         self.written: set[Memory] = set()
         self._memories: dict[int, Memory] = {}
-        #: What is held since the last function.
+        #: What is held, or seen to be written to, since the last function began.
         self._new: list[Held] = []
 
     def is_idle(self) -> bool:
@@ -224,8 +224,15 @@ class Ground:
         if not away:
             self._new.append(recall.kept[view.buffer.number])
 
+    def note_looks(self, tensor: _Tensor) -> None:
+        """Another look at the memory of ``tensor`` counts as a write, and leaves it as it is."""
+        if self.step is not None:
+            self.step.changes_looks = True
+        for recall in (self.recall, self.earlier):
+            self._new += [] if recall is None else recall.held_of(tensor)
+
     def count_versions(self) -> None:
-        """The op is over that wrote in place, and its write has been counted."""
+        """What wrote in place is over, and so is the custom function that counts it at its end."""
         for held in self._new:
             held.version = version_of(held.tensor)
         self._new.clear()

@@ -31,6 +31,7 @@ class Kind:
     __slots__ = (
         "_training",
         "call",
+        "changes_looks",
         "facts",
         "has_dynamic_shape",
         "is_attention",
@@ -50,7 +51,8 @@ class Kind:
         self.call = facts.call
         self.is_known = type(op) is OpOverload
         #: Whether it returns memory that is known, or changes only how that is looked at.
-        self.is_view = facts.is_view or facts.is_ignored or changes_looks(op)
+        self.changes_looks = changes_looks(op)
+        self.is_view = facts.is_view or facts.is_ignored or self.changes_looks
         #: Why nothing after it can be written down.
         self.stops: str | None = None
         if makes_lazy_view(op):

@@ -61,6 +61,8 @@ class OpRecorder(DispatchMode):
         if kind.is_view:
             if ground.is_casting or ground.step is None:
                 self._find_casts(args)
+            if kind.changes_looks:
+                ground.note_looks(args[0])
             return kind.call(*args, **kwargs)
         step = ground.step
         if step is not None:

@@ -131,17 +131,20 @@ class Recall:
         number, _ = self._order.pop()
         self._order.insert(0, (number, 0))
 
+    def held_of(self, tensor: torch.Tensor) -> list[Held]:
+        """What is held here of the memory of ``tensor``."""
+        memory = memory_key(tensor)
+        held = [each for each in self.kept.values() if each.away is None]
+        return [each for each in held if memory is not None and memory_key(each.tensor) == memory]
+
     def before_write(self, tensor: torch.Tensor) -> None:
         """Something writes to ``tensor``, whose memory may be held."""
         memory = memory_key(tensor)
-        if memory is None:
-            return
         for held in self.kept.values():
-            if held.away is not None:
-                if held.away.address == memory:
-                    held.away.before_write(tensor)
-            elif memory_key(held.tensor) == memory:
-                held.become_copy()
+            if held.away is not None and memory is not None and held.away.address == memory:
+                held.away.before_write(tensor)
+        for held in self.held_of(tensor):
+            held.become_copy()
 
     def let_go(self, uses: list[int]) -> None:
         """Let go of what is not wanted, as ``uses`` says."""

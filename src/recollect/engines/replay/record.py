@@ -194,6 +194,7 @@ class Recorder(TorchFunctionMode):
         ground = self._ground
         if ground.is_idle() or func in METADATA:
             return self._run_unrecorded(func, args, kwargs)
+        ground.count_versions()
         if func in UNSUPPORTED:
             ground.stop(f"{func} gives a tensor another memory")
         elif func in WRONG_IN_MODES:
@@ -251,7 +252,6 @@ class Recorder(TorchFunctionMode):
     def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The function has returned: drop what it saved."""
         ground = self._ground
-        ground.count_versions()
         step.ops = (step.ops[0], len(ground.tape.ops))
         tickets, self._tickets = self._tickets, []
         if ground.stopped is not None:

@@ -158,6 +158,7 @@ class Step:
     __slots__ = (
         "args",
         "changed",
+        "changes_looks",
         "depends_on_data",
         "draws",
         "first_buffer",
@@ -196,6 +197,8 @@ class Step:
         self.returns: list[View | None] = []
         #: The numbers of the arguments that it writes to, and what each is a view of then.
         self.changed: list[tuple[int, View]] = []
+        #: Whether it changes how a tensor looks at its memory, which counts as a write.
+        self.changes_looks = False
         #: Whether the shapes of what it returns depend on data; the looks, if they may be others.
         self.depends_on_data = False
         self.looks: list[Looks] | None = None
