@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import policy
 from recollect.engines.replay import engine, library
-from tests._support import assert_identical, collector_off
+from tests._support import Doubled, assert_identical, collector_off
 from tests.selective.test_random_programs import Store, policies
 from tests.test_properties import (
     BACKWARDS,
@@ -67,19 +67,6 @@ pytestmark = [
 
 
 # --- more ops -------------------------------------------------------------------------------------
-
-
-class Doubled(torch.autograd.Function):
-    """In place, and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
 
 
 class SineAndCosine(torch.autograd.Function):

@@ -19,12 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import recollect
 from recollect import policy
+from recollect.errors import InputChanged
 from recollect.torch_private import (
     dispatch_mode_count,
     function_mode_count,
     saved_tensor_hooks_active,
 )
-from tests._support import assert_identical, collector_off, leaf, measure, plain, play
+from tests._support import Doubled, assert_identical, collector_off, leaf, measure, plain, play
 from tests.selective._helpers import Ops
 
 replay = partial(recollect.checkpoint, engine="replay")
@@ -123,19 +124,6 @@ class Scaled(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (saved,) = ctx.saved_tensors
         return grad * saved, None
-
-
-class Doubled(Function):
-    """In place, which is counted when it is over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
 
 
 class Passing(torch.utils._python_dispatch.TorchDispatchMode):
@@ -343,6 +331,29 @@ def test_writes_where_nothing_can_be_recorded_any_more(write: Any, kept: Any) ->
     change = partial(setattr, cases, "factor")
     ours = play(lambda run: steps(function, change, run), partial(replay, policy=kept))
     assert_identical(ours, play(lambda run: steps(function, change, run), plain))
+
+
+def test_an_unseen_write_after_one_that_is_seen() -> None:
+    """To a tensor that is held and that the one which is seen has only read."""
+    weight, is_changed = leaf(WIDTH, WIDTH), [False]
+
+    def function(x: Tensor) -> Tensor:
+        narrow = x @ weight[:, :1]
+        hidden = (narrow + weight[:8]).exp() * (narrow - weight[:8]).exp()
+        total = torch.zeros_like(narrow)
+        total.add_(narrow)
+        if is_changed[0]:
+            with torch._C.DisableTorchFunction():
+                narrow.mul_(2)
+        return hidden * total
+
+    run = partial(replay, policy=policy.matmuls())
+    for _ in range(2):
+        run(function, leaf(8, WIDTH)).sum().backward()
+    is_changed[0] = True
+    out = run(function, leaf(8, WIDTH))
+    with pytest.raises(InputChanged):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("kept", OPS, ids=str)

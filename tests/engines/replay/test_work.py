@@ -294,19 +294,20 @@ def test_bytes_of_a_chain(call: int) -> None:
     assert found.left == 0
 
 
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(SIZE) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
 @CALLS
 def test_values_are_released_one_by_one(call: int) -> None:
     """Gradients of weights pile up while recomputed values go: the peak stays put."""
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(SIZE) for _ in range(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = x * weight
-            return x
 
     assert memory(replay, Product, (SIZE,), call).peak <= (8 + 4) * BYTES
 
@@ -314,16 +315,6 @@ def test_values_are_released_one_by_one(call: int) -> None:
 @CALLS
 def test_kept_values_are_released_one_by_one(call: int) -> None:
     """So a step with everything kept has the peak of plain autograd."""
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(SIZE) for _ in range(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = x * weight
-            return x
 
     bare = memory(plain, Product, (SIZE,), 1)
     ours = memory(partial(replay, policy=recollect.policy.everything()), Product, (SIZE,), call)

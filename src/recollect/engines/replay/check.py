@@ -25,7 +25,7 @@ from recollect.engines.replay.held import Held, Ticket, hold_for_good, saved_in
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.protect import Protector
 from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.record import Recording
+from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.rest import Rest
 from recollect.engines.replay.steps import (
     EXPOSING,
@@ -82,7 +82,7 @@ class Checker(TorchFunctionMode):
         #: Whether a function is running, and what autograd has saved in it.
         self._is_inside = False
         self._tickets: list[Ticket] = []
-        #: What is held and was written to by the last function: the write may not be counted yet.
+        #: What is held and the last function wrote to: the write may not have been counted yet.
         self._written: list[Held] = []
         self._is_paused = False
         self._memories: dict[int, tuple[int, int]] = {}
@@ -169,7 +169,7 @@ class Checker(TorchFunctionMode):
             raise
         self._is_inside = False
         self._end(expected, out)
-        if expected.is_writing and self.difference is None:
+        if expected.written and self.difference is None:
             self._note_writes(expected, values)
         return out
 
@@ -413,7 +413,8 @@ class Checker(TorchFunctionMode):
             for number, buffer, layout, away in expected.caught_args:
                 if known == number:
                     self._recall.keep(buffer, tensor.detach(), layout, away=away)
-            self._written += self._recall.held_of(tensor)
+            if known in expected.written:
+                self._written += self._recall.held_of(tensor)
 
     def _count_versions(self) -> None:
         """A custom function counts what it says it has written to when it is over."""

@@ -33,7 +33,8 @@ from recollect.engines.replay.expect import expected_of
 from recollect.engines.replay.held import Ticket
 from recollect.engines.replay.library import Slot, Strange, signature_of, slot_of
 from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.record import Recorder, Recording
+from recollect.engines.replay.record import Recorder
+from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.rest import Rest
 from recollect.policy.makers import nothing
 from recollect.policy.rules import Policy

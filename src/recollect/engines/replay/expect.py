@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from recollect.engines.replay.record import Recording
+from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Constant, Items, Number, Step, equal_type
 from recollect.engines.replay.tape import Buffer, Layout, View
 
@@ -39,13 +39,13 @@ class Expected:
         "held",
         "is_opaque",
         "is_simple",
-        "is_writing",
         "keys",
         "looks",
         "mood",
         "step",
         "tensors",
         "values",
+        "written",
     )
 
     def __init__(self, recording: Recording, step: Step, caught: set[int]) -> None:
@@ -74,14 +74,16 @@ class Expected:
                 (view for _, view in step.changed), recording, caught
             )
         ]
-        #: Whether what is held may have another version after it.
-        self.is_writing = bool(step.changed) or step.changes_looks
+        #: The tensors of which what is held may have another version after it.
+        self.written = {number for number, _ in step.changed}
+        if step.changes_looks:
+            self.written.update(number for _, number, _ in self.tensors)
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
 
     def _split_arguments(self, step: Step) -> None:
         """Tell tensors from constants, if there is nothing else among the arguments."""
         args = [] if step.args is None else step.args.items
-        kwargs = None if step.kwargs is None or not step.kwargs.items else step.kwargs
+        kwargs = step.kwargs
         #: The names of keyword arguments, and how many arguments there are with these.
         self.keys = None if kwargs is None else kwargs.keys
         values = self.values = args if kwargs is None else [*args, *kwargs.items]

@@ -78,7 +78,7 @@ class Ground:
         #: What the function has written to.
         self.written: set[Memory] = set()
         self._memories: dict[int, Memory] = {}
-        #: What is held, or seen to be written to, since the last function began.
+        #: What is held whose last write may not have been counted yet.
         self._new: list[Held] = []
 
     def is_idle(self) -> bool:
@@ -196,7 +196,16 @@ class Ground:
         finally:
             self.paused = False
 
-    def note_spoilt(self, memory: Memory) -> None:
+    def end_writes(self) -> None:
+        """The function is over that wrote to memories."""
+        for memory in self.written:
+            self._note_spoilt(memory)
+            held = self.recall.kept.get(memory.buffer.number)
+            if held is not None and held.away is None:
+                self._new.append(held)  # a custom function counts its writes when it is over
+        self.written.clear()
+
+    def _note_spoilt(self, memory: Memory) -> None:
         """After a write: what autograd saved before, and would now refuse to use."""
         for reference, version, buffer in memory.saved:
             tensor = reference()
@@ -232,7 +241,7 @@ class Ground:
             self._new += [] if recall is None else recall.held_of(tensor)
 
     def count_versions(self) -> None:
-        """What wrote in place is over, and so is the custom function that counts it at its end."""
+        """What wrote in place is over, and its writes have been counted."""
         for held in self._new:
             held.version = version_of(held.tensor)
         self._new.clear()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recollect.engines.replay.moods import casts
-from recollect.engines.replay.record import Recording
+from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import is_comparable, looks_of
 from recollect.state.flags import Flags
 from recollect.torch_private import (

@@ -8,7 +8,6 @@ again is held on the spot, so that everything else can be dropped as forward goe
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -21,8 +20,9 @@ from recollect.engines.replay.ground import OPAQUE, Ground, Memory, start_of
 from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.ops import OpRecorder
-from recollect.engines.replay.plan import Plan, uses_of
+from recollect.engines.replay.plan import uses_of
 from recollect.engines.replay.recall import Recall
+from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import (
     EXPOSING,
     METADATA,
@@ -41,9 +41,8 @@ from recollect.engines.replay.steps import (
     looks_of,
     tensors_in,
 )
-from recollect.engines.replay.tape import Buffer, Tape, View
+from recollect.engines.replay.tape import Buffer, View
 from recollect.torch_private import (
-    STRANGE,
     any_autocast_enabled,
     cast_weight,
     current_stream_key,
@@ -58,50 +57,12 @@ from recollect.torch_private import (
     without_history,
 )
 
-__all__ = ["Recorder", "Recording"]
+__all__ = ["Recorder"]
 
 _Tensor = torch.Tensor
 #: Most constants are of these types, and these are quick to tell.
 _USUAL = frozenset({int, bool, float, str, type(None)})
 _DATA = _Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-class Recording:
-    """What later calls are checked against, and what they hold."""
-
-    def __init__(
-        self,
-        tape: Tape,
-        steps: list[Step],
-        outsides: dict[int, Outside],
-        writes_outside: bool,
-        stores_all: bool,
-        reason: str | None,
-    ) -> None:
-        self.tape = tape
-        self.steps = steps
-        self.outsides = outsides
-        self._stores_all = stores_all
-        #: Whether it matters which tensors from outside are on the same memory.
-        self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
-        #: The shapes that depend on data.
-        self.shapes = [step.looks for step in steps if step.depends_on_data]
-        #: Why it does not go on to the end, if it does not, and whether that is for a tensor which
-        #: is not understood.
-        self.reason = reason
-        self.is_strange = reason is not None and reason.startswith(STRANGE)
-        #: What a call that is checked is expected to do, once that is known.
-        self.expected: Any = None
-
-    def is_like(self, other: Recording) -> bool:
-        """Whether the same functions were called."""
-        pairs = zip(self.steps, other.steps, strict=False)
-        return len(self.steps) == len(other.steps) and all(a.is_like(b) for a, b in pairs)
-
-    @cached_property
-    def plan(self) -> Plan:
-        """What is kept, and where."""
-        return Plan(self.tape, self.steps, stores_all=self._stores_all)
 
 
 class Recorder(TorchFunctionMode):
@@ -252,6 +213,7 @@ class Recorder(TorchFunctionMode):
     def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The function has returned: drop what it saved."""
         ground = self._ground
+        ground.count_versions()
         step.ops = (step.ops[0], len(ground.tape.ops))
         tickets, self._tickets = self._tickets, []
         if ground.stopped is not None:
@@ -281,9 +243,7 @@ class Recorder(TorchFunctionMode):
             self._settle(ticket, pack.view)
         if ground.written:
             self._note_changed(step, [*args, *kwargs.values()])
-            for memory in ground.written:
-                ground.note_spoilt(memory)
-            ground.written.clear()
+            ground.end_writes()
 
     def _give_up(self, step: Step, tickets: list[tuple[Ticket, Memory | None]]) -> None:
         """A function is not known to the end."""
