@@ -25,12 +25,33 @@ help: ## Show this help
 	@echo "  ARGS='-k name -x'   more arguments for pytest, the demo or the benchmark"
 
 .PHONY: demo
-demo: $(VENV)/.installed ## Train a small transformer plain and with each engine, and compare
+demo: $(VENV)/.installed ## Train a small transformer within three budgets of memory, and compare
 	$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
 test: check ## Run the checks and all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# Chromium must run, so a machine without is given Debian's. Its driver is that of the same package;
+# for a Chrome from elsewhere selenium fetches one.
+FIND_BROWSER := for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+    command -v "$$name" && break; done
+
+.PHONY: test-browser
+test-browser: $(VENV)/.browser ## Open the page of a plan in Chromium; installs that on Debian
+	@if ! browser=$$($(FIND_BROWSER)); then \
+	    if ! command -v apt-get >/dev/null; then \
+	        echo "make $@: there is no Chromium or Chrome, nor apt-get to install it" >&2; exit 1; \
+	    fi; \
+	    sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	    echo "installing Debian's chromium and chromium-driver"; \
+	    $$sudo apt-get update --quiet=2; \
+	    $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
+	        --no-install-recommends chromium chromium-driver >/dev/null; \
+	    browser=$$($(FIND_BROWSER)); \
+	fi; \
+	set -x; \
+	RECOLLECT_BROWSER="$$browser" $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed ## Lint, formatting, strict types and the layer rule
@@ -45,8 +66,10 @@ format: $(VENV)/.installed ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format
 
 .PHONY: bench
-bench: $(VENV)/.installed ## Measure what checkpointing adds to a step, against torch's and the floor
+bench: $(VENV)/.installed ## Measure what checkpointing adds, and draw memory against time with the peers
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python $(INSTALL) '.[bench]'
+	$(BIN)/python benchmarks/frontier.py
 
 .PHONY: docs
 docs: $(DOCS)/.installed ## Build the documentation into site/, warnings being errors
@@ -75,6 +98,11 @@ test-gpu: NEEDS := pytest, torch
 test-gpu: ## Run the tests that need a GPU, on PYTHON or else the virtual environment
 	$(run-with-cuda) -m pytest -m gpu $(ARGS)
 
+.PHONY: bench-frontier
+bench-frontier: NEEDS := torch
+bench-frontier: ## Draw memory against time with the peers, on a GPU as test-gpu does
+	$(run-with-cuda) benchmarks/frontier.py $(ARGS)
+
 .PHONY: bench-offload
 bench-offload: NEEDS := torch
 bench-offload: ## Measure offload to the memory of the host; needs a GPU, as test-gpu does
@@ -82,13 +110,17 @@ bench-offload: ## Measure offload to the memory of the host; needs a GPU, as tes
 
 .PHONY: clean
 clean: ## Remove everything that make and the tools have made
-	rm -rf $(VENV) $(DOCS) site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) demo.html site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing recollect and its development tools into $(VENV) (minutes the first time)"
 	$(BIN)/python $(INSTALL) hatchling editables
 	$(BIN)/python $(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.installed
+	$(BIN)/python $(INSTALL) selenium
 	@touch $@
 
 $(DOCS)/.installed: docs/requirements.txt constraints.txt | $(DOCS)/bin/python

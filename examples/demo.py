@@ -1,11 +1,13 @@
-"""Train a small language model plain and with each engine of recollect, and compare them.
+"""Train a small language model within three budgets of memory, and compare that with plain.
 
-The text is this file's own, the model a decoder with dropout. All variants start from the same
-weights and take every step on the same batch from the same seed, so that losses and gradients must
-agree to the last bit; if any do not, the exit code is 1. The bytes are exact: they come from the
-allocator's own events.
+The text is this file's own, the model a decoder with dropout. recollect plans its training step for
+each budget, and every plan is put to use: all models start from the same weights and take every
+step on the same batch from the same seed, so losses and gradients must agree with those of the
+plain model to the last bit. Bytes are exact: they come from the allocator's own events.
 
-    python examples/demo.py [--steps N]
+The exit code is 1 if a budget is exceeded or anything differs.
+
+    python examples/demo.py [--steps N] [--html demo.html]
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,31 +30,23 @@ import recollect
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from _decoder import DecoderBlock
-from _measure import Memory, bitwise_equal, clear_gradients, gradients, held_and_peak
+from _measure import bitwise_equal, clear_gradients, gradients, held_and_peak
 from _table import Progress, table
 
 DEPTH, WIDTH, HEADS, DROPOUT = 4, 128, 4, 0.1
-BATCH, CONTEXT = 8, 64
+BATCH, CONTEXT = 16, 64
 
-aten = torch.ops.aten
+# As fractions of what the plain step takes. On a GPU one would rather say "12GiB".
+BUDGETS = (0.75, 0.6, 0.45)
 
-PRODUCTS = [aten.mm, aten._scaled_dot_product_flash_attention_for_cpu]
-
-# The options of each variant for `recollect.checkpointed`; None leaves the model as it is.
-PLAIN = "plain"
-VARIANTS: Mapping[str, dict[str, object] | None] = {
-    PLAIN: None,
-    "rerun (the default)": {},
-    "reentrant": {"engine": "reentrant"},
-    "selective: keep products": {"policy": PRODUCTS},
-    "replay": {"engine": "replay"},
-    "replay: keep products": {"engine": "replay", "policy": PRODUCTS},
-}
+# The first steps are measured, as in them a plan writes down what the model does and checks it; the
+# others are timed.
+MEASURED = 3
 
 LINES = """\
     import recollect
-    for block in model.blocks:
-        recollect.checkpointed(block)
+    plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)
+    plan.apply(model)
 """
 
 
@@ -93,96 +87,144 @@ class Text:
         return self._characters[starts + torch.arange(CONTEXT + 1)]
 
 
-class Run:
-    """One variant in training."""
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that all runs use."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    def __init__(self, model: LanguageModel, options: dict[str, object] | None) -> None:
+
+def make_plans(model: LanguageModel, batch: Tensor) -> list[recollect.Plan]:
+    """Plan the training step for each budget: all in one go, as the step need be recorded once."""
+    frontier = recollect.frontier(model, batch, optimizer=make_optimizer(model))
+    return [frontier.plan_for(budget) for budget in BUDGETS]
+
+
+class Run:
+    """A copy of the model in training, under a plan if there is one."""
+
+    def __init__(self, model: LanguageModel, plan: recollect.Plan | None = None) -> None:
         self.model = copy.deepcopy(model)
-        if options is not None:
-            for block in self.model.blocks:
-                recollect.checkpointed(block, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.optimizer = make_optimizer(self.model)
+        self.plan = plan
+        if plan is not None:
+            plan.apply(self.model)
+        self.held = self.peak = 0
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self.equal_losses = self.equal_gradients = True
+        self.is_equal = True
 
-    def step(self, batch: Tensor, seed: int) -> None:
-        """Take one optimizer step, and note its time, its loss and its gradients."""
-        torch.manual_seed(seed)  # dropout's
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the step has never taken more than it may."""
+        return self.plan is None or self.peak <= self.plan.budget
+
+    def step(self, batch: Tensor, number: int) -> None:
+        """Take one optimizer step, measured or timed; keep its loss and its gradients."""
+        torch.manual_seed(number)  # dropout's
         clear_gradients(self.model)
-        start = time.perf_counter()
-        loss = self.model(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(loss.detach())
+        if number < MEASURED:
+            before = self._bytes_before_a_step()
+            memory = held_and_peak(lambda: self._forward(batch), self._backward)
+            self.held = memory.held
+            self.peak = max(self.peak, before + memory.peak)
+        else:
+            start = time.perf_counter()
+            self._backward(self._forward(batch))
+            self.seconds.append(time.perf_counter() - start)
         self.gradients = gradients(self.model)
 
     def compare(self, plain: Run) -> None:
         """Compare the latest step with that of `plain`."""
-        self.equal_losses &= bitwise_equal(self.losses[-1:], plain.losses[-1:])
-        self.equal_gradients &= bitwise_equal(self.gradients, plain.gradients)
+        self.is_equal &= bitwise_equal(self.losses[-1:], plain.losses[-1:])
+        self.is_equal &= bitwise_equal(self.gradients, plain.gradients)
 
-    def memory(self, batch: Tensor) -> Memory:
-        """Count the bytes of one more forward and backward."""
-        clear_gradients(self.model)
-        return held_and_peak(lambda: self.model(batch), lambda loss: loss.backward())
+    def _forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+
+    def _bytes_before_a_step(self) -> int:
+        state = [tensor for each in self.optimizer.state.values() for tensor in each.values()]
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *state))
 
 
-def train(text: Text, steps: int) -> dict[str, Run]:
-    """Train all variants side by side, comparing them after every step."""
-    torch.manual_seed(0)
-    model = LanguageModel(text.vocabulary)
-    runs = {name: Run(model, options) for name, options in VARIANTS.items()}
+def train(runs: Sequence[Run], text: Text, steps: int) -> None:
+    """Train all side by side, comparing them after every step with the first, which is plain."""
+    plain = runs[0]
     progress = Progress("step", steps)
     for number in range(steps):
         batch = text.batch(number)
-        for run in runs.values():
-            run.step(batch, seed=number)
-            run.compare(runs[PLAIN])
-        progress(number + 1, f"of {len(runs)} variants, loss {runs[PLAIN].losses[-1]:.2f}")
-    return runs
+        for run in runs:
+            run.step(batch, number)
+            run.compare(plain)
+        progress(number + 1, f"of {len(runs)} runs, loss {plain.losses[-1]:.2f}")
 
 
-def report(runs: Mapping[str, Run], batch: Tensor) -> str:
-    """Lay out one row per variant."""
-    memory = {name: run.memory(batch) for name, run in runs.items()}
-    header = ["", "step ms", "bytes held after forward", "peak bytes", "losses", "gradients"]
-    return table(header, [_row(name, runs[name], memory[name], memory[PLAIN]) for name in runs])
+def report(runs: Sequence[Run]) -> str:
+    """Lay out one row per run."""
+    header = ["", "budget", "predicted peak", "measured peak", "held after forward"]
+    header += ["step ms", "vs plain", "results"]
+    return table(header, [_row(run, runs[0]) for run in runs])
 
 
-def _row(name: str, run: Run, memory: Memory, plain: Memory) -> list[str]:
+def _row(run: Run, plain: Run) -> list[str]:
+    seconds = statistics.median(run.seconds)
+    peak, held = f"{run.peak / 2**20:.2f} MiB", f"{run.held / 2**20:.2f} MiB"
+    if run.plan is None:
+        return ["plain", "", "", peak, held, f"{seconds * 1e3:.1f}", "", ""]
     return [
-        name,
-        f"{statistics.median(run.seconds) * 1e3:.1f}",
-        f"{memory.held:,} ({memory.held / plain.held:4.0%})",
-        f"{memory.peak:,} ({memory.peak / plain.peak:4.0%})",
-        "bitwise equal" if run.equal_losses else "DIFFERENT",
-        "bitwise equal" if run.equal_gradients else "DIFFERENT",
+        f"plan for {run.plan.budget / run.plan.plain_peak:.0%}",
+        f"{run.plan.budget / 2**20:.2f} MiB",
+        f"{run.plan.predicted_peak / 2**20:.2f} MiB",
+        peak if run.is_within_budget else f"{peak} EXCEEDED",
+        held,
+        f"{seconds * 1e3:.1f}",
+        f"{seconds / statistics.median(plain.seconds) - 1:+.1%}",
+        "bitwise equal" if run.is_equal else "DIFFERENT",
     ]
 
 
-def main() -> int:
-    """Train, print the table and the lines to paste; 1 if anything differs from plain."""
-    parser = argparse.ArgumentParser(description="Train a small model plain and with each engine.")
-    parser.add_argument("--steps", type=int, default=30, help="training steps (%(default)s)")
-    steps = parser.parse_args().steps
-    if steps < 1:
-        parser.error("--steps must be at least 1")
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small model within budgets of memory.")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (%(default)s)")
+    parser.add_argument("--html", default="demo.html", help="page to write (%(default)s)")
+    arguments = parser.parse_args()
+    if arguments.steps <= MEASURED:
+        parser.error(f"--steps must be more than {MEASURED}, which are measured and not timed")
+    return arguments
 
+
+def main() -> int:
+    """Plan, train, print the table and the lines to paste; 1 if anything is not as it should be."""
+    arguments = parse_arguments()
     torch.set_num_threads(1)  # the same bytes, and the same order of additions, on every machine
+    torch.manual_seed(0)
     text = Text()
-    runs = train(text, steps)
-    losses = runs[PLAIN].losses
+    model = LanguageModel(text.vocabulary)
+
+    print(f"planning for {len(BUDGETS)} budgets", file=sys.stderr, flush=True)
+    plans = make_plans(model, text.batch(0))
+    runs = [Run(model, plan) for plan in (None, *plans)]
+    train(runs, text, arguments.steps)
+
+    losses = runs[0].losses
     print(f"\n{DEPTH} blocks, width {WIDTH}, {BATCH} x {CONTEXT} characters, dropout {DROPOUT}")
-    print(f"{steps} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    print("bytes of forward and backward, over parameters and optimizer state\n")
-    print(report(runs, text.batch(steps)))
-    if not all(run.equal_losses and run.equal_gradients for run in runs.values()):
-        print("\nSome variant does not compute what plain computes.", file=sys.stderr)
+    print(f"{arguments.steps} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    print("peaks: of whole steps, with parameters, gradients and optimizer state")
+    print("results: losses and gradients of all steps, compared with those of plain\n")
+    print(report(runs))
+
+    plans[-1].to_html(arguments.html)
+    print(f"\nThe last plan, as a page for the browser: {Path(arguments.html).resolve()}")
+    if not all(run.is_within_budget and run.is_equal for run in runs):
+        print("\nA budget is exceeded, or a plan changes what is computed.", file=sys.stderr)
         return 1
-    print(f"\nIn your own model:\n\n{LINES}", end="")
+    print(f"\nIn your own training script:\n\n{LINES}", end="")
     return 0
 
 

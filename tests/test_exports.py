@@ -15,11 +15,17 @@ import recollect
 MODULES = sorted(info.name for info in pkgutil.walk_packages(recollect.__path__, "recollect."))
 
 MODERN = {
+    "Frontier",
+    "InfeasibleBudget",
+    "Plan",
     "checkpointed",
     "explain",
+    "fit",
+    "frontier",
     "install",
     "installed",
     "is_recomputing",
+    "plan",
     "policy",
     "set_checkpoint_version_guard",
     "store",

@@ -12,12 +12,14 @@ INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
 
 LAYERS = [
     {"errors", "settings", "torch_private"},
-    {"state", "checks", "policy", "store", "naming"},
+    {"state", "checks", "policy", "store", "naming", "report"},
     {"selective"},
     {"engines"},
     {"options", "region", "modules", "sequential"},
     {"api", "compat", "explain", "install"},
+    {"planning"},
     {"__init__"},
+    {"cli", "__main__"},
 ]
 
 PATHS = {
@@ -78,6 +80,23 @@ def test_the_table_in_the_docs_is_the_one_that_is_enforced():
     documented = {(int(number), name) for number, name in rows}
     names = {name for name in TREES if name.rpartition("/")[2] != "__init__"}
     assert documented == {(layer(name), name) for name in names}
+
+
+PURE = ("planning/graph", "planning/simulate", "planning/solving/", "report/")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TREES if name.startswith(PURE)))
+def test_what_plans_and_shows_is_pure(name):
+    nodes = [
+        node for node in ast.walk(TREES[name]) if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    names = {
+        alias.name if isinstance(node, ast.Import) else str(node.module)
+        for node in nodes
+        for alias in node.names
+    }
+    assert not {each for each in names if each.partition(".")[0] in ("torch", "numpy")}
+    assert all(other.startswith(PURE) for other in imports(name))
 
 
 def private_uses(tree):

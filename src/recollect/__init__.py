@@ -13,11 +13,13 @@ from recollect.engines.reentrant import (
     check_backward_validity,
     detach_variable,
 )
-from recollect.errors import CheckpointError
+from recollect.errors import CheckpointError, InfeasibleBudget
 from recollect.explain import explain
 from recollect.install import install, installed, uninstall
 from recollect.naming import tag
 from recollect.options import noop_context_fn
+from recollect.planning.api import Frontier, fit, frontier, plan
+from recollect.planning.plan import Plan
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
 from recollect.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from recollect.settings import (
@@ -37,7 +39,10 @@ __all__ = [
     "CheckpointFunction",
     "CheckpointPolicy",
     "DefaultDeviceType",
+    "Frontier",
     "GraphExecGroup",
+    "InfeasibleBudget",
+    "Plan",
     "SelectiveCheckpointContext",
     "check_backward_validity",
     "checkpoint",
@@ -46,11 +51,14 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "explain",
+    "fit",
+    "frontier",
     "get_device_states",
     "install",
     "installed",
     "is_recomputing",
     "noop_context_fn",
+    "plan",
     "policy",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",

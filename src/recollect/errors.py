@@ -6,7 +6,8 @@
             ├── RecomputeMismatch       the recomputation saved other tensors than forward did
             ├── InputChanged            an input was modified in place between forward and backward
             ├── KeptTensorError         a tensor kept by selective checkpointing cannot be used
-            └── AlreadyUnpacked         a saved tensor was asked for again where that is not allowed
+            ├── AlreadyUnpacked         a saved tensor was asked for again where that is not allowed
+            └── InfeasibleBudget        no plan brings the step into the budget
     BaseException
     └── StopRecompute                   internal: everything needed has been recomputed
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 __all__ = [
     "AlreadyUnpacked",
     "CheckpointError",
+    "InfeasibleBudget",
     "InputChanged",
     "KeptTensorError",
     "RecomputeMismatch",
@@ -46,6 +48,18 @@ class KeptTensorError(CheckpointError):
 
 class AlreadyUnpacked(CheckpointError):
     """A saved tensor was asked for a second time where each may be read once."""
+
+
+class InfeasibleBudget(CheckpointError):
+    """No plan brings the peak of a training step down to the budget.
+
+    ``least`` is the number of bytes that would do, ``budget`` what was asked for.
+    """
+
+    def __init__(self, message: str, *, budget: int = 0, least: int = 0) -> None:
+        super().__init__(message)
+        self.budget = budget
+        self.least = least
 
 
 class StopRecompute(BaseException):

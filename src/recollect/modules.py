@@ -26,6 +26,10 @@ __all__ = ["OPTIONS", "unwrap_module", "wrap_module"]
 OPTIONS = "_recollect_options"
 _OWN_FORWARD = "_recollect_forward"
 
+#: By which options a module is checkpointed; or what is called in the place of its forward, with
+#: that, its arguments and its keyword arguments.
+How = Options | Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
 
 class _Checkpointed:
     """Mixed in front of a module's class; the subclass has the ``forward``."""
@@ -57,27 +61,27 @@ def _checkpointed_class(base: type) -> type:
             function = attributes.get(_OWN_FORWARD) or partial(own, self)
         else:
             function = attributes.get(_OWN_FORWARD) or own.__get__(self)
-        options = attributes.get(OPTIONS)
-        if options is None:
+        how = attributes.get(OPTIONS)
+        if how is None:
             return function(*args, **kwargs)
-        return run_region(function, args, kwargs, options)
+        if type(how) is Options:
+            return run_region(function, args, kwargs, how)
+        return how(function, args, kwargs)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
     _subclasses[base] = type(base.__name__, (_Checkpointed, base), names)
     return _subclasses[base]
 
 
-def _remake(
-    base: type, options: Options | None, make: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _remake(base: type, how: How | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     module = make(*args)
     module.__class__ = _checkpointed_class(base)
-    if options is not None:
-        module.__dict__[OPTIONS] = options
+    if how is not None:
+        module.__dict__[OPTIONS] = how
     return module
 
 
-def wrap_module(module: nn.Module, options: Options) -> nn.Module:
+def wrap_module(module: nn.Module, how: How) -> nn.Module:
     """Checkpoint ``module.forward`` from now on."""
     if OPTIONS in module.__dict__:
         raise ValueError(
@@ -99,7 +103,7 @@ def wrap_module(module: nn.Module, options: Options) -> nn.Module:
     own_forward = module.__dict__.pop("forward", None)
     if own_forward is not None:
         module.__dict__[_OWN_FORWARD] = own_forward
-    module.__dict__[OPTIONS] = options
+    module.__dict__[OPTIONS] = how
     return module
 
 

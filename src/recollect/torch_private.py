@@ -11,8 +11,9 @@ import functools
 import re
 import threading
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
@@ -57,6 +58,8 @@ __all__ = [
     "dispatch_modes_active",
     "dynamo_is_watching",
     "effects_of",
+    "fake_on",
+    "fake_tensors",
     "foreign_function_modes",
     "function_mode_count",
     "function_modes",
@@ -68,6 +71,7 @@ __all__ = [
     "inductor_region_key",
     "inner_tensors",
     "is_capturing",
+    "is_compiled",
     "is_cast",
     "is_compiling",
     "is_current_stream",
@@ -95,6 +99,7 @@ __all__ = [
     "packed_by",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "profiler_is_on",
     "raw_memory",
     "read_precisions",
     "returns_alias",
@@ -475,6 +480,16 @@ def hook_module(
     module._forward_hooks_always_called[key] = True
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def profiler_is_on() -> bool:
+    """Whether torch's profiler is at work in this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that calls of ``module`` run in compiled code, hooks and all."""
     if module._compiled_call_impl is not None:  # module.compile()
@@ -611,7 +626,7 @@ def has_history(tensor: torch.Tensor) -> bool:
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is memory with shape and strides, and nothing that stands for another."""
     return (
-        not _has_own_ways(type(tensor))
+        (not _has_own_ways(type(tensor)) or type(tensor) is _pretending.kind)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
@@ -620,6 +635,43 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+class _Pretending(threading.local):
+    #: The type of tensors that are taken for plain ones.
+    kind: type | None = None
+
+
+_pretending = _Pretending()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """A mode in which tensors have looks and no memory, and are taken for plain ones.
+
+    Its ``from_tensor`` makes one of another tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    before, _pretending.kind = _pretending.kind, FakeTensor
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            # Fake memory has no address, and torch warns of everyone who asks for one.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield mode
+    finally:
+        _pretending.kind = before
+
+
+def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor of the looks of ``tensor``, which has no memory itself, on ``device``."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with no_dispatch_modes():
+        meta = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        return FakeTensor(mode, meta, device).requires_grad_(tensor.requires_grad)
 
 
 def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:

@@ -710,7 +710,11 @@ def test_a_copy_of_a_module_shares_the_store():
     store = HostStore(in_flight=5)
     assert copy.deepcopy(store) is store
     again = pickle.loads(pickle.dumps(store))
-    assert repr(again) == repr(store) == "HostStore(pinned_limit=None, in_flight=5, smallest=4096)"
+    assert (
+        repr(again)
+        == repr(store)
+        == ("HostStore(pinned_limit=None, in_flight=5, ahead=None, smallest=4096)")
+    )
 
 
 def test_one_store_for_the_process(monkeypatch):

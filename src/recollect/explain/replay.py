@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from recollect.engines.replay.direct import held_by, key_of
 from recollect.engines.replay.held import Held
 from recollect.engines.replay.kinds import kind_of
 from recollect.engines.replay.library import Slot, slot_of
@@ -237,7 +238,8 @@ class _Findings:
             for memory in made:
                 if self._numbers.get(memory) in again:
                     self._region.again.add(number)
-                    memory.ruling = memory.ruling or (_ruling(op) if has_policy else NO_POLICY)
+                    is_decided = has_policy or key_of(op) is not None
+                    memory.ruling = memory.ruling or (_ruling(op) if is_decided else NO_POLICY)
                 elif self._reasons.is_rule(op):
                     memory.let_go = f"{op.keep}, but {self._why_not(op)}"
 
@@ -303,6 +305,8 @@ class _Reasons:
         return op.keep in self._titles
 
     def _why_not_again(self, op: Op) -> str | None:
+        if held_by(op):
+            return str(op.ruling.reason)
         if op.keep is not None:
             return op.keep if self.is_rule(op) else _MUST + op.keep
         unsure = (buffer.unsure for buffer in op.reads)

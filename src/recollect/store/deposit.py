@@ -135,14 +135,31 @@ _latest = _Latest()
 
 
 class Deposit:
-    """The parcels of one region. ``store``: for whatever is kept; None: see `put`."""
+    """The parcels of one region. ``store``: for whatever is kept; None: see `put`.
 
-    __slots__ = ("__weakref__", "_parcels", "_previous", "_store", "chosen")
+    ``host``: where to put what is to go to the host. ``last_first``: the region is a whole model,
+    and what it puts last is wanted first.
+    """
 
-    def __init__(self, store: Store | None = None) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_last_first",
+        "_parcels",
+        "_previous",
+        "_store",
+        "chosen",
+    )
+
+    def __init__(
+        self, store: Store | None = None, *, host: Store | None = None, last_first: bool = False
+    ) -> None:
         #: Whether the user has chosen a store, which then gets everything that is kept.
         self.chosen = store is not None
-        self._store = store
+        self._store = host if store is None else store
+        self._last_first = last_first
+        #: How many parcels need not be here any more.
+        self._arrived = 0
         self._parcels: list[ReferenceType[Parcel]] = []
         #: The last region before this that has put something into a store.
         self._previous = _latest.deposit
@@ -157,6 +174,16 @@ class Deposit:
         self._parcels.append(ref(parcel))
         return parcel
 
+    def arrive(self, count: int | None = None) -> None:
+        """Let go here of the oldest that were put, so many or all: wait for them to arrive."""
+        release = getattr(self._store, "release", None)
+        end = len(self._parcels) if count is None else self._arrived + count
+        for parcel in self._parcels[self._arrived : end]:
+            alive = parcel()
+            if release is not None and alive is not None:
+                release(alive.handle)
+        self._arrived = end
+
     def announce(self) -> None:
         """Say that the region is about to be recomputed."""
         self.prefetch()
@@ -170,4 +197,6 @@ class Deposit:
         if prefetch is None or not self._parcels:
             return
         parcels = [parcel() for parcel in self._parcels]
+        if self._last_first:
+            parcels.reverse()
         prefetch([parcel.handle for parcel in parcels if parcel is not None])

@@ -63,10 +63,10 @@ class HostStore:
         pinned_limit: Bytes of pinned host memory that may be used, in use and waiting for reuse.
             Beyond it ordinary memory is used, which is slower, and a warning says so once. By
             default half of the memory of the machine.
-        in_flight: Bytes of device memory that tensors on their way out may take, and tensors
-            fetched ahead as much again. More hides slower copies, less saves memory. One tensor
-            each way is always under way, however large. By default a 64th of the device's memory,
-            at most 2 GiB.
+        in_flight: Bytes of device memory that tensors on their way out may take. More hides slower
+            copies, less saves memory. One tensor each way is always under way, however large. By
+            default a 64th of the device's memory, at most 2 GiB.
+        ahead: Bytes of device memory that tensors fetched ahead may take. By default as many.
         smallest: A tensor whose storage has fewer bytes stays on the device.
     """
 
@@ -75,11 +75,15 @@ class HostStore:
         *,
         pinned_limit: int | None = None,
         in_flight: int | None = None,
+        ahead: int | None = None,
         smallest: int = 4096,
         _links: Callable[[Tensor], Link | None] | None = None,
     ) -> None:
-        self._options = _checked(pinned_limit=pinned_limit, in_flight=in_flight, smallest=smallest)
+        self._options = _checked(
+            pinned_limit=pinned_limit, in_flight=in_flight, ahead=ahead, smallest=smallest
+        )
         self._in_flight = in_flight
+        self._ahead = ahead
         self._smallest = smallest
         self._link_of = CudaLinks() if _links is None else _links
         self._pool = Pool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
@@ -165,7 +169,7 @@ class HostStore:
             self._drop_dropped()
 
     def prefetch(self, handles: Sequence[Any]) -> None:
-        """Start to copy back what is needed next, in this order, as much as ``in_flight`` allows.
+        """Start to copy back what is needed next, in this order, as much as ``ahead`` allows.
 
         The rest follows as those are taken.
         """
@@ -191,6 +195,16 @@ class HostStore:
                 traffic = self._traffic[stored.link]
                 traffic.wait_for(stored)
                 traffic.let_go(stored)
+
+    def release(self, handle: Any) -> None:
+        """Free the memory of the tensor that was put: the current stream waits for its copy."""
+        for each in _copied_in([handle]):
+            with self._at_work():
+                stored = _not_dropped(each)
+                if stored.source is not None:
+                    traffic = self._traffic[stored.link]
+                    traffic.wait_for(stored)
+                    traffic.let_go(stored)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -257,7 +271,8 @@ class HostStore:
             limit = self._in_flight
             if limit is None:
                 limit = min(link.capacity() // 64, 2048 * _MIB)
-            traffic = self._traffic[link] = Traffic(link, limit)
+            ahead = limit if self._ahead is None else self._ahead
+            traffic = self._traffic[link] = Traffic(link, limit, ahead)
         span = span_to_store(span, whole)
         buffer = self._pool.take(span.size, link.pin)
         stored = Stored(link, key, tensor.detach(), span, buffer)

@@ -24,11 +24,12 @@ __all__ = ["Traffic"]
 
 
 class Traffic:
-    """What is on its way from and to the device of ``link``, about ``limit`` bytes each."""
+    """What is on its way from and to the device of ``link``: about ``limit``, ``ahead`` bytes."""
 
-    def __init__(self, link: Link, limit: int) -> None:
+    def __init__(self, link: Link, limit: int, ahead: int | None = None) -> None:
         self.link = link
         self.limit = limit
+        self.ahead = limit if ahead is None else ahead
         #: What is being copied out and still holds its source, the oldest first.
         self.leaving: dict[Stored, None] = {}
         self.leaving_bytes = 0
@@ -123,7 +124,7 @@ class Traffic:
             stored = handle.stored
             if stored is not None and self._is_worth_fetching(handle, stored):
                 size = _span_to_fetch(handle, stored).size
-                if self.ahead_bytes and self.ahead_bytes + size > self.limit:
+                if self.ahead_bytes and self.ahead_bytes + size > self.ahead:
                     return
                 stored.ahead = self._fetch(handle, stored)
                 self.ahead_bytes += size

@@ -66,7 +66,7 @@ class Checker(TorchFunctionMode):
         first: Expected | None,
         recall: Recall,
         offload_inputs: bool,
-        record_rest: Callable[[Recall], Rest | None],
+        record_rest: Callable[[Recall, int], Rest | None],
     ) -> None:
         super().__init__()
         self._recording = recording
@@ -88,8 +88,10 @@ class Checker(TorchFunctionMode):
         self._memories: dict[int, tuple[int, int]] = {}
         #: Why the call is not the recorded one, once it is not.
         self.difference: str | None = None
+        #: How many ops came before.
+        self._done = 0
         #: What makes the recording of what comes then, None once it was asked; and the recording.
-        self._record_rest: Callable[[Recall], Rest | None] | None = record_rest
+        self._record_rest: Callable[[Recall, int], Rest | None] | None = record_rest
         self._rest: Rest | None = None
         #: How many dispatch modes there are outside of functions.
         self._modes = dispatch_mode_count()
@@ -130,6 +132,8 @@ class Checker(TorchFunctionMode):
 
     def _differ(self, how: str) -> None:
         """From here on there is nothing to compare with."""
+        ops = self._recording.tape.ops
+        self._done = len(ops) if self._next is None else self._next.step.ops[0]
         self._next = None
         if self.difference is None:
             self.difference = how
@@ -205,7 +209,7 @@ class Checker(TorchFunctionMode):
             or (self._stream is not None and not is_current_stream(self._stream))
         ):
             return
-        rest = make(self._recall)
+        rest = make(self._recall, self._done)
         if rest is not None:
             rest.__enter__()
             self._rest = rest
@@ -372,6 +376,8 @@ class Checker(TorchFunctionMode):
         if tickets:
             self._settle(expected, tickets)
             self._tickets = []
+        if expected.arrivals:
+            self._recall.deposit.arrive(expected.arrivals)
 
     def _end_with_care(self, expected: Expected, returned: list[_Tensor]) -> None:
         tickets = self._tickets
@@ -387,6 +393,8 @@ class Checker(TorchFunctionMode):
         self._catch(expected, returned)
         self._settle(expected, tickets)
         self._tickets = []
+        if expected.arrivals:
+            self._recall.deposit.arrive(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
         number = self._number_of(tensor)

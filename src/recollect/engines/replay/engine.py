@@ -29,6 +29,7 @@ import torch
 
 from recollect.engines.replay.check import Checker
 from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.direct import Decisions, Directed
 from recollect.engines.replay.expect import expected_of
 from recollect.engines.replay.held import Ticket
 from recollect.engines.replay.library import Slot, Strange, signature_of, slot_of
@@ -53,7 +54,10 @@ from recollect.torch_private import (
     saved_tensor_hooks_active,
 )
 
-__all__ = ["replay_region"]
+__all__ = ["observe_region", "replay_region"]
+
+#: What is called when autograd saves a tensor, and when it wants it back.
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NOTHING = nothing()
 
@@ -84,7 +88,7 @@ def replay_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | None,
+    policy: Policy | Decisions | None,
     deposit: Deposit,
     offload_inputs: bool,
 ) -> tuple[bool, Any]:
@@ -106,9 +110,12 @@ def replay_region(
         return _leave(slot.fallback)
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
     recall = Recall(deposit, flags)
+    if isinstance(policy, Decisions):
+        recall.begin = policy.begin
     if explainer is None:
         return True, _run(call, recall, slot)
-    with explainer.replayed(function, policy, recall, slot) as call.watched:
+    rules = policy if isinstance(policy, Policy) else None
+    with explainer.replayed(function, rules, recall, slot) as call.watched:
         out = _run(call, recall, slot)
     return True, out
 
@@ -133,6 +140,30 @@ def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
         _running.is_running = False
 
 
+def observe_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Recorder, Recall], Hooks],
+) -> tuple[Any, Recording]:
+    """Record a call that keeps as little as it can, with hooks of somebody who looks on.
+
+    ``wrap`` is given what records, and what gives back to backward, and returns the two hooks
+    through which saved tensors go.
+    """
+    recall = Recall(Deposit(), read_flags())
+    recorder = _Call(function, args, kwargs, Decisions({}), False).recorder(recall)
+    _running.is_running = True
+    push_saved_tensor_hooks(*wrap(recorder, recall))
+    try:
+        with recorder:
+            out = function(*args, **kwargs)
+    finally:
+        pop_saved_tensor_hooks()
+        _running.is_running = False
+    return out, recorder.finish(out)
+
+
 class _Call:
     """A function with its arguments."""
 
@@ -143,7 +174,7 @@ class _Call:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        policy: Policy,
+        policy: Policy | Decisions,
         offload_inputs: bool,
     ) -> None:
         self.function = function
@@ -154,20 +185,25 @@ class _Call:
         #: Whoever explains what becomes of it.
         self.watched: Replayed | None = None
 
-    def recorder(self, recall: Recall, earlier: Recall | None = None) -> Recorder:
-        """What records the call; or, if there was something ``earlier``, the rest of it."""
-        values = (*self._args, *self._kwargs.values())
+    def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
+        """What records the call; or, if there were ``done`` ops ``earlier``, the rest of it."""
         is_whole = earlier is None
-        consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
+        consultation: Consultation | Directed
+        if isinstance(self._policy, Decisions):
+            before = () if earlier is None else earlier.tape.ops[:done]
+            consultation = Directed(self._policy, self.function, before)
+        else:
+            values = (*self._args, *self._kwargs.values())
+            consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
         # What the rest goes on from is hardly ever an input, and has been sent away if it is.
         return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
 
-    def rest(self, earlier: Recall) -> Rest | None:
-        """What records the rest of the call; None if nothing can."""
-        if rulebook_of(self._policy).modules:
+    def rest(self, earlier: Recall, done: int) -> Rest | None:
+        """What records the rest of the call, after ``done`` ops; None if nothing can."""
+        if isinstance(self._policy, Policy) and rulebook_of(self._policy).modules:
             return None  # nobody knows which modules are being called
         recall = Recall(earlier.deposit, earlier.flags)
-        recorder = self.recorder(recall, earlier)
+        recorder = self.recorder(recall, earlier, done)
         if self.watched is not None:
             self.watched.goes_on(recall)
         return Rest(recorder, self._watched(recorder.pack), recall)
@@ -206,6 +242,8 @@ def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any
     checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.rest)
     out = call.run(checker, recall)
     difference = checker.finish(out)
+    if difference is None:
+        recall.order(recording.plan.order)
     slot.checked(None if difference == recording.reason else difference)
     if call.watched is not None:
         call.watched.end(difference)

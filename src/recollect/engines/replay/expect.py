@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from recollect.engines.replay.direct import arrivals_after
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Constant, Items, Number, Step, equal_type
 from recollect.engines.replay.tape import Buffer, Layout, View
@@ -24,6 +25,7 @@ class Expected:
 
     __slots__ = (
         "arity",
+        "arrivals",
         "caught_args",
         "caught_packs",
         "caught_returns",
@@ -78,6 +80,9 @@ class Expected:
         self.written = {number for number, _ in step.changed}
         if step.changes_looks:
             self.written.update(number for _, number, _ in self.tensors)
+        first, last = step.ops
+        #: How many of those that were sent away are let go after it.
+        self.arrivals = sum(map(arrivals_after, recording.tape.ops[first:last]))
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
 
     def _split_arguments(self, step: Step) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.direct import Directed, Direction, arrivals_after
 from recollect.engines.replay.ground import OPAQUE, Ground, Memory
 from recollect.engines.replay.kinds import Kind, kind_of
 from recollect.engines.replay.steps import tensors_in
@@ -17,6 +18,7 @@ from recollect.torch_private import (
     DispatchMode,
     is_form_of,
     is_plain_tensor,
+    no_dispatch_modes,
     no_function_modes,
 )
 
@@ -31,7 +33,7 @@ _Written = dict[Memory, _Tensor]
 class OpRecorder(DispatchMode):
     """Writes down what each op reads, makes and changes, and holds what is not to be made again."""
 
-    def __init__(self, ground: Ground, consultation: Consultation) -> None:
+    def __init__(self, ground: Ground, consultation: Consultation | Directed) -> None:
         super().__init__()
         self._ground = ground
         self._consultation = consultation
@@ -59,7 +61,7 @@ class OpRecorder(DispatchMode):
             ground.stop(kind.stops)
             return kind.call(*args, **kwargs)
         if kind.is_view:
-            if ground.is_casting or ground.step is None:
+            if (ground.is_casting or ground.step is None) and kind.facts.is_alias:
                 self._find_casts(args)
             if kind.changes_looks:
                 ground.note_looks(args[0])
@@ -94,6 +96,9 @@ class OpRecorder(DispatchMode):
         if written:
             self._write(op, written)
         self._note_results(op, kind, out)
+        arrivals = arrivals_after(op)
+        if arrivals:
+            ground.recall.deposit.arrive(arrivals)
         ground.is_in_op = False
         return out
 
@@ -163,7 +168,9 @@ class OpRecorder(DispatchMode):
         generator = kwargs.get("generator") or _default_generator(args, kwargs)
         state = generator.get_state()
         out = kind.call(*args, **kwargs)
-        if kind.is_attention and torch.equal(generator.get_state(), state):
+        with no_dispatch_modes():
+            is_unmoved = kind.is_attention and torch.equal(generator.get_state(), state)
+        if is_unmoved:
             return out  # there is no dropout
         op.generator = generator
         self._ground.recall.states[op.number] = state
@@ -178,6 +185,8 @@ class OpRecorder(DispatchMode):
             op.never_again(OPAQUE, None)
             return
         ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
+        if type(ruling) is Direction and not kind.is_nondeterministic:
+            return  # it may run again, for results that are not held
         if ruling.keeps and kind.facts.can_be_kept:
             op.never_again(ruling.reason, ruling)
         elif kind.is_nondeterministic:
@@ -201,7 +210,7 @@ class OpRecorder(DispatchMode):
                 new.unsure = "state of the model"
             elif memory.is_exposed:
                 new.unsure = OPAQUE
-            elif op.keep is not None:
+            elif _holds(op, None):
                 ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
             elif old.number not in op.fresh:
                 new.unsure = old.unsure
@@ -216,7 +225,7 @@ class OpRecorder(DispatchMode):
                 return
             memory = ground.add(tensor)
             op.make(path, memory.buffer)
-            if op.keep is not None:
+            if _holds(op, len(op.makes) - 1):
                 ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
             elif kind.leaves_empty:
                 memory.buffer.unsure = OPAQUE
@@ -238,6 +247,14 @@ class OpRecorder(DispatchMode):
         op.never_again(ruling.reason, ruling)
         ground.hold(ground.view_in(memory, tensor), tensor, ruling)
         ground.recall.let_go_last()
+
+
+def _holds(op: Op, result: int | None) -> bool:
+    """Whether a result of ``op`` is held: of those on new memory which; None: one in place."""
+    ruling = op.ruling
+    if op.keep is not None or type(ruling) is not Direction:
+        return op.keep is not None
+    return ruling.keeps and (result is None or result in ruling.results)
 
 
 def _picks_by_mask(kind: Kind, args: _Args) -> bool:

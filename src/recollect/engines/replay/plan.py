@@ -10,11 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+from recollect.engines.replay.direct import held_by
 from recollect.engines.replay.mincut import FOREVER, minimum_cut
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, Tape, results_of
 
-__all__ = ["Plan", "uses_of"]
+__all__ = ["Plan", "first_uses", "holdable", "uses_of"]
+
+
+def first_uses(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[tuple[int, int]]:
+    """What ``asked`` is made from, each with how many of them come before the first it is for.
+
+    In the order of that.
+    """
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    for number, ask in enumerate(asked):
+        wanted = [ask]
+        while wanted:
+            buffer = wanted.pop()
+            op = tape.maker_of(buffer)
+            if buffer.number in kept or op is None:
+                found.setdefault(buffer.number, number)
+            elif op.number not in seen:
+                seen.add(op.number)
+                wanted += op.reads
+    return list(found.items())
 
 
 def uses_of(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[int]:
@@ -48,19 +69,27 @@ class Plan:
     ``stores_all``: whatever a policy keeps goes to a store.
     """
 
-    __slots__ = ("away", "caught", "draws", "kept", "outsides", "uses")
+    __slots__ = ("away", "caught", "draws", "kept", "order", "outsides", "uses")
 
     def __init__(self, tape: Tape, steps: list[Step], *, stores_all: bool) -> None:
-        can_be_held = _caught(steps)
+        can_be_held = holdable(steps)
         _hold_saved(steps, _blocked(tape) - can_be_held)
-        chosen = _choose(tape, _asked(steps), can_be_held)
+        planned = _planned(tape, can_be_held)
+        chosen = _choose(tape, _asked(steps), can_be_held, planned) | planned.keys()
         #: What is not made again.
         self.kept = chosen
         #: What of that goes to a store.
-        self.away = frozenset(n for n in chosen if _goes_away(tape, n, chosen, stores_all))
+        self.away = frozenset(
+            n
+            for n in chosen
+            if (planned[n] if n in planned else _goes_away(tape, n, chosen, stores_all))
+        )
         here = chosen - self.away
         #: How often each buffer is wanted. What autograd saved of the kept stays with autograd.
-        self.uses = uses_of(tape, [b for b in _asked(steps) if b.number not in here], chosen)
+        tickets = [buffer for buffer in _asked(steps) if buffer.number not in here]
+        self.uses = uses_of(tape, tickets, chosen)
+        #: What is held for others to be made from, with how many tickets need it no more by then.
+        self.order = first_uses(tape, tickets, chosen)
         wanted = [buffer for buffer in tape.buffers if self.uses[buffer.number]]
         #: What has to be caught for others to be made from it; also what a function makes that is
         #: no result of an op.
@@ -103,7 +132,7 @@ def _hold_saved(steps: list[Step], numbers: set[int]) -> None:
                 pack.view = None
 
 
-def _caught(steps: list[Step]) -> set[int]:
+def holdable(steps: list[Step]) -> set[int]:
     """The buffers that are seen by the time the step that made them ends."""
     found: set[int] = set()
     saved = {buffer.number for buffer in _asked(steps)}
@@ -120,12 +149,25 @@ def _caught(steps: list[Step]) -> set[int]:
     return found
 
 
-def _choose(tape: Tape, asked: list[Buffer], can_be_held: set[int]) -> frozenset[int]:
-    """The cheapest buffers to hold."""
+def _planned(tape: Tape, can_be_held: set[int]) -> dict[int, bool]:
+    """What a plan has held, each with whether it goes to a store."""
+    return {
+        buffer.number: op.ruling.offloads
+        for op in tape.ops
+        for buffer in held_by(op)
+        if buffer.number in can_be_held
+    }
+
+
+def _choose(
+    tape: Tape, asked: list[Buffer], can_be_held: set[int], planned: Container[int]
+) -> frozenset[int]:
+    """The cheapest buffers to hold, beside those that are held by plan."""
     needed: dict[int, Op] = {}
     wanted = list(asked)
     while wanted:
-        op = tape.maker_of(wanted.pop())
+        buffer = wanted.pop()
+        op = None if buffer.number in planned else tape.maker_of(buffer)
         if op is not None and op.number not in needed:
             needed[op.number] = op
             wanted += op.reads
@@ -136,6 +178,8 @@ def _choose(tape: Tape, asked: list[Buffer], can_be_held: set[int]) -> frozenset
     sources: list[int] = []
     for op in needed.values():
         for buffer in results_of(op):
+            if buffer.number in planned:
+                continue
             costs[buffer.number] = buffer.nbytes if buffer.number in can_be_held else FOREVER
             if _must_not_run(op):
                 sources.append(buffer.number)

@@ -52,7 +52,7 @@ _PASSES = 4
 class _Pass:
     """What was recomputed for one backward."""
 
-    __slots__ = ("flags", "given", "memo", "uses")
+    __slots__ = ("flags", "given", "is_announced", "memo", "uses")
 
     def __init__(self, uses: list[int], flags: Flags | None) -> None:
         #: The switches to set, if they are others now.
@@ -63,6 +63,8 @@ class _Pass:
         self.uses = uses
         #: The buffers that autograd was given tensors of: they must not be written to.
         self.given: set[int] = set()
+        #: Whether the store knows that this has begun.
+        self.is_announced = False
 
 
 class Recall:
@@ -74,6 +76,7 @@ class Recall:
         "_lock",
         "_order",
         "_uses",
+        "begin",
         "deposit",
         "flags",
         "is_running",
@@ -89,6 +92,8 @@ class Recall:
     def __init__(self, deposit: Deposit, flags: Flags) -> None:
         self.tape = Tape()
         self.deposit = deposit
+        #: How many tickets are left when the store is told what will be wanted; None: at once.
+        self.begin: int | None = None
         #: The switches that the region ran under.
         self.flags = flags
         #: By number of the buffer.
@@ -114,6 +119,10 @@ class Recall:
         """Go by what is known from an earlier call."""
         self.tape = tape
         self._uses = uses
+
+    def order(self, order: list[tuple[int, int]]) -> None:
+        """The call went as planned: let go in this order."""
+        self._order = order.copy()
 
     def keep(self, buffer: Buffer, tensor: torch.Tensor, layout: Layout, *, away: bool) -> None:
         """Hold ``buffer``, of which ``tensor`` is a view.
@@ -199,6 +208,9 @@ class Recall:
             passed = self._pass()
             if not self.is_running:
                 self._let_go_of_the_dead()
+                if not passed.is_announced and len(self.tickets) <= (self.begin or 0):
+                    passed.is_announced = True
+                    self.deposit.announce()
             if passed.flags is None:
                 tensor = self._tensor(passed, buffer)
             else:
@@ -223,7 +235,9 @@ class Recall:
                     del self.passes[oldest]
                 self.passes[backward] = passed
                 at_end_of_backward(partial(_end_pass, ref(self), backward))
-            self.deposit.announce()
+            passed.is_announced = self.begin is None
+            if passed.is_announced:
+                self.deposit.announce()
         return passed
 
     def _count(self) -> list[int]:

@@ -16,11 +16,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from recollect.engines.replay.consult import Consultation
+from recollect.engines.replay.direct import Directed
 from recollect.engines.replay.ground import OPAQUE, Ground, Memory, start_of
 from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.ops import OpRecorder
-from recollect.engines.replay.plan import uses_of
+from recollect.engines.replay.plan import first_uses, uses_of
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import (
@@ -71,7 +72,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         recall: Recall,
-        consultation: Consultation,
+        consultation: Consultation | Directed,
         offload_inputs: bool,
         earlier: Recall | None = None,
     ) -> None:
@@ -118,8 +119,9 @@ class Recorder(TorchFunctionMode):
             memory = ground.memory(leaf) if isinstance(leaf, _Tensor) else None
             if memory is not None:
                 memory.buffer.is_output = True
-        uses = uses_of(ground.tape, [ticket[2].buffer for ticket in recall.tickets], recall.kept)
-        recall.let_go(uses)
+        asked = [ticket[2].buffer for ticket in recall.tickets]
+        recall.let_go(uses_of(ground.tape, asked, recall.kept))
+        recall.order(first_uses(ground.tape, asked, recall.kept))
         for number, held in recall.kept.items():
             if ground.tape.buffers[number].is_output and held.away is None:
                 # The user may change what the region returns.
@@ -132,6 +134,10 @@ class Recorder(TorchFunctionMode):
             recall.deposit.chosen,
             ground.stopped,
         )
+
+    def count_ops(self) -> int:
+        """How many ops have begun."""
+        return len(self._ground.tape.ops)
 
     @contextmanager
     def pause(self) -> Any:

@@ -1,0 +1,308 @@
+"""Memory against time: plans of recollect at several budgets, and the peers, in one run.
+
+Decoder blocks, forward and backward. Torch's checkpoint of every block and its selective one,
+torch_remat where it is installed, and torch.compile with its own memory budget. On a CUDA device
+the blocks are large, and bytes are what `torch.cuda.max_memory_allocated` says, over what was
+allocated before the step; on the CPU they are small, and bytes are the allocator's own events.
+
+    python benchmarks/frontier.py [--html frontier.html] [--no-compile] [--budgets 18.6 12.0 7.3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from _decoder import decoder
+from _measure import bitwise_equal, clear_gradients, gradients, held_and_peak
+from _modes import MODES, run_blocks
+from _table import Progress, table
+from torch import Tensor, nn
+
+import recollect
+from recollect.report.page import page
+from recollect.report.picture import Point
+
+MIB, GIB = 2**20, 2**30
+PEERS = {
+    "torch checkpoint, every block": "torch non-reentrant",
+    "torch selective, products and attention": "torch selective, function",
+}
+#: Of torch.compile: what share of the activations may be saved.
+COMPILE_BUDGETS = (1.0, 0.5, 0.3, 0.1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The blocks, their input, the budgets in GiB over what is there before, and the rounds."""
+
+    depth: int
+    width: int
+    heads: int
+    batch: int
+    tokens: int
+    dtype: torch.dtype
+    budgets: tuple[float, ...]
+    rounds: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.depth} blocks, width {self.width}, {self.batch} x {self.tokens}, {dtype}"
+
+
+LARGE = Config(12, 4096, 32, 4, 4096, torch.bfloat16, (18.6, 15.0, 12.0, 9.0, 7.3), 5)
+SMALL = Config(8, 256, 4, 4, 128, torch.float32, (), 9)
+
+
+class Model(nn.Module):
+    """Blocks in a row, each run as a peer does it."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        super().__init__()
+        self.blocks = decoder(
+            config.depth, config.width, config.heads, device=device, dtype=config.dtype
+        )
+        self.run: Callable[[nn.ModuleList, Tensor], Tensor] = _plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map batch x tokens x width to the same shape."""
+        return self.run(self.blocks, x)
+
+
+def _plain(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return run_blocks(MODES["plain"], blocks, x)
+
+
+def _remat(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    import torch_remat  # noqa: PLC0415 - optional
+
+    for number, block in enumerate(blocks):
+        x = torch_remat.checkpoint(region_name=f"blocks.{number}")(block)(x)
+    return x
+
+
+def loss_of(y: Tensor) -> Tensor:
+    """Something to go backward from."""
+    return y.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step: a name, what it runs in, the model as called, and the budget."""
+
+    name: str
+    around: Callable[[], AbstractContextManager[object]]
+    call: Callable[[Tensor], Tensor]
+    budget: int | None = None
+
+
+class Bench:
+    """The step, run in every way."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.config, self.device = config, device
+        self.model = Model(config, device)
+        shape = (config.batch, config.tokens, config.width)
+        self.x = torch.randn(shape, device=device, dtype=config.dtype, requires_grad=True)
+        self.plain = Way("plain", nullcontext, self.model)
+        self.step(self.plain)
+        clear_gradients(self.model, self.x)
+        self.base = torch.cuda.memory_allocated() if self.on_cuda else 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def step(self, way: Way) -> None:
+        """Forward and backward."""
+        clear_gradients(self.model, self.x)
+        loss = loss_of(way.call(self.x))
+        loss.backward()
+
+    def seconds(self, way: Way) -> float:
+        """Of one step, from an idle device to an idle device."""
+        self._wait()
+        start = time.perf_counter()
+        self.step(way)
+        self._wait()
+        return time.perf_counter() - start
+
+    def peak(self, way: Way) -> int:
+        """The most that a step allocates over what was there before it."""
+        clear_gradients(self.model, self.x)
+        if not self.on_cuda:
+            return held_and_peak(
+                lambda: loss_of(way.call(self.x)), lambda loss: loss.backward()
+            ).peak
+        torch.cuda.reset_peak_memory_stats()
+        self.step(way)
+        peak = torch.cuda.max_memory_allocated()
+        clear_gradients(self.model, self.x)
+        return peak - self.base
+
+    def gradients(self, way: Way) -> list[Tensor]:
+        """What a step gives."""
+        self.step(way)
+        found = gradients(self.model, self.x)
+        clear_gradients(self.model, self.x)
+        return found
+
+    def _wait(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    # --- ways -------------------------------------------------------------------------------------
+
+    def peers(self) -> Iterator[Way]:
+        """What others do."""
+        for name, mode in PEERS.items():
+            yield self._peer(name, lambda blocks, x, mode=mode: run_blocks(MODES[mode], blocks, x))
+        if importlib.util.find_spec("torch_remat"):
+            yield self._peer("torch_remat, every block", _remat)
+
+    def _peer(self, name: str, run: Callable[[nn.ModuleList, Tensor], Tensor]) -> Way:
+        @contextmanager
+        def around() -> Iterator[None]:
+            self.model.run = run
+            try:
+                yield
+            finally:
+                self.model.run = _plain
+
+        return Way(name, around, self.model)
+
+    def compiled(self, budget: float) -> Way:
+        """torch.compile, with the share of activations that it may save."""
+        from torch._functorch import config  # noqa: PLC0415 - slow to import
+
+        with config.patch(activation_memory_budget=budget):
+            torch._dynamo.reset()
+            model = torch.compile(self.model)
+            way = Way(f"torch.compile, budget {budget}", nullcontext, model)
+            self.step(way)  # compiles
+        return way
+
+    def planned(self, budgets: tuple[float, ...]) -> tuple[recollect.Frontier, list[Way]]:
+        """Our plans. ``budgets``: GiB over the base; none: five between the least and plain."""
+        clear_gradients(self.model, self.x)
+        frontier = recollect.frontier(self.model, self.x, loss=loss_of)
+        if budgets:
+            totals = [int(budget * GIB) + self.base for budget in budgets]
+        else:
+            low, high = frontier.least, frontier.plain_peak
+            totals = [low + (high - low) * n // 5 for n in range(4, -1, -1)]
+        ways = []
+        for total in totals:
+            plan = frontier.plan_for(total)
+            over = total - (self.base if self.on_cuda else _static(self.model))
+            around = lambda plan=plan: plan.applied(self.model)  # noqa: E731 - shorter than a def
+            ways.append(Way(f"plan, {_size(over)}", around, self.model, over))
+        return frontier, ways
+
+
+def _static(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.2f} MiB"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a way came to: its peak over the base, seconds relative to plain, right gradients."""
+
+    way: Way
+    peak: int
+    seconds: float
+    ratio: float
+    is_right: bool | None
+
+
+def measure(bench: Bench, ways: list[Way], rounds: int) -> list[Result]:
+    """Run every way in turn, each round beside plain, so that a slow machine slows both."""
+    reference = None if bench.on_cuda else bench.gradients(bench.plain)
+    progress = Progress("measuring", len(ways))
+    results = []
+    for number, way in enumerate(ways):
+        with way.around():
+            bench.step(way)
+            peak = max(bench.peak(way) for _ in range(2))
+            right = None if reference is None else bitwise_equal(bench.gradients(way), reference)
+        pairs = []
+        for _ in range(rounds):
+            plain = bench.seconds(bench.plain)
+            with way.around():
+                bench.step(way)  # what a change of ways costs is not measured
+                pairs.append((plain, bench.seconds(way)))
+        ratio = statistics.median(ours / plain for plain, ours in pairs)
+        results.append(Result(way, peak, statistics.median(p[1] for p in pairs), ratio, right))
+        progress(number + 1, way.name)
+    return results
+
+
+def row(result: Result) -> list[str]:
+    """A line of the table."""
+    budget = result.way.budget
+    obeys = "" if budget is None else ("yes" if result.peak <= budget else "NO")
+    right = {None: "", True: "bitwise", False: "differ"}[result.is_right]
+    return [result.way.name, _size(result.peak), obeys, f"{result.ratio:.3f}", right]
+
+
+def draw(path: Path, frontier: recollect.Frontier, results: list[Result], base: int) -> None:
+    """Write the page: the frontier with what was measured."""
+    picture = frontier.picture
+    points = [point for point in picture.points if point.kind in ("plan", "plain")]
+    for result in results:
+        kind = "chosen" if result.way.budget is not None else "peer"
+        seconds = result.ratio * picture.plain_time
+        points.append(Point(result.way.name, result.peak + base, seconds, kind))
+    path.write_text(page(replace(picture, points=tuple(points))), encoding="utf-8")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--html", type=Path, default=Path("frontier.html"))
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--budgets", type=float, nargs="*", help="GiB over what is there before")
+    parser.add_argument("--rounds", type=int)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LARGE if device == "cuda" else SMALL
+    config = replace(config, budgets=tuple(options.budgets or config.budgets))
+    config = replace(config, rounds=options.rounds or config.rounds)
+    bench = Bench(config, device)
+    print(f"{config}, {device}; parameters and input, {_size(bench.base)}, come on top\n")
+    frontier, ours = bench.planned(config.budgets)
+    results = measure(bench, [bench.plain, *bench.peers(), *ours], config.rounds)
+    if not options.no_compile:
+        results += measure_compiled(bench, config.rounds)
+    print(table(["", "peak", "in budget", "x plain", "gradients"], [*map(row, results)]))
+    base = bench.base if bench.on_cuda else _static(bench.model)
+    draw(options.html, frontier, results, base)
+    print(f"\nwrote {options.html}")
+
+
+def measure_compiled(bench: Bench, rounds: int) -> list[Result]:
+    """The ways of torch.compile, as far as it works here. One at a time: each compiles anew."""
+    results = []
+    for budget in COMPILE_BUDGETS:
+        try:
+            way = bench.compiled(budget)
+        except (RuntimeError, ImportError) as error:
+            print(f"torch.compile does not work here: {str(error).splitlines()[0]}\n")
+            return results
+        results += [replace(each, is_right=None) for each in measure(bench, [way], rounds)]
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""``recollect demo``: a small transformer, trained plain and within three budgets, and compared.
+
+All start from the same weights and draw the same random numbers, so that losses and gradients must
+agree to the last bit. The bytes are those of the allocator's own events.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recollect.cli.screen import Status, say
+from recollect.planning.api import Frontier, planner_of
+from recollect.planning.plan import Plan
+from recollect.planning.step import Step
+from recollect.report.table import columns
+from recollect.report.units import bytes_text, percent_text, seconds_text
+from recollect.report.words import longer_text
+
+__all__ = ["bitwise_equal", "demo"]
+
+_DEPTH, _WIDTH, _HEADS, _DROPOUT = 3, 64, 4, 0.1
+_BATCH, _CONTEXT, _SYMBOLS = 16, 64, 50
+#: As fractions of what the plain step takes.
+_BUDGETS = (0.8, 0.65, 0.5)
+#: Of the steps, the first are measured: it is in these that a plan writes down what the model does.
+_MEASURED, _TIMED = 3, 7
+
+_HEADER = ("", "budget", "predicted", "measured peak", "of plain", "step", "vs plain", "results")
+_CODE = """\
+    plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)
+    plan.apply(model)"""
+
+
+def demo(html: Path | None = None) -> int:
+    """Plan, train, compare. Returns the exit code: 1 if something is not as it should be."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same bytes, and the same order of additions, on every machine
+    try:
+        with Status() as status:
+            plans = _plans(status)
+            plain, *planned = trainings = [_Training(plan) for plan in (None, *plans)]
+            _train(trainings, status)
+    finally:
+        torch.set_num_threads(threads)
+    say(_table(plain, planned))
+    if html is not None:
+        plans[-1].to_html(html)
+        say(f"\nThe page of the last plan is in {html}")
+    if not all(each.is_as_promised for each in planned):
+        say(
+            "\nA plan exceeds its budget, or does not compute what plain computes. Please report it"
+        )
+        return 1
+    say(f"\nIn your own training script:\n\n{_CODE}")
+    return 0
+
+
+class Transformer(nn.Module):
+    """Predicts the successors of symbols; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_SYMBOLS, _WIDTH)
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    _WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, batch_first=True, norm_first=True
+                )
+                for _ in range(_DEPTH)
+            )
+        )
+        self.head = nn.Linear(_WIDTH, _SYMBOLS)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        scores = self.head(self.blocks(self.embedding(symbols[:, :-1])))
+        return F.cross_entropy(scores.flatten(0, 1), symbols[:, 1:].flatten())
+
+
+class _Training:
+    """The model in training, plain or under a plan; the same weights and the same batch each."""
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        torch.manual_seed(0)
+        self.plan = plan
+        self.model = Transformer()
+        self.batch = torch.randint(_SYMBOLS, (_BATCH, _CONTEXT + 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.peak = 0
+        self.seconds: list[float] = []
+        self.results: list[Tensor] = []
+        self.is_equal = True
+        if plan is not None:
+            plan.apply(self.model)
+
+    @property
+    def is_as_promised(self) -> bool:
+        """Whether it stays within its budget, and computes what plain computes."""
+        return self.is_equal and (self.plan is None or self.peak <= self.plan.budget)
+
+    def measured_step(self) -> None:
+        """Take a step, and count its bytes."""
+        step = Step(self.model, (self.batch,), {}, optimizer=self.optimizer)
+        self.peak = max(self.peak, step.measured_peak())
+
+    def timed_step(self) -> None:
+        """Take a step, and note its time, its loss and its gradients."""
+        start = time.perf_counter()
+        loss = self.model(self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - start)
+        self.results = [
+            loss.detach(),
+            *(p.grad for p in self.model.parameters() if p.grad is not None),
+        ]
+        self.optimizer.zero_grad()
+
+
+def _plans(status: Status) -> list[Plan]:
+    plain = _Training()
+    frontier = Frontier(planner_of(plain.model, plain.batch, status, optimizer=plain.optimizer))
+    return [frontier.plan_for(fraction) for fraction in _BUDGETS]
+
+
+def _train(trainings: Sequence[_Training], status: Status) -> None:
+    """Train all side by side, and compare them with the first, which is plain."""
+    for number in range(_MEASURED + _TIMED):
+        status("training", number / (_MEASURED + _TIMED))
+        for training in trainings:
+            torch.manual_seed(number)  # dropout's
+            if number < _MEASURED:
+                training.measured_step()
+            else:
+                training.timed_step()
+                training.is_equal &= bitwise_equal(training.results, trainings[0].results)
+
+
+def bitwise_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether the tensors are the same, bit for bit."""
+    # As bytes: torch.equal takes 0.0 for -0.0, and NaN for different from itself.
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(_as_bytes(mine), _as_bytes(other)) for mine, other in pairs)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def _table(plain: _Training, planned: Sequence[_Training]) -> str:
+    heading = (
+        f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_CONTEXT} symbols, dropout, AdamW, on the "
+        f"CPU:\n{_MEASURED + _TIMED} training steps, plain and under the plans for three budgets"
+    )
+    lines = [_line(training, plain) for training in (plain, *planned)]
+    return f"{heading}\n\n{columns(_HEADER, lines, left=(0, 7))}"
+
+
+def _line(training: _Training, plain: _Training) -> tuple[str, ...]:
+    seconds = statistics.median(training.seconds)
+    figures = (
+        bytes_text(training.peak),
+        percent_text(training.peak / plain.peak),
+        seconds_text(seconds),
+    )
+    if training.plan is None:
+        return ("plain", "", "", *figures, "", "")
+    return (
+        "plan",
+        bytes_text(training.plan.budget),
+        bytes_text(training.plan.predicted_peak),
+        *figures,
+        longer_text(seconds, statistics.median(plain.seconds)),
+        "bitwise equal" if training.is_equal else "DIFFERENT",
+    )

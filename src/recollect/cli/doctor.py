@@ -1,0 +1,185 @@
+"""``recollect doctor``: what there is to work with on this machine, and whether it works."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.cli.demo import bitwise_equal
+from recollect.cli.screen import say
+from recollect.planning.links import measured_link
+from recollect.report.units import bytes_text
+from recollect.store.pool import memory_of_machine
+
+__all__ = ["doctor"]
+
+#: The versions of torch that the tests are run on, and the oldest Python.
+_TESTED = ("2.11", "2.13")
+_PYTHON = (3, 10)
+
+_OK, _NOTE, _WRONG = "ok", "note", "WRONG"
+_REPORT = "This should not happen: please report it, with all that is printed here"
+
+#: The model of the self-test. On a GPU it must outweigh the workspaces of libraries.
+_DEPTH, _WIDTH, _FRACTION = 12, 64, 0.6
+_ROWS_ON_CPU, _ROWS = 1 << 10, 1 << 16
+#: A plan writes down what a model does, checks it, and from then on relies on it.
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What was found of something, and what to do about it."""
+
+    text: str
+    state: str = _OK
+    advice: str = ""
+
+
+_Look = Callable[[], _Finding]
+
+
+def doctor() -> int:
+    """Print what is found. Returns the exit code: 1 if something is wrong."""
+    is_well = True
+    for name, look in _looks():
+        finding = _guarded(look)
+        is_well &= finding.state != _WRONG
+        say(f"{finding.state:<5}  {name:<13}  {finding.text}")
+        for line in finding.advice.splitlines():
+            say(f"{'':22}{line}")
+    say("\nAll is well" if is_well else "\nSomething is wrong: see above what to do about it")
+    return 0 if is_well else 1
+
+
+def _looks() -> Iterator[tuple[str, _Look]]:
+    """What to look at, in this order."""
+    yield "Python", _python
+    yield "torch", _torch
+    yield "recollect", _recollect
+    yield "exact solver", _exact_solver
+    cpu = torch.device("cpu")
+    yield "CPU", _cpu
+    yield "self-test", partial(_self_test, cpu)
+    if not torch.cuda.is_available():
+        yield "CUDA", _no_cuda
+        return
+    yield "pinned memory", _pinned
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        yield str(device), partial(_cuda, device)
+        yield "link to host", partial(_link, device)
+        yield "self-test", partial(_self_test, device)
+
+
+def _guarded(look: _Look) -> _Finding:
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is what was looked for
+        advice = f"{_REPORT}\n{traceback.format_exc()}"
+        return _Finding(f"{type(error).__name__}: {error}", _WRONG, advice)
+
+
+# --- what is installed ----------------------------------------------------------------------------
+
+
+def _python() -> _Finding:
+    text = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info >= _PYTHON:
+        return _Finding(text)
+    return _Finding(text, _WRONG, f"Use {'.'.join(map(str, _PYTHON))} or newer")
+
+
+def _torch() -> _Finding:
+    version = torch.__version__
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    tested = [tuple(map(int, each.split("."))) for each in _TESTED]
+    if release in tested:
+        return _Finding(f"{version}, a version that recollect is tested on")
+    if release < min(tested):
+        advice = f"Install a newer one:  pip install 'torch>={_TESTED[0]}'"
+        return _Finding(f"{version}, which is older than what recollect needs", _WRONG, advice)
+    advice = "The self-test below says whether the main parts work"
+    text = f"{version}, which recollect is not tested on; {' and '.join(_TESTED)} are"
+    return _Finding(text, _NOTE, advice)
+
+
+def _recollect() -> _Finding:
+    return _Finding(f"{recollect.__version__} at {Path(recollect.__file__).parent}")
+
+
+def _exact_solver() -> _Finding:
+    if importlib.util.find_spec("scipy") is not None:
+        return _Finding("scipy is installed")
+    advice = "Only proofs that a plan is the best one need it:  pip install 'recollect[exact]'"
+    return _Finding("scipy is not installed", _NOTE, advice)
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def _cpu() -> _Finding:
+    threads = torch.get_num_threads()
+    return _Finding(f"{bytes_text(memory_of_machine())} of memory, threads of torch: {threads}")
+
+
+def _no_cuda() -> _Finding:
+    if torch.version.cuda is None:
+        return _Finding("this torch is built without it: models are trained on the CPU")
+    advice = "If there is a GPU, `nvidia-smi` tells whether its driver works"
+    return _Finding("no device is seen: models are trained on the CPU", _NOTE, advice)
+
+
+def _cuda(device: torch.device) -> _Finding:
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    return _Finding(f"{name}, {bytes_text(total)}, of which {bytes_text(free)} are free")
+
+
+def _pinned() -> _Finding:
+    if torch.empty(1, pin_memory=True).is_pinned():
+        return _Finding("works")
+    return _Finding("memory of the host is not pinned, though asked for", _WRONG, _REPORT)
+
+
+def _link(device: torch.device) -> _Finding:
+    link = measured_link(device)
+    if link is None:
+        return _Finding("there is none", _WRONG, _REPORT)
+    there, back = (f"{rate / 1e9:.1f} GB/s" for rate in (link.out_rate, link.in_rate))
+    return _Finding(f"{there} to the host, {back} back")
+
+
+# --- does it work ---------------------------------------------------------------------------------
+
+
+def _self_test(device: torch.device) -> _Finding:
+    """Plan a small model for part of its memory, and compare gradients with and without."""
+    layers = [each for _ in range(_DEPTH) for each in (nn.Linear(_WIDTH, _WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers).to(device)
+    rows = _ROWS_ON_CPU if device.type == "cpu" else _ROWS
+    batch = torch.randn(rows, _WIDTH, device=device)
+    expected = _gradients(model, batch)
+    plan = recollect.plan(model, batch, _FRACTION)
+    with plan.applied(model):
+        found = [_gradients(model, batch) for _ in range(_STEPS)]
+    if not all(bitwise_equal(each, expected) for each in found):
+        return _Finding("gradients under a plan are not those of the plain model", _WRONG, _REPORT)
+    memory = f"{bytes_text(plan.predicted_peak)} instead of {bytes_text(plan.plain_peak)}"
+    return _Finding(f"a small model under a plan: {memory}, gradients bitwise equal")
+
+
+def _gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(batch).sum().backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]

@@ -1,0 +1,157 @@
+"""``MODULE:FUNCTION``: found, called, and what it returns looked over."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.cli.faults import UsageError
+
+__all__ = ["Target", "load_target"]
+
+_RETURNS = "return model, batch  or  return dict(model=model, batch=batch, loss=..., optimizer=...)"
+#: How many names are listed for somebody who has mistyped one.
+_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a training step is made of."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any], Any] | None = None
+    optimizer: Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        _check(isinstance(self.model, nn.Module), "model should be an nn.Module", self.model)
+        loss_is_fine = self.loss is None or callable(self.loss)
+        _check(loss_is_fine, "loss should be a function of the model's output", self.loss)
+        optimizer_is_fine = self.optimizer is None or isinstance(self.optimizer, Optimizer)
+        _check(optimizer_is_fine, "optimizer should be a torch.optim.Optimizer", self.optimizer)
+
+
+def _check(is_fine: bool, what: str, value: Any) -> None:
+    if not is_fine:
+        raise UsageError(f"{what}, but is of type {type(value).__name__}: {_RETURNS}")
+
+
+def load_target(text: str) -> Target:
+    """Call the function that ``text`` names. Errors that it raises are left as they are."""
+    module_name, colon, name = text.rpartition(":")
+    if not (module_name and colon and name):
+        raise UsageError(
+            f"MODULE:FUNCTION: {text!r} should name a module and a function in it, "
+            "such as train.py:build or package.train:build"
+        )
+    function = _function(_module(module_name), module_name, name)
+    try:
+        return _target(function())
+    except UsageError as error:
+        raise UsageError(f"FUNCTION: of what {name} in {module_name} returns, {error}") from error
+
+
+def _target(returned: Any) -> Target:
+    if isinstance(returned, Mapping):
+        known = [field.name for field in fields(Target) if field.name in returned]
+        if missing := [name for name in ("model", "batch") if name not in known]:
+            raise UsageError(f"{missing[0]} is missing: {_RETURNS}")
+        if unknown := [key for key in returned if key not in known]:
+            raise UsageError(f"{unknown[0]!r} is not known: {_RETURNS}")
+        return Target(**returned)
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return Target(*returned)
+    length = f" of length {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+    raise UsageError(
+        f"which is of type {type(returned).__name__}{length}, no use is known: {_RETURNS}"
+    )
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def _module(name: str) -> ModuleType:
+    if name.endswith(".py") or "/" in name:
+        return _from_file(Path(name))
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Of a module that is found and imports another one that is not, the traceback is due.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"MODULE: there is no module {error.name!r} in {Path.cwd()} or installed. A file is "
+            f"named by its path, such as {name.replace('.', '/')}.py:FUNCTION"
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(
+            f"MODULE: there is no file {path} (in {Path.cwd()}). Name one that there is, "
+            "or a module by its dotted name"
+        )
+    path = path.resolve()
+    _make_importable(path.parent)
+    name = path.stem
+    if name in sys.modules:
+        name = f"{name} ({path})"  # which no import asks for: the other one stays
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"MODULE: {path} is no file of Python: its name should end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _function(module: ModuleType, module_name: str, name: str) -> Callable[[], Any]:
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        there = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        listed = f"It has {', '.join(there[:_NAMES])}" if there else "It has no function"
+        raise UsageError(f"FUNCTION: there is no {name} in {module_name}. {listed}")
+    if not callable(function):
+        raise UsageError(
+            f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "
+            f"Write one that makes the model:  def build(): {_RETURNS}"
+        )
+    _check_takes_nothing(function, name)
+    return function
+
+
+def _check_takes_nothing(function: Callable[..., Any], name: str) -> None:
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UsageError(
+            f"FUNCTION: {name} is called without arguments, but needs {', '.join(needed)}. "
+            f"Give them defaults, or name a function that calls it"
+        )

@@ -1,0 +1,1 @@
+"""Planning: from one recorded step to what is kept, recomputed and offloaded under a budget."""

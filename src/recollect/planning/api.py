@@ -1,0 +1,130 @@
+"""What users call: ``plan``, ``fit`` and ``frontier``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.planning.budget import check_budget, resolve_budget
+from recollect.planning.graph import Graph
+from recollect.planning.plan import Plan
+from recollect.planning.planner import Planner, Progress
+from recollect.report.page import page
+from recollect.report.picture import Picture
+from recollect.report.table import frontier_table
+
+__all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]
+
+M = TypeVar("M", bound=nn.Module)
+Loss = Callable[[Any], torch.Tensor]
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: float | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    offload: bool | str = "auto",
+) -> Plan:
+    """Choose what to keep, recompute and offload for a training step to stay within a budget.
+
+    Runs the step a few times: plain, to record it, and under the plan, to measure it. Nothing of
+    the model is left changed: parameters, gradients, buffers, optimizer state, random streams.
+
+    Args:
+        model: What is trained. Its forward is called once in a step.
+        batch: A tuple is its arguments, a dict its keyword arguments, anything else its argument.
+        budget: The most bytes that may be allocated on the device at any moment of a step, with
+            parameters, buffers, gradients and optimizer state: a number, ``"12GiB"``, ``"8GB"``, a
+            fraction of the plain step's peak such as ``0.5``, or ``"auto"``: what the device has.
+        loss: From the output of the model to the number that backward starts from. By default the
+            output if it is a scalar, its ``loss``, else the sum of its floating tensors.
+        optimizer: Its state and what its step allocates count too.
+        offload: Whether results may be held in the memory of the host: by default where there is a
+            device to offload from, and it pays.
+
+    Raises:
+        InfeasibleBudget: No plan fits. Says what is the least that would.
+
+    Example::
+
+        plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)
+        print(plan)
+        plan.apply(model)
+    """
+    check_budget(budget)
+    planner = Planner(model, batch, loss, optimizer, offload)
+    return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
+
+
+def fit(model: M, batch: Any, budget: float | str = "auto", **options: Any) -> M:
+    """Plan for a budget and apply the plan: `plan` in one call. Returns the model."""
+    return plan(model, batch, budget, **options).apply(model)
+
+
+def frontier(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    offload: bool | str = "auto",
+) -> Frontier:
+    """All that can be had in trade of memory for time, to choose from. Arguments as of `plan`."""
+    return Frontier(Planner(model, batch, loss, optimizer, offload))
+
+
+def planner_of(model: nn.Module, batch: Any, progress: Progress, **options: Any) -> Planner:
+    """For those who show how far the work has got."""
+    return Planner(model, batch, progress=progress, **options)
+
+
+class Frontier:
+    """The trade-off of memory for time of a training step. ``str()`` of it is a table."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    @property
+    def points(self) -> tuple[Any, ...]:
+        """What there is to choose from, plain, and the usual ways of checkpointing."""
+        return tuple(self._planner.points())
+
+    @property
+    def least(self) -> int:
+        """The lowest budget for which there is a plan, in bytes."""
+        return self._planner.least()
+
+    @property
+    def plain_peak(self) -> int:
+        """Bytes that the step takes without a plan."""
+        return self._planner.plain_peak
+
+    @property
+    def graph(self) -> Graph:
+        """The step as it was recorded, for solvers such as `recollect.planning.solving.exact`."""
+        return self._planner.graph
+
+    def plan_for(self, budget: float | str) -> Plan:
+        """The plan for a budget, as `plan` would make it."""
+        planner = self._planner
+        return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
+
+    def __str__(self) -> str:
+        return frontier_table(self.picture)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows the frontier, for any browser, in one file."""
+        Path(path).write_text(page(self.picture), encoding="utf-8")
+
+    @property
+    def picture(self) -> Picture:
+        """What there is to show, as data."""
+        return self._planner.overview()

@@ -1,0 +1,56 @@
+"""What a user gives as a budget, as a number of bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect.report.units import parse_bytes
+from recollect.store.pool import memory_of_machine
+
+__all__ = ["check_budget", "resolve_budget"]
+
+#: What of a device is left free where the device is the budget: the allocator cannot use every gap.
+_SPARE = 0.06
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse what is no budget, before anything is run."""
+    if isinstance(budget, str):
+        if budget != "auto" and not parse_bytes(budget):
+            raise ValueError(f"budget should be more than 0, but is {budget!r}")
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"budget should be a number of bytes, a text such as '12GiB', a fraction of the plain "
+            f"step's peak such as 0.5, or 'auto', but got {budget!r} of type "
+            f"{type(budget).__name__}"
+        )
+    if not budget > 0:
+        raise ValueError(f"budget should be more than 0, but is {budget!r}")
+    if isinstance(budget, float) and budget > 1 and not budget.is_integer():
+        raise ValueError(
+            f"budget={budget!r} is neither a number of bytes nor a fraction of the plain step's "
+            "peak, which is at most 1. Give a unit: budget='12GiB'"
+        )
+
+
+def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
+    """The bytes that ``budget`` stands for."""
+    check_budget(budget)
+    if budget == "auto":
+        return int(_capacity(device) * (1 - _SPARE))
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if isinstance(budget, float) and budget <= 1:
+        return int(plain_peak * budget)
+    return int(budget)
+
+
+def _capacity(device: torch.device) -> int:
+    """What this process can have of a device."""
+    if device.type != "cuda":
+        return memory_of_machine()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)

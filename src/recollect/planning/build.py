@@ -1,0 +1,256 @@
+"""From a step that was watched to the graph that is planned on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from recollect.engines.replay.direct import key_of
+from recollect.engines.replay.kinds import kind_of
+from recollect.engines.replay.plan import holdable
+from recollect.engines.replay.recording import Recording
+from recollect.engines.replay.steps import Pack
+from recollect.engines.replay.tape import Buffer, is_whole, results_of
+from recollect.engines.replay.tape import Op as TapeOp
+from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Value
+from recollect.planning.trace import Trace
+
+__all__ = ["build_graph"]
+
+#: What the allocator of a CUDA device hands out are multiples of this.
+_BLOCK = 512
+#: What is smaller is not worth a copy to the host.
+_SMALLEST_TO_SEND = 1 << 20
+
+
+def build_graph(
+    trace: Trace, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
+) -> Graph:
+    """The graph of a step: ``trace`` saw all of it, ``recording`` is of the region."""
+    return _Builder(trace, recording, on_device).graph(base, link)
+
+
+class _Builder:
+    def __init__(self, trace: Trace, recording: Recording, on_device: bool) -> None:
+        self._trace = trace
+        self._recording = recording
+        self._tape = recording.tape
+        self._on_device = on_device
+        #: By number of an op of the region: the moment in which it ran.
+        self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
+        #: What autograd saved, as it was seen; some of that the plan has it hold.
+        views = [pack.view for pack in self._packs]
+        self._forced = recording.plan.kept
+        self._held_by_autograd = {
+            number: view.buffer.number
+            for number, (view, pack) in enumerate(zip(views, self._packs, strict=True))
+            if view is not None and pack.view is None
+        }
+        #: The results of ops that must not run again.
+        self._held = {
+            buffer.number
+            for op in self._tape.ops
+            if op.keep is not None
+            for buffer in results_of(op)
+        }
+        #: Memories of the trace that are the region's, each with its number in the graph.
+        self._managed: dict[int, int] = {}
+        #: By number of a buffer: of the value that it is.
+        self._values: dict[int, int] = {}
+        self._memories: list[tuple[int, int]] = []
+        self._made: list[Value] = []
+
+    def graph(self, base: int, link: Link | None) -> Graph:
+        values = self._made = self._find_values()
+        asks = self._asks()
+        dies = self._deaths()
+        memories = [
+            Memory(self._size(number), born, dies[number]) for number, born in self._memories
+        ]
+        return Graph(
+            ops=[self._op(op) for op in self._tape.ops],
+            values=values,
+            memories=memories,
+            asks=list(asks.values()),
+            moments=self._make_moments({pack: n for n, pack in enumerate(asks)}),
+            turn=next((n for n, e in enumerate(self._trace.events) if e.is_backward), 0),
+            base=base,
+            link=link,
+            varies=bool(self._recording.shapes),
+        )
+
+    def _size(self, number: int) -> int:
+        nbytes = self._trace.sizes[number]
+        return -(-nbytes // _BLOCK) * _BLOCK if self._on_device else nbytes
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def _find_values(self) -> list[Value]:
+        values: list[Value] = []
+        #: By number of a memory of the tape: of that of the trace.
+        of_tape: dict[int, int] = {}
+        for op in self._tape.ops:
+            moment = self._moments.get(op.number)
+            if moment is None:
+                continue
+            made = self._trace.events[moment].made
+            for path, buffer in op.makes:
+                number = made.get(path)
+                if number is not None:
+                    of_tape[buffer.memory] = number
+                    self._managed[number] = len(self._memories)
+                    self._memories.append((number, moment))
+            for buffer in results_of(op):
+                number = of_tape.get(buffer.memory)
+                if number is not None:
+                    self._values[buffer.number] = len(values)
+                    values.append(Value(self._size(number), op.number, self._managed[number]))
+        return values
+
+    def _numbers(self, buffers: Iterable[Buffer]) -> tuple[int, ...]:
+        found = (self._values.get(buffer.number) for buffer in buffers)
+        return tuple(number for number in found if number is not None)
+
+    # --- ops --------------------------------------------------------------------------------------
+
+    def _op(self, op: TapeOp) -> Op:
+        key = key_of(op)
+        path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
+        moment = self._moments.get(op.number)
+        call = None if moment is None else self._trace.events[moment].call
+        values = self._values
+        writes = tuple(
+            (None if old.number in op.fresh else values.get(old.number), values[new.number])
+            for old, new in op.writes
+            if new.number in values
+        )
+        forced = any(buffer.number in self._forced for buffer in results_of(op))
+        can_keep = key is not None and self._can_keep(op)
+        return Op(
+            name=name,
+            path=path,
+            key=key or "",
+            seconds=0.0 if call is None else call.seconds,
+            reads=self._numbers(op.reads),
+            makes=self._numbers(buffer for _, buffer in op.makes),
+            places=tuple(n for n, (_, b) in enumerate(op.makes) if b.number in self._values),
+            writes=writes,
+            workspace=0 if call is None else call.workspace,
+            state=self._state(op),
+            can_keep=can_keep,
+            can_send=can_keep and self._can_send(op),
+            forced=forced,
+        )
+
+    def _state(self, op: TapeOp) -> int:
+        """What it takes to draw the same random numbers again; it is held in the host's memory."""
+        if op.generator is None or self._on_device:
+            return 0
+        return int(op.generator.get_state().nbytes)
+
+    @cached_property
+    def _holdable(self) -> set[int]:
+        return holdable(self._recording.steps)
+
+    @cached_property
+    def _wanted(self) -> set[int]:
+        wanted = {read.number for op in self._tape.ops for read in op.reads}
+        return wanted | {pack.view.buffer.number for pack in self._packs if pack.view is not None}
+
+    def _can_keep(self, op: TapeOp) -> bool:
+        facts = kind_of(op.op).facts
+        wanted = [buffer for buffer in results_of(op) if buffer.number in self._wanted]
+        return (facts.can_be_kept or facts.writes) and all(
+            buffer.number in self._holdable and buffer.is_last and buffer.unsure is None
+            for buffer in wanted
+        )
+
+    def _can_send(self, op: TapeOp) -> bool:
+        wanted = [buffer for buffer in results_of(op) if buffer.number in self._wanted]
+        large = [buffer for buffer in wanted if buffer.nbytes >= _SMALLEST_TO_SEND]
+        # Small ones stay where they are.
+        return (
+            self._on_device
+            and bool(large)
+            and all(is_whole(buffer.layout, buffer.nbytes) for buffer in large)
+        )
+
+    # --- saved tensors ----------------------------------------------------------------------------
+
+    @cached_property
+    def _packs(self) -> list[Pack]:
+        return [pack for step in self._recording.steps for pack in step.packs]
+
+    def _asks(self) -> dict[int, Ask]:
+        """What backward asks for, by the number of the saved tensor."""
+        asks: dict[int, Ask] = {}
+        number = 0
+        for step in self._recording.steps:
+            first, last = step.ops
+            moment = self._moments.get(first if first < last else first - 1, 0)
+            for pack in step.packs:
+                value = None if pack.view is None else self._values.get(pack.view.buffer.number)
+                if value is not None:
+                    asks[number] = Ask(value, moment)
+                number += 1
+        return asks
+
+    # --- moments ----------------------------------------------------------------------------------
+
+    def _ends(self) -> dict[int, int]:
+        """By number of a saved tensor: the moment after which it was let go."""
+        events = self._trace.events
+        ends = {saved: n - 1 for n, event in enumerate(events) for saved in event.ends}
+        return ends | dict.fromkeys(self._trace.ends, len(events) - 1)
+
+    def _deaths(self) -> dict[int, int]:
+        """By number of a memory of the trace: the last moment at which somebody holds it."""
+        events = self._trace.events
+        dies = dict.fromkeys(range(len(self._trace.sizes)), len(events) - 1)
+        dies |= {memory: n - 1 for n, event in enumerate(events) for memory in event.freed}
+        for buffer, moment in self._last_reads().items():
+            # What has to be kept was held while the step was watched. In a plan it is as well, for
+            # as long as it is needed; others hold it until they have read it.
+            if buffer in self._held:
+                number = self._memories[self._memory_of(buffer)][0]
+                dies[number] = min(dies[number], moment)
+        ends = self._ends()
+        for saved, buffer in self._held_by_autograd.items():
+            # This one was not held, but will be.
+            if buffer not in self._values:
+                continue
+            number = self._memories[self._memory_of(buffer)][0]
+            dies[number] = max(dies[number], ends.get(saved, 0))
+        return dies
+
+    def _memory_of(self, buffer: int) -> int:
+        return self._made[self._values[buffer]].memory
+
+    def _last_reads(self) -> dict[int, int]:
+        """By number of a buffer: the moment in which it was made, or last read in forward."""
+        found: dict[int, int] = {}
+        for op in self._tape.ops:
+            moment = self._moments.get(op.number, 0)
+            for buffer in [*results_of(op), *op.reads]:
+                if buffer.number in self._values:
+                    found[buffer.number] = moment
+        return found
+
+    def _make_moments(self, numbers: dict[int, int]) -> list[Moment]:
+        trace = self._trace
+        ends: list[list[int]] = [[] for _ in trace.events]
+        for saved, moment in self._ends().items():
+            if saved in numbers and moment >= 0:
+                ends[moment].append(numbers[saved])
+        moments = []
+        alive = 0
+        for number, event in enumerate(trace.events):
+            alive -= sum(self._size(m) for m in event.freed if m not in self._managed)
+            before = alive
+            alive += sum(self._size(m) for m in event.made.values() if m not in self._managed)
+            asks = tuple(numbers[saved] for saved in event.asks if saved in numbers)
+            during = alive + event.call.workspace
+            moments.append(
+                Moment(event.call.seconds, before, during, event.op, asks, tuple(ends[number]))
+            )
+        return moments

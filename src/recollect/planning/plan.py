@@ -1,0 +1,210 @@
+"""A plan: what becomes of every value of a model's step, and what that comes to."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from recollect.engines.replay.direct import Decisions
+from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.planning.choices import Choices
+from recollect.planning.fake import CannotPredict
+from recollect.planning.identity import Identity, difference, identity_of
+from recollect.planning.replan import replanned
+from recollect.planning.runner import Runner
+from recollect.planning.step import Loss
+from recollect.report.page import page
+from recollect.report.picture import Picture, Point, Row
+from recollect.report.table import table
+
+__all__ = ["Plan"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is kept, recomputed and offloaded in a training step, for its peak to obey a budget.
+
+    Made by `recollect.plan`. Not to be changed. ``str()`` of it is a table.
+
+    Attributes:
+        budget: Bytes that the step may allocate at most.
+        predicted_peak: Bytes that it will.
+        predicted_time: Seconds that it will take.
+        plain_peak: Bytes without a plan.
+        plain_time: Seconds without a plan.
+        bound_time: Seconds that no plan of this budget can be below.
+    """
+
+    budget: int
+    predicted_peak: int
+    predicted_time: float
+    plain_peak: int
+    plain_time: float
+    bound_time: float
+    choices: Choices
+    base: int
+    signature: tuple[Any, ...]
+    model: str
+    identity: Identity
+    picture: Picture
+    loss: Loss | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted time is above what no plan can be below, as a fraction of it."""
+        if not self.bound_time:
+            return 0.0
+        return max(0.0, self.predicted_time / self.bound_time - 1)
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        """What the engine goes by."""
+        return self.choices.decisions()
+
+    # --- use --------------------------------------------------------------------------------------
+
+    def apply(self, model: M) -> M:
+        """Have ``model`` run by this plan from now on. Returns the same object.
+
+        Its class name, parameters, ``state_dict`` and hooks stay as they are.
+        """
+        self._check(model)
+        wrap_module(model, Runner(self))
+        return model
+
+    def remove(self, model: M) -> M:
+        """Have ``model`` run as it did before `apply`."""
+        runner = vars(model).get(OPTIONS)
+        if not isinstance(runner, Runner):
+            raise ValueError(
+                f"model: no plan is applied to this {type(model).__name__}, so there is none to "
+                "remove"
+            )
+        unwrap_module(model)
+        return model
+
+    @contextmanager
+    def applied(self, model: M) -> Iterator[M]:
+        """A context in which ``model`` runs by this plan."""
+        self.apply(model)
+        try:
+            yield model
+        finally:
+            self.remove(model)
+
+    def _check(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+        if isinstance(vars(model).get(OPTIONS), Runner):
+            raise ValueError(
+                f"model: a plan is applied to this {type(model).__name__} already; "
+                "plan.remove(model) it first"
+            )
+        how = difference(self.identity, identity_of(model))
+        if how is not None:
+            raise ValueError(
+                f"model: this plan is for another model, {self.model}: of the "
+                f"{type(model).__name__} given, {how}. Make a plan for it: "
+                "recollect.plan(model, batch, budget)"
+            )
+
+    def for_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """The plan for another batch: of the same choices if they fit the budget."""
+        try:
+            other = replanned(
+                self.choices, self.budget, model, args, kwargs, loss=self.loss, base=self.base
+            )
+        except CannotPredict as error:
+            warnings.warn(
+                "the plan was made for a batch of another shape, and is used for this one as it "
+                f"is, whether it fits or not: {error}",
+                UserWarning,
+                stacklevel=2,
+            )
+            return self
+        same = other.choices is self.choices
+        plan = replace(
+            self,
+            choices=other.choices,
+            predicted_peak=other.peak,
+            predicted_time=other.seconds,
+        )
+        if same:
+            plan.__dict__["decisions"] = self.decisions
+        return plan
+
+    # --- show -------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return table(self.picture)
+
+    def explain(self) -> tuple[Row, ...]:
+        """What becomes of the results of each op, in the order of forward."""
+        return self.picture.rows
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows the plan, for any browser, in one file."""
+        Path(path).write_text(page(self.picture), encoding="utf-8")
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A function need not be one that can be pickled.
+        return {**{k: v for k, v in vars(self).items() if k != "decisions"}, "loss": None}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON."""
+        content = {"format": _FORMAT, **asdict(replace(self, loss=None))}
+        del content["loss"]
+        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that was saved. Whether it is for a model is checked when it is applied."""
+        try:
+            return cls(**_from_json(json.loads(Path(path).read_text(encoding="utf-8"))))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"path: {path} is no plan that this version of recollect can read ({error}). "
+                "Make it anew: recollect.plan(...).save(path)"
+            ) from error
+
+
+def _from_json(content: dict[str, Any]) -> dict[str, Any]:
+    if content.pop("format") != _FORMAT:
+        raise ValueError("another version of recollect wrote it")
+    picture, choices = content["picture"], content["choices"]
+    return {
+        **content,
+        "choices": Choices(**{name: _tuples(value) for name, value in choices.items()}),
+        "signature": _tuples(content["signature"]),
+        "identity": _tuples(content["identity"]),
+        "picture": Picture(
+            **{
+                **picture,
+                "before": _tuples(picture["before"]),
+                "after": _tuples(picture["after"]),
+                "rows": tuple(Row(**row) for row in picture["rows"]),
+                "points": tuple(Point(**point) for point in picture["points"]),
+                "parts": _tuples(picture["parts"]),
+                "notes": tuple(picture["notes"]),
+            }
+        ),
+    }
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as the tuples that they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,337 @@
+"""From a model, a batch and a budget to a plan: profile, solve, try it out, correct it.
+
+1. The step is run and written down (`profile`), and leaves no trace.
+2. All good trade-offs of it are found (`solve`), each judged by the simulator.
+3. The one for the budget is applied, and the step is run under it and measured. If it takes more
+   than was predicted, one that takes less by as much is tried next.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.engines.replay.direct import Decisions
+from recollect.errors import InfeasibleBudget
+from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.planning.choices import Choices, trimmed
+from recollect.planning.fake import predict_step
+from recollect.planning.graph import Graph, Link
+from recollect.planning.identity import identity_of
+from recollect.planning.links import measured_link
+from recollect.planning.peers import peers_of
+from recollect.planning.plan import Plan
+from recollect.planning.profile import Profile, profile_step
+from recollect.planning.rows import rows_of
+from recollect.planning.runner import run_planned
+from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
+from recollect.planning.solving.bound import lower_bound
+from recollect.planning.solving.solve import Solver
+from recollect.planning.step import Loss, Step, split_batch
+from recollect.report.curves import thinned
+from recollect.report.picture import Picture, Point
+from recollect.report.units import bytes_text
+from recollect.torch_private import is_compiled, profiler_is_on
+
+__all__ = ["Planner", "Progress"]
+
+#: Told what is being done, and how much of it is.
+Progress = Callable[[str, float], None]
+
+#: How often a plan is corrected that takes more memory than was predicted.
+_CORRECTIONS = 6
+#: What a plan is taken to need for which there was no room, as a multiple of what was predicted.
+_MORE_THAN_THERE_IS = 1.1
+#: The part of a budget that is used if shapes depend on data.
+_IF_SHAPES_VARY = 0.97
+#: How many points of a curve are kept.
+_POINTS = 1000
+
+_PARTS = (
+    "parameters, optimizer state",
+    "gradients, loss and workspace",
+    "kept from forward",
+    "recomputed or fetched for backward",
+)
+
+
+def _silent(_what: str, _done: float) -> None:
+    pass
+
+
+class Planner:
+    """Makes plans for one training step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None = None,
+        optimizer: Optimizer | None = None,
+        offload: bool | str = "auto",
+        progress: Progress = _silent,
+    ) -> None:
+        if offload not in (True, False, "auto"):
+            raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+        _check_unplanned(model)
+        self.step = Step(model, *split_batch(batch), loss, optimizer)
+        self._progress = progress
+        link = measured_link(self.step.device) if offload else None
+        if offload is True and link is None:
+            raise ValueError(
+                f"offload=True needs a CUDA device to offload from, but the model is on "
+                f"{self.step.device}. Leave it out"
+            )
+        if profiler_is_on():
+            raise RuntimeError(
+                "a torch profiler is running, and memory is measured by one: make the plan before "
+                "it starts, or after it has ended"
+            )
+        progress("recording a step", 0.0)
+        self.profile: Profile = _profiled(self.step, link)
+        progress("solving", 0.0)
+        self.graph: Graph = self.profile.graph
+        self._offload = link is not None
+        self.solver = Solver(
+            self.graph, offload=self._offload, progress=lambda done: progress("solving", done)
+        )
+        self._tried: dict[Schedule, int] = {}
+        self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
+
+    @property
+    def plain_peak(self) -> int:
+        """Bytes that the step allocates without a plan."""
+        return self.profile.plain_peak
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def plan_for(self, budget: int) -> Plan:
+        """The plan for a budget in bytes."""
+        if budget >= self.plain_peak:
+            everything = Schedule(frozenset(range(len(self.graph.ops))))
+            return self._plan(budget, trimmed(self.graph, everything), self.plain_peak)
+        # Shapes that depend on data will be others in other steps.
+        target = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
+        for _ in range(_CORRECTIONS):
+            solution = self.solver.solve(target)
+            if solution is None:
+                break
+            schedule = trimmed(self.graph, solution.schedule)
+            self._progress("trying the plan", 0.0)
+            peak = self._measured(schedule)
+            if peak <= budget:
+                return self._plan(budget, schedule, peak)
+            target = min(target, solution.outcome.peak) - (peak - budget)
+        lowest = trimmed(self.graph, self.solver.least().schedule)
+        if self._measured(lowest) <= budget:
+            return self._plan(budget, lowest, self._measured(lowest))
+        raise self._infeasible(budget)
+
+    def least(self) -> int:
+        """The lowest budget for which there is a plan."""
+        return self._measured(trimmed(self.graph, self.solver.least().schedule))
+
+    def _infeasible(self, budget: int) -> InfeasibleBudget:
+        least = self.least()
+        outcome = self.solver.least().outcome
+        parts = sorted(zip(outcome.parts, _PARTS, strict=True), reverse=True)
+        listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
+        return InfeasibleBudget(
+            f"budget: no plan brings the step of this {type(self.step.model).__name__} down to "
+            f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
+            f"{bytes_text(least)}: budget={least}. At its peak that is made of {listed}. "
+            "Smaller batches, or a smaller optimizer state, need less",
+            budget=budget,
+            least=least,
+        )
+
+    def choices(self, schedule: Schedule) -> tuple[Choices, Decisions]:
+        """What the engine goes by. Of one schedule always the same, which recordings know it by."""
+        known = self._choices.get(schedule)
+        if known is None:
+            choices = Choices.of(self.graph, schedule)
+            known = self._choices[schedule] = choices, choices.decisions()
+        return known
+
+    def _measured(self, schedule: Schedule) -> int:
+        """The most that the step allocates under ``schedule``, by trying."""
+        if schedule not in self._tried:
+            self._tried[schedule] = self._try(schedule)
+        return self._tried[schedule]
+
+    def _try(self, schedule: Schedule) -> int:
+        simulated = simulate(self.graph, schedule).peak
+        if not self.profile.can_run:
+            return simulated
+        try:
+            return self._run_under(schedule)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            free_memory(self.step.device)
+            return int(simulated * _MORE_THAN_THERE_IS)
+
+    def _run_under(self, schedule: Schedule) -> int:
+        model, (_, decisions) = self.step.model, self.choices(schedule)
+        wrap_module(
+            model, lambda function, args, kwargs: run_planned(function, args, kwargs, decisions)
+        )
+        try:
+            with self.step.undone():
+                # Recorded, checked against that, and once more: from then on nothing is new.
+                return max(self.step.measured_peak() for _ in range(3))
+        finally:
+            unwrap_module(model)
+
+    def _plan(self, budget: int, schedule: Schedule, peak: int) -> Plan:
+        graph, model = self.graph, self.step.model
+        outcome = simulate(graph, schedule, curve=True)
+        if not outcome.rerun and not outcome.waits:
+            outcome = replace(outcome, seconds=self.profile.seconds)  # and no rounding
+        bound = min(lower_bound(graph, budget, offload=self._offload), outcome.seconds)
+        choices, decisions = self.choices(schedule)
+        plan = Plan(
+            budget=budget,
+            predicted_peak=peak,
+            predicted_time=outcome.seconds,
+            plain_peak=self.plain_peak,
+            plain_time=self.profile.seconds,
+            bound_time=bound,
+            choices=choices,
+            base=graph.base,
+            signature=self.step.signature,
+            model=type(model).__name__,
+            identity=identity_of(model),
+            picture=self._picture(budget, schedule, outcome, peak, bound),
+            loss=self.step.loss,
+        )
+        plan.__dict__["decisions"] = decisions
+        return plan
+
+    # --- what there is to say ---------------------------------------------------------------------
+
+    def points(self) -> list[Point]:
+        """All trade-offs, plain, and the usual ways."""
+        plans = [
+            Point("plan", solution.outcome.peak, solution.outcome.seconds)
+            for solution in self.solver.frontier()
+        ]
+        plain = Point("plain", self.plain_peak, self.profile.seconds, "plain")
+        return [*plans, plain, *peers_of(self.graph)]
+
+    def _picture(
+        self, budget: int, schedule: Schedule, outcome: Outcome, peak: int, bound: float
+    ) -> Picture:
+        chosen = Point("this plan", peak, outcome.seconds, "chosen")
+        return Picture(
+            title=type(self.step.model).__name__,
+            device=_name_of(self.step.device),
+            budget=budget,
+            predicted_peak=peak,
+            predicted_time=outcome.seconds,
+            plain_peak=self.plain_peak,
+            plain_time=self.profile.seconds,
+            bound_time=bound,
+            gap=outcome.seconds / bound - 1,
+            before=_thin(simulate_plain(self.graph, curve=True)),
+            after=_thin(outcome),
+            rows=rows_of(self.graph, schedule),
+            points=(*self.points(), chosen),
+            parts=tuple(zip(_PARTS, outcome.parts, strict=True)),
+            notes=self._notes(),
+        )
+
+    def overview(self) -> Picture:
+        """The whole trade-off, without a budget."""
+        solution = self.solver.least()
+        outcome = simulate(self.graph, solution.schedule, curve=True)
+        bound = lower_bound(self.graph, outcome.peak, offload=self._offload)
+        bound = min(bound, outcome.seconds)
+        return Picture(
+            title=type(self.step.model).__name__,
+            device=_name_of(self.step.device),
+            budget=None,
+            predicted_peak=outcome.peak,
+            predicted_time=outcome.seconds,
+            plain_peak=self.plain_peak,
+            plain_time=self.profile.seconds,
+            bound_time=bound,
+            gap=outcome.seconds / bound - 1,
+            before=_thin(simulate_plain(self.graph, curve=True)),
+            after=_thin(outcome),
+            rows=(),
+            points=tuple(self.points()),
+            notes=("Without a budget: the curves are plain, and the plan of the lowest peak.",),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        """What a reader should know of how the figures came about."""
+        if not self.profile.can_run:
+            return ("The step was not run: all figures are predicted.",)
+        measured = "The peak was measured: the step was run under this plan."
+        if self.profile.was_run:
+            return (measured,)
+        return (measured, "There was no room for the plain step: its figures are predicted.")
+
+
+def _thin(outcome: Outcome) -> tuple[tuple[float, int], ...]:
+    return tuple(thinned(outcome.curve, _POINTS))
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _profiled(step: Step, link: Link | None) -> Profile:
+    """The step as it runs; if there is no room for it without a plan, as it would."""
+    if step.device.type == "meta":
+        return predict_step(step, link)
+    try:
+        with step.undone():
+            return profile_step(step, link)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    free_memory(step.device)
+    with step.undone():
+        return predict_step(step, link)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a step has left that failed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _check_unplanned(model: Any) -> None:
+    """Refuse a model of which parts are checkpointed: they would hide what there is to plan."""
+    if not isinstance(model, nn.Module):
+        return  # which the step refuses
+    if is_compiled(model):
+        raise ValueError(
+            "model: it is compiled, and what a compiler keeps is up to the compiler. Plan for the "
+            "model that it was made from, or leave torch.compile out"
+        )
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
+            "its place. Switch it off: model.gradient_checkpointing_disable()"
+        )
+    for name, module in model.named_modules():
+        if OPTIONS in vars(module):
+            what = f"its {name}" if name else "it"
+            raise ValueError(
+                f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
+                "of that: recollect.unwrap it, or plan.remove(model), first"
+            )

@@ -1,0 +1,143 @@
+"""Recording one step: what is run, what it makes, how long that lives, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from recollect.engines.replay.engine import Hooks, observe_region
+from recollect.engines.replay.recall import Recall
+from recollect.engines.replay.record import Recorder
+from recollect.engines.replay.recording import Recording
+from recollect.planning.build import build_graph
+from recollect.planning.graph import Graph, Link
+from recollect.planning.rates import Rates
+from recollect.planning.step import Step
+from recollect.planning.trace import Trace
+
+__all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_step"]
+
+#: Seconds that the engine takes to run an op again, beside the op.
+_RERUN_COST = 6e-6
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of a step.
+
+    Args:
+        graph: The step.
+        plain_peak: The most bytes that it allocates without a plan: measured, if it could run.
+        seconds: What it takes then.
+        was_run: Whether it did run; else all of this is predicted.
+        can_run: Whether it can run under a plan: its tensors have memory.
+    """
+
+    graph: Graph
+    plain_peak: int
+    seconds: float
+    was_run: bool
+    can_run: bool
+
+
+def profile_step(step: Step, link: Link | None = None) -> Profile:
+    """Run the step a few times, and write it down."""
+    step.run()  # what is made once (state of the optimizer, workspaces of libraries) is there now
+    plain_peak = step.measured_peak()
+    seconds = _seconds_of(step)
+    graph = trace_step(step, Rates(step.device), link)
+    return Profile(_timed(graph, seconds), plain_peak, seconds, was_run=True, can_run=True)
+
+
+#: What a step of a model took, by what it was called with: asked twice, the answer is the same.
+_seconds: WeakKeyDictionary[nn.Module, dict[Any, float]] = WeakKeyDictionary()
+
+
+def _seconds_of(step: Step) -> float:
+    known = _seconds.setdefault(step.model, {})
+    # The code of a loss and not the loss, which may lead back to the model.
+    key = (step.signature, getattr(step.loss, "__code__", None), step.optimizer is None)
+    if key not in known:
+        known[key] = step.measured_seconds()
+    return known[key]
+
+
+def trace_step(step: Step, rates: Rates, link: Link | None = None) -> Graph:
+    """Run the step once, watched."""
+    trace = Trace(rates)
+    base = step.base()
+    recordings: list[Recording] = []
+
+    def wrap(recorder: Recorder, recall: Recall) -> Hooks:
+        trace.count_ops = recorder.count_ops
+        return partial(trace.pack, recorder.pack), partial(trace.unpack, recall.unpack)
+
+    with observed(step.model, trace, recordings, wrap), trace:
+        step.run(before_backward=partial(setattr, trace, "is_backward", True))
+    rates.settle()
+    return graph_of(step, trace, recordings, base, link)
+
+
+def graph_of(
+    step: Step, trace: Trace, recordings: list[Recording], base: int, link: Link | None
+) -> Graph:
+    """The graph of a step that was watched."""
+    if len(recordings) != 1:
+        times = "not once" if not recordings else f"{len(recordings)} times"
+        raise ValueError(
+            f"model: a step calls this {type(step.model).__name__} {times}. A plan is for a model "
+            "whose forward runs once in a step: pass the part that does, such as its decoder"
+        )
+    on_device = trace.rates.device.type == "cuda"
+    return build_graph(trace, recordings[0], base=base, on_device=on_device, link=link)
+
+
+@contextmanager
+def observed(
+    model: nn.Module,
+    trace: Trace,
+    recordings: list[Recording],
+    wrap: Callable[[Recorder, Recall], Hooks],
+) -> Iterator[None]:
+    """Have the forward of ``model`` recorded."""
+    own = model.__dict__.get("forward")
+    forward: Callable[..., Any] = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            output, recording = observe_region(forward, args, kwargs, wrap)
+        finally:
+            trace.count_ops = None
+        recordings.append(recording)
+        return output
+
+    model.__dict__["forward"] = run
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+def _timed(graph: Graph, seconds: float) -> Graph:
+    """The graph with the times of ops such that the plain step takes ``seconds``.
+
+    What ops take alone does not add up to what a step takes. If it takes longer, somebody decides
+    between the ops what comes next; if not, they overlap.
+    """
+    total = graph.plain_seconds
+    if seconds >= total:
+        between = (seconds - total) / len(graph.moments)
+        moments = [replace(m, seconds=m.seconds + between) for m in graph.moments]
+        return replace(graph, moments=moments, rerun_cost=min(between, _RERUN_COST))
+    factor = seconds / total
+    moments = [replace(m, seconds=m.seconds * factor) for m in graph.moments]
+    ops = [replace(op, seconds=op.seconds * factor) for op in graph.ops]
+    return replace(graph, moments=moments, ops=ops)

@@ -1,0 +1,179 @@
+"""The best option for every segment of a row, and where to cut it: a dynamic program.
+
+From the last segment to the first: the bytes that the rest of the row needs, beside those that the
+segments in front of it hold, against the seconds that it takes. With an option in front,
+
+    bytes = max(need of the option, held by the option + bytes of the rest),
+
+so one pass answers for all budgets. The bytes are exact; of the answers that need about the same,
+one is gone on with. After Rotor (Beaumont et al., 2019) and Rockmate (Zhao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recollect.planning.solving.line import Line
+from recollect.planning.solving.segments import Option, Segments
+
+__all__ = ["Chain"]
+
+#: How much narrower; 1: not at all.
+_NARROW = 0.5
+#: Bytes, seconds, the number of a way, and of one of its rests.
+_Point = tuple[int, float, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """An option in front of the rest of a row."""
+
+    option: Option
+    first: int
+    last: int
+    rests: _Answers
+
+
+@dataclass(slots=True)
+class _Answers:
+    """For the rest of a row: ascending bytes, descending seconds, and how each comes about."""
+
+    nbytes: list[int]
+    seconds: list[float]
+    ways: list[_Way]
+    #: The number of a way and of one of its rests.
+    back: list[tuple[int, int]]
+
+
+class Chain:
+    """The answers for a row that may be cut at ``places``, and within segments at ``fine``."""
+
+    def __init__(
+        self,
+        line: Line,
+        places: Sequence[int],
+        fine: Sequence[int],
+        *,
+        points: int,
+    ) -> None:
+        self._line = line
+        self._places = places
+        self._segments = Segments(line, places, fine)
+        self._points = points
+        end = _Answers([_turn(line)], [0.0], [], [(-1, -1)])
+        #: By place: answers that read nothing that crosses it but what is asked for, and any.
+        self._strict = [end] * len(places)
+        self._loose = [end] * len(places)
+        for at in reversed(range(len(places) - 1)):
+            ways = list(self._ways(at))
+            strict = self._points_of(ways, wants=False)
+            self._strict[at] = self._answers(ways, strict)
+            # What wants nothing is an answer in any case.
+            self._loose[at] = self._answers(ways, strict + self._points_of(ways, wants=True))
+
+    def __len__(self) -> int:
+        return len(self._loose[0].nbytes)
+
+    def _ways(self, at: int) -> Iterator[tuple[_Way, int]]:
+        places, count = self._places, len(self._places)
+        for to in range(at + 1, min(count, at + 1 + self._segments.care.longest)):
+            span = places[at : to + 1]
+            effort = max(0, 3 - (to - at))
+            for passes in (False, True):
+                rests = (self._loose if passes else self._strict)[to]
+                is_last = to == count - 1
+                # Long segments are for little memory, where the next one wants what crosses.
+                if not rests.nbytes or (is_last if passes else not effort and not is_last):
+                    continue
+                offset, menu = self._segments.menu(span, passes, effort)
+                for option in menu:
+                    yield _Way(option, span[0], span[-1], rests), option.need + offset
+
+    def _points_of(self, ways: list[tuple[_Way, int]], *, wants: bool) -> list[_Point]:
+        """All that ways come to which want what crosses their begin, or do not."""
+        found: list[_Point] = []
+        for number, (way, need) in enumerate(ways):
+            if way.option.wants is not wants:
+                continue
+            held, seconds = way.option.held, way.option.seconds
+            nbytes, rest = way.rests.nbytes, way.rests.seconds
+            # What comes to no more than the need anyway: the last of it is the quickest.
+            start = bisect_right(nbytes, need - held)
+            if start:
+                found.append((need, seconds + rest[start - 1], number, start - 1))
+            found += [
+                (held + nbytes[n], seconds + rest[n], number, n) for n in range(start, len(nbytes))
+            ]
+        return _pareto(found)
+
+    def _answers(self, ways: list[tuple[_Way, int]], points: list[_Point]) -> _Answers:
+        best = _thin(_pareto(points), self._points)
+        return _Answers(
+            [each[0] for each in best],
+            [each[1] for each in best],
+            [way for way, _ in ways],
+            [each[2:] for each in best],
+        )
+
+    def kept(self, number: int) -> frozenset[int]:
+        """What an answer keeps; they are in the order of their bytes."""
+        kept: set[int] = set()
+        answers = self._loose[0]
+        while answers.ways:
+            which, rest = answers.back[number]
+            way = answers.ways[which]
+            ops = self._segments.ops(way.first, way.last)
+            kept.update(ops[n] for n in way.option.kept)
+            answers, number = way.rests, rest
+        return frozenset(kept)
+
+
+def _turn(line: Line) -> int:
+    """The most bytes between the last op of the row and its backward, beside what is held."""
+    graph = line.graph
+    stop = min(line.begins[-1], len(graph.moments))
+    start = line.ran[line.ops[-1]] + 1
+    changes = [0] * (graph.turn + 1)
+    for memory in graph.memories:
+        if start <= memory.born < graph.turn:
+            changes[memory.born] += memory.nbytes
+            changes[min(memory.dies + 1, graph.turn)] -= memory.nbytes
+    most = max(line.during[graph.turn : stop], default=0)
+    live = 0
+    for now in range(start, graph.turn):
+        live += changes[now]
+        most = max(most, live + graph.moments[now].during)
+    return most
+
+
+def _pareto(points: list[_Point]) -> list[_Point]:
+    """Those that no other is better than."""
+    points.sort()
+    found: list[_Point] = []
+    least = float("inf")
+    for point in points:
+        if point[1] < least:
+            found.append(point)
+            least = point[1]
+    return found
+
+
+def _thin(found: list[_Point], most: int) -> list[_Point]:
+    """One of each lot that need about the same.
+
+    The less memory there is, the more a byte is worth, and the narrower are the lots.
+    """
+    if len(found) <= most:
+        return found
+    first, last = found[0], found[-1]
+    width = last[0] - first[0]
+    price = (first[1] - last[1]) / (last[0] - first[0])
+    chosen: dict[int, _Point] = {}
+    for point in found[1:-1]:
+        lot = int(((point[0] - first[0]) / width) ** _NARROW * (most - 2))
+        best = chosen.get(lot)
+        if best is None or point[1] - best[1] < price * (best[0] - point[0]):
+            chosen[lot] = point
+    return [first, *chosen.values(), last]

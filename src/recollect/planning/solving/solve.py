@@ -1,0 +1,147 @@
+"""The fast solver: what to keep for a step to stay within a budget and take the least time.
+
+1. The ops that may run again are put in a row, and the row is cut where little crosses (`line`).
+2. Each segment has options: the choices that are best at some price for memory (`select`,
+   `segments`).
+3. A dynamic program picks cuts and options for all budgets at once (`chain`).
+4. The simulator judges what comes of it, and small changes better it (`search`).
+5. If it may, part of what is kept goes to the host (`offload`).
+
+All of this depends on the graph alone, and makes one pool of solutions (`pool`). The answer for a
+budget is the best of the pool, so more memory never costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from recollect.planning.graph import Graph
+from recollect.planning.simulate import Schedule
+from recollect.planning.solving.chain import Chain
+from recollect.planning.solving.line import Line, far_readers
+from recollect.planning.solving.offload import send_away
+from recollect.planning.solving.pool import Pool, Solution
+from recollect.planning.solving.search import Search
+
+__all__ = ["Solution", "Solver"]
+
+#: The budgets for which solutions are bettered.
+_BUDGETS = 40
+#: Ops simulated in all, and the most simulations, for the search.
+_WORK = 1_000_000
+_TRIES = 3_000
+#: The least simulations that are spent on what to send to the host.
+_SENDINGS = 240
+#: Where to cut a row at most, and the answers that are gone on with at each such place.
+_PLACES = 400
+_POINTS = 90
+#: The part of the range of budgets that is looked at most closely.
+_LOW = 0.1
+#: With more choices than that, one way to put them in a row has to do.
+_MANY = 1_500
+
+
+class Solver:
+    """Finds what to keep in a graph.
+
+    Args:
+        graph: The step.
+        offload: Whether results may go to the host, if the graph has a way there.
+        progress: Told how much of the work is done, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        offload: bool = False,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self._graph = graph
+        self._offload = offload and graph.link is not None
+        self._progress = progress
+        self._pool: Pool | None = None
+
+    def least(self) -> Solution:
+        """The solution with the lowest peak."""
+        return self._solutions().frontier()[0]
+
+    def solve(self, budget: int) -> Solution | None:
+        """The quickest solution that stays within ``budget`` bytes, if there is one."""
+        return self._solutions().under(budget)
+
+    def frontier(self) -> list[Solution]:
+        """All solutions that no other is better than: ascending peaks, descending seconds."""
+        return self._solutions().frontier()
+
+    def _solutions(self) -> Pool:
+        if self._pool is None:
+            self._pool = self._build()
+            self._tell(1.0)
+        return self._pool
+
+    def _tell(self, done: float) -> None:
+        if self._progress is not None:
+            self._progress(done)
+
+    def _build(self) -> Pool:
+        graph, pool = self._graph, Pool(self._graph)
+        choices = frozenset(graph.choices)
+        if pool.try_out(Schedule(choices)).rerun:
+            # Results that no plan can keep are there if there is no plan.
+            pool.try_out(Schedule(frozenset(range(len(graph.ops)))))
+        if not choices:
+            return pool
+        families = [frozenset[int]()]
+        if pins := far_readers(graph) & choices:
+            # Without them no two segments are alike: that takes long, and seldom gains anything.
+            families = [*families, pins] if len(choices) <= _MANY else [pins]
+        work = len(graph.ops) + len(graph.moments)
+        samples = max(40, min(100, _WORK // work))
+        for number, pins in enumerate(families):
+            self._tell((1 + 4 * number) / (2 + 4 * len(families)))
+            _sample(pool, _chain(graph, pins), choices, samples)
+        self._tell(0.8)
+        tries = min(_TRIES, _WORK // work)
+        _better(graph, pool, tries)
+        if self._offload:
+            self._tell(0.9)
+            send_away(graph, pool, max(tries, _SENDINGS))
+        return pool
+
+
+def _chain(graph: Graph, pins: frozenset[int]) -> Chain:
+    line = Line(graph, pins)
+    places, fine = line.cuts(_PLACES)
+    return Chain(line, places, fine, points=_POINTS)
+
+
+def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> None:
+    """Try out answers for all budgets."""
+    count = len(chain)
+    step = max(1.0, (count - 1) / max(1, most - 1))
+    chosen = {min(count - 1, round(n * step)) for n in range(min(most, count))} | {0, count - 1}
+    for number in sorted(chosen):
+        pool.try_out(Schedule(chain.kept(number) & choices))
+
+
+def _better(graph: Graph, pool: Pool, tries: int) -> None:
+    search = Search(graph, pool, Line(graph))
+    # With few tries to spend there is one round, and fewer budgets that get enough of them.
+    rounds = 2 if tries >= 1000 else 1
+    budgets = max(10, min(_BUDGETS, tries // 10))
+    for _ in range(rounds):
+        search.lower(tries // (4 * rounds))
+        found = pool.frontier()
+        low, high = found[0].outcome.peak, found[-1].outcome.peak
+        for number in range(budgets):
+            # The lower the budget, the more a byte is worth, and the closer they are.
+            budget = low + round((high - low) * (number / (budgets - 1)) ** 2)
+            search.quicken(budget, tries // (2 * rounds * budgets))
+        search.wander(tries // (4 * rounds))
+    if rounds > 1:
+        # Where memory is least, most is left to gain.
+        search.wander(tries // 2, _LOW)
+    low = pool.frontier()[0].outcome.peak
+    search.splice(low, tries // 20)
+    search.quicken(low, tries // 10)

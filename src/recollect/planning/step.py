@@ -1,0 +1,294 @@
+"""The training step that is planned: a model, a batch, a loss, perhaps an optimizer.
+
+Running it here leaves no trace: parameters, gradients, buffers, optimizer state and random streams
+are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.explain.unchanged import Unchanged
+from recollect.planning.rates import allocated_by
+from recollect.torch_private import storage_key, tree_leaves
+
+__all__ = [
+    "Loss",
+    "Step",
+    "check_loss",
+    "default_loss",
+    "signature_of_batch",
+    "sizes",
+    "split_batch",
+]
+
+_Tensor = torch.Tensor
+Loss = Callable[[Any], _Tensor]
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``batch`` stands for."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return batch, {}
+    if type(batch) is dict or (isinstance(batch, dict) and all(map(str.isidentifier, batch))):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells batches apart that take different memory: names, shapes, types."""
+    leaves = tree_leaves((args, sorted(kwargs.items())))
+    return tuple(
+        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, _Tensor) else _told(leaf)
+        for leaf in leaves
+    )
+
+
+def _told(leaf: Any) -> str:
+    is_constant = isinstance(leaf, (int, float, str, bool, type(None)))
+    return repr(leaf) if is_constant else type(leaf).__name__
+
+
+def default_loss(output: Any) -> _Tensor:
+    """The output if it is a scalar, its ``loss``, else the sum of its floating tensors."""
+    if isinstance(output, _Tensor) and output.numel() == 1:
+        return output.reshape(())
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, _Tensor):
+        return loss.reshape(()) if loss.numel() == 1 else loss.sum()
+    if dataclasses.is_dataclass(output):
+        output = vars(output)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Tensor)]
+    floating = [leaf for leaf in leaves if leaf.is_floating_point()]
+    if not floating:
+        raise ValueError(
+            f"loss: the model returned {type(output).__name__} without a floating tensor, of which "
+            "no loss can be taken. Pass one that can: plan(..., loss=lambda output: ...)"
+        )
+    total = floating[0].sum()
+    for leaf in floating[1:]:
+        total = total + leaf.sum()
+    return total
+
+
+class Step:
+    """One training step, to be run as often as it takes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer should be a torch.optim.Optimizer, but got {type(optimizer).__name__}"
+            )
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss should be a function of the model's output, but got {loss!r}")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"model: no parameter of this {type(model).__name__} requires a gradient, so there "
+                "is no backward to plan for. Set requires_grad_(True) on what is to be trained"
+            )
+        self.model = model
+        self.args, self.kwargs = args, kwargs
+        self.loss = loss
+        self.optimizer = optimizer
+        self.device = _device_of(model)
+        #: Bytes of gradients that are there: set aside while the step is run, they stay.
+        self._gradients = sum(sizes(p.grad for p in model.parameters() if p.grad is not None))
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the step computes on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What tells its batch from others."""
+        return signature_of_batch(self.args, self.kwargs)
+
+    def run(self, before_backward: Callable[[], None] | None = None) -> None:
+        """Forward, backward, and the optimizer's part."""
+        with torch.inference_mode(False), torch.enable_grad():
+            output = self.model(*self.args, **self.kwargs)
+            loss = (self.loss or default_loss)(output)
+            check_loss(loss, self.model)
+            if before_backward is not None:
+                before_backward()
+            # The output is held meanwhile, as by those who look at it afterwards.
+            loss.backward()
+        del loss
+        if self.optimizer is not None:
+            self.optimizer.step()
+        del output
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        others = [parameter for group in groups for parameter in group["params"]]
+        inputs = tree_leaves((self.args, self.kwargs))
+        for tensor in [*self.model.parameters(), *others, *inputs]:
+            if isinstance(tensor, _Tensor) and tensor.is_leaf:
+                tensor.grad = None
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """A context after which all is as it was before."""
+        with ExitStack() as stack:
+            stack.enter_context(_OptimizerUndone(self.optimizer))
+            stack.enter_context(Unchanged(self.model, self.args, self.kwargs))
+            if self.loss is not None:
+                stack.enter_context(Unchanged(self.loss, (), {}))
+            yield
+            self.clear()
+
+    # --- memory and time --------------------------------------------------------------------------
+
+    def base(self) -> int:
+        """Bytes that are allocated throughout, before the step begins."""
+        if self.on_cuda:
+            return torch.cuda.memory_allocated(self.device)
+        return sum(sizes(self._static())) + self._gradients
+
+    def _static(self) -> Iterator[_Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from (each for each in tree_leaves(state) if isinstance(each, _Tensor))
+
+    def measured_peak(self, run: Callable[[], Any] | None = None) -> int:
+        """The most bytes that are allocated in a step."""
+        run = run or self.run
+        gc.collect()
+        base = self.base()
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            run()
+            return torch.cuda.max_memory_allocated(self.device)
+        was_on = gc.isenabled()
+        gc.disable()  # which would free at other times than it usually does
+        try:
+            total = peak = 0
+            for change in allocated_by(run):
+                total += change
+                peak = max(peak, total)
+        finally:
+            if was_on:
+                gc.enable()
+        return base + peak
+
+    def measured_seconds(self, times: int = 3) -> float:
+        """What a step takes, at best."""
+        samples = []
+        for _ in range(times):
+            self._wait()
+            start = time.perf_counter()
+            self.run()
+            self._wait()
+            samples.append(time.perf_counter() - start)
+        return min(samples)
+
+    def _wait(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    accelerated = [device for device in devices if device.type not in ("cpu", "meta")]
+    return min(accelerated or devices, key=str)
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, _Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, _Tensor) else repr(loss)
+        raise ValueError(
+            f"loss should give one number to call backward on, but gave {what}. "
+            "Reduce it: loss=lambda output: ....mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"loss: the loss of this {type(model).__name__} depends on nothing that requires a "
+            "gradient, so there is no backward to plan for. Does forward run under torch.no_grad, "
+            "or detach its result?"
+        )
+
+
+def sizes(tensors: Iterable[_Tensor]) -> list[int]:
+    """The bytes of the memories behind ``tensors``, each once."""
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return [storage.nbytes() for storage in storages.values()]
+
+
+class _OptimizerUndone:
+    """Puts back what a step of an optimizer changes: the parameters, and its state."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+
+    def __enter__(self) -> None:
+        if self._optimizer is None:
+            return
+        groups = self._optimizer.param_groups
+        # On the host: the device may have no room for a second one of each.
+        parameters = [p for group in groups for p in group["params"]]
+        self._parameters = [(p, p.detach().cpu().clone()) for p in parameters]
+        self._gradients = [(p, p.grad) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self._state = {p: _to_host(state) for p, state in self._optimizer.state.items()}
+
+    def __exit__(self, *exc: object) -> None:
+        if self._optimizer is None:
+            return
+        with torch.no_grad():
+            for parameter, value in self._parameters:
+                parameter.copy_(value)
+            state = self._optimizer.state
+            for parameter in [p for p in state if p not in self._state]:
+                del state[parameter]
+            for parameter, before in self._state.items():
+                _put_back(state[parameter], before)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(values)
+
+
+def _to_host(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return copy.deepcopy(state)
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, _Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
+
+
+def _put_back(state: Any, before: Any) -> None:
+    for name in [each for each in state if each not in before]:
+        del state[name]
+    for name, value in before.items():
+        if isinstance(value, _Tensor) and isinstance(state.get(name), _Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value

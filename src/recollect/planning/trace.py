@@ -1,0 +1,150 @@
+"""Watching one step: every op that runs, and when each piece of memory is made and let go.
+
+Storages are watched through weak references, so to watch them changes nothing of how long they
+live. What ops allocate and free inside their kernels is not seen here, but measured once for each
+kind of op; see `rates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from recollect.planning.rates import Call, Rates
+from recollect.torch_private import DispatchMode, no_function_modes, storage_key, tree_leaves
+
+__all__ = ["Event", "Saved", "Trace"]
+
+_Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Event:
+    """One op that ran.
+
+    Args:
+        call: Which op, on tensors of which looks.
+        op: The number of the op of the region that it is; -1 if it is none.
+        made: The numbers of the memories that it made, by where each is in what it returned.
+        asks: The saved tensors that backward asked for since the last op.
+        freed: The memories that were let go before this op, and after the last one.
+        ends: The saved tensors that were.
+        is_backward: Whether backward had begun.
+    """
+
+    call: Call
+    op: int
+    made: dict[tuple[int, ...], int] = field(default_factory=dict)
+    asks: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    is_backward: bool = False
+
+
+class Saved:
+    """Stands in the graph for a tensor that autograd saved."""
+
+    __slots__ = ("__weakref__", "number", "packed")
+
+    def __init__(self, number: int, packed: Any) -> None:
+        self.number = number
+        self.packed = packed
+
+
+class Trace(DispatchMode):
+    """Notes the ops of a step. ``rates`` measures those that it has not met before."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        self.rates = rates
+        self.events: list[Event] = []
+        #: By number of a memory: its bytes.
+        self.sizes: list[int] = []
+        #: Of each saved tensor: how many ops had run when it was saved.
+        self.saved: list[int] = []
+        #: What was asked for, freed and let go since the last op.
+        self.asks: list[int] = []
+        self.freed: list[int] = []
+        self.ends: list[int] = []
+        self.is_backward = False
+        self.muted = False
+        #: How many ops of the region have begun; what asks that.
+        self._begun = 0
+        self.count_ops: Callable[[], int] | None = None
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.muted:
+            return func(*args, **kwargs)
+        with no_function_modes():
+            return self._note(func, args, kwargs)
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = -1
+        if self.count_ops is not None and self.count_ops() > self._begun:
+            number, self._begun = self._begun, self.count_ops()
+        inputs = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tensor)}
+        call, out = self.rates.run(func, args, kwargs)
+        if call is None:  # a view, which makes and costs nothing
+            return out
+        event = Event(call, number, asks=self.asks, freed=self.freed, ends=self.ends)
+        event.is_backward = self.is_backward
+        self.asks, self.freed, self.ends = [], [], []
+        self.events.append(event)
+        for path, tensor in _paths(out, ()):
+            key = _key(tensor)
+            if key is not None and key not in inputs and key not in self._known:
+                event.made[path] = self._add(tensor, key)
+        return out
+
+    def _add(self, tensor: _Tensor, key: int) -> int:
+        number = len(self.sizes)
+        storage = tensor.untyped_storage()
+        self.sizes.append(storage.nbytes())
+        self._known[key] = ref(storage, partial(self._free, key)), number
+        return number
+
+    def _free(self, key: int, _: Any) -> None:
+        self.freed.append(self._known.pop(key)[1])
+
+    def pack(self, pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Saved:
+        """The hook that is called when autograd saves a tensor."""
+        saved = Saved(len(self.saved), pack(tensor))
+        self.saved.append(len(self.events))
+        self._watch(saved)
+        return saved
+
+    def _watch(self, saved: Saved) -> None:
+        number = saved.number
+        # The reference has to live as long as what it refers to.
+        self._known[-1 - number] = ref(saved, lambda _: self.ends.append(number)), number
+
+    def unpack(self, unpack: Callable[[Any], _Tensor], saved: Saved) -> _Tensor:
+        """The hook by which autograd asks for it."""
+        self.is_backward = True
+        self.asks.append(saved.number)
+        muted, self.muted = self.muted, True
+        try:
+            return unpack(saved.packed)
+        finally:
+            self.muted = muted
+
+
+def _key(tensor: _Tensor) -> int | None:
+    return storage_key(tensor)
+
+
+def _paths(out: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], _Tensor]]:
+    if isinstance(out, _Tensor):
+        return [(path, out)]
+    if isinstance(out, (tuple, list)):
+        return [found for n, each in enumerate(out) for found in _paths(each, (*path, n))]
+    return []

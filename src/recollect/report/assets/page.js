@@ -1,0 +1,18 @@
+// Draw what there is a place for.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const memory = document.getElementById("memory");
+  const frontier = document.getElementById("frontier");
+  const modules = document.getElementById("modules");
+  if (memory) memoryChart(memory, data.curves, data.budget);
+  if (frontier) frontierChart(frontier, data.points, data.plain_time, data.budget);
+  if (modules) {
+    const { texts } = data;
+    const rows = data.rows.map(([path, op, choice, bytes, seconds, reason]) => {
+      const row = { path: texts[path], op: texts[op], choice, bytes, seconds, reason: texts[reason] };
+      row.text = `${row.path} ${row.op} ${CHOICES[choice].join(" ")} ${row.reason}`.toLowerCase();
+      return row;
+    });
+    new Tree(modules, rows);
+  }
+})();

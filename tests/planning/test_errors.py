@@ -1,0 +1,272 @@
+"""What cannot be planned is refused: with what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.errors import CheckpointError
+from recollect.planning import planner
+from recollect.planning.api import planner_of
+from recollect.planning.planner import Planner
+from tests.planning._models import Custom, Made, made, squares
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_bound() -> Iterator[None]:
+    """Have no time spent on what no plan can be below: others test that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
+        yield
+
+
+def _model() -> Custom:
+    torch.manual_seed(0)
+    return Custom(3)
+
+
+X = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+
+
+def _never(out: Any) -> Tensor:
+    raise AssertionError("the step was run")
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [None, [1], True, False, 1 + 2j, torch.tensor(3), b"1GiB"])
+def test_a_budget_of_another_type(budget: Any) -> None:
+    with pytest.raises(TypeError, match="budget should be a number of bytes, a text such as") as e:
+        recollect.plan(_model(), X, budget, loss=_never)
+    assert type(budget).__name__ in str(e.value)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 0.0, -0.5, float("nan"), float("-inf")])
+def test_a_budget_that_is_not_more_than_nothing(budget: float) -> None:
+    with pytest.raises(ValueError, match="budget should be more than 0, but is"):
+        recollect.plan(_model(), X, budget, loss=_never)
+
+
+@pytest.mark.parametrize("budget", [1.5, 2.25, 1e6 + 0.5, float("inf")])
+def test_a_budget_that_is_neither_bytes_nor_a_fraction(budget: float) -> None:
+    with pytest.raises(ValueError, match="neither a number of bytes nor a fraction"):
+        recollect.plan(_model(), X, budget, loss=_never)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("12", "there is no unit"),
+        ("12 parsecs", "there is no unit 'parsecs'"),
+        ("12G", "'G' may mean GB or GiB"),
+        ("12Gb", "with a small b means bits"),
+        ("GiB", "is not a number and a unit of bytes"),
+        ("", "is not a number and a unit of bytes"),
+        ("-1GiB", "is not a number and a unit of bytes"),
+        ("1e3GiB", "there is no unit|is not a number and a unit"),
+        ("automatic", "is not a number and a unit of bytes"),
+        ("12GiB 3", "is not a number and a unit of bytes"),
+    ],
+)
+def test_a_budget_in_words_that_mean_none(budget: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recollect.plan(_model(), X, budget, loss=_never)
+
+
+@pytest.mark.parametrize("budget", [None, "12G", 1.5, -3])
+def test_a_frontier_refuses_the_same_budgets(budget: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"budget|12G"):
+        _frontier().plan_for(budget)
+
+
+def test_a_budget_of_nothing_in_words() -> None:
+    with pytest.raises((ValueError, recollect.InfeasibleBudget)):
+        recollect.plan(_model(), X, "0GiB", loss=squares)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", ["yes", "always", None, 2])
+def test_an_unknown_offload(offload: Any) -> None:
+    with pytest.raises(ValueError, match="offload should be True, False or 'auto', but is"):
+        recollect.plan(_model(), X, 0.5, loss=_never, offload=offload)
+
+
+def test_offload_where_there_is_no_device_to_offload_from() -> None:
+    with pytest.raises(ValueError, match=r"offload=True needs a CUDA device .* is on cpu"):
+        recollect.plan(_model(), X, 0.5, loss=_never, offload=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.AdamW, 3])
+def test_an_optimizer_that_is_none(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"):
+        recollect.plan(_model(), X, 0.5, loss=_never, optimizer=optimizer)
+
+
+def test_a_loss_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="loss should be a function of the model's output"):
+        recollect.plan(_model(), X, 0.5, loss="mse")
+
+
+def test_an_unknown_option() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        recollect.fit(_model(), X, 0.5, loss=_never, speed=3)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [None, "model", squares, Custom])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"model should be an nn\.Module, but got"):
+        recollect.plan(model, X, 0.5)
+
+
+def test_a_model_without_parameters_that_are_trained() -> None:
+    model = _model().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of this Custom requires a gradient"):
+        recollect.plan(model, X, 0.5, loss=_never)
+    with pytest.raises(ValueError, match="no parameter of this Tanh requires a gradient"):
+        recollect.plan(nn.Tanh(), X, 0.5, loss=_never)
+
+
+def test_a_model_whose_result_needs_no_gradient() -> None:
+    class Cut(Custom):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    with pytest.raises(ValueError, match="loss of this Cut depends on nothing that requires a"):
+        recollect.plan(Cut(), X, 0.5, loss=squares)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"loss should give one number .* gave a tensor of shape \[32, 48\]"),
+        (lambda out: out.sum().item(), "loss should give one number .* but gave"),
+        (lambda out: None, "loss should give one number .* but gave None"),
+        (lambda out: torch.zeros(()), "depends on nothing that requires a gradient"),
+    ],
+)
+def test_a_loss_that_backward_cannot_start_from(loss: Any, message: str) -> None:
+    model = _model()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        recollect.plan(model, X, 0.5, loss=loss)
+    assert type(model) is Custom
+    assert all(p.grad is None for p in model.parameters())
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+
+
+def test_a_part_that_is_checkpointed() -> None:
+    model = _model()
+    recollect.checkpointed(model.layers[1])
+    with pytest.raises(ValueError, match=r"its layers\.1 is checkpointed or has a plan already"):
+        recollect.plan(model, X, 0.5, loss=_never)
+    recollect.unwrap(model.layers[1])
+    recollect.plan(model, X, 1.0, loss=squares)
+
+
+def test_a_model_that_is_checkpointed_or_planned() -> None:
+    model = _model()
+    recollect.checkpointed(model)
+    with pytest.raises(ValueError, match="it is checkpointed or has a plan already"):
+        recollect.plan(model, X, 0.5, loss=_never)
+    recollect.unwrap(model)
+    plan = recollect.fit(model, X, 1.0, loss=squares)
+    with pytest.raises(ValueError, match="it is checkpointed or has a plan already"):
+        recollect.frontier(plan, X, loss=_never)
+
+
+def test_gradient_checkpointing_that_is_on() -> None:
+    class Pretrained(Custom):
+        is_gradient_checkpointing = True
+
+    with pytest.raises(
+        ValueError, match=r"Switch it off: model.gradient_checkpointing_disable\(\)"
+    ):
+        recollect.plan(Pretrained(), X, 0.5, loss=_never)
+
+
+def test_an_exception_of_the_model_comes_through_as_it_is() -> None:
+    class Fails(Custom):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        recollect.plan(Fails(), X, 0.5)
+
+
+def test_a_batch_that_the_model_does_not_take_is_reported_by_the_model() -> None:
+    with pytest.raises(TypeError, match=r"positional arguments|unexpected keyword"):
+        recollect.plan(_model(), (X, X), 0.5)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        recollect.plan(_model(), {"y": X}, 0.5)
+
+
+# --- no plan fits ---------------------------------------------------------------------------------
+
+
+@cache
+def _frontier() -> recollect.Frontier:
+    return recollect.frontier(_model(), X, loss=squares)
+
+
+def test_a_budget_that_no_plan_fits_says_what_would() -> None:
+    with pytest.raises(recollect.InfeasibleBudget) as caught:
+        _frontier().plan_for("2KiB")
+    error = caught.value
+    assert isinstance(error, CheckpointError)
+    assert isinstance(error, RuntimeError)
+    assert (error.budget, error.least) == (2048, _frontier().least)
+    text = str(error)
+    assert "no plan brings the step of this Custom down to 2.00 KiB (2,048 bytes)" in text
+    assert f"budget={error.least}" in text
+    assert "parameters" in text
+    assert "gradients, loss and workspace" in text
+
+
+@pytest.mark.parametrize("name", ["custom", "conv", "lstm"])
+def test_the_least_that_it_says_works_when_asked_for_by_a_new_call(name: str) -> None:
+    case: Made = made(name)
+    with pytest.raises(recollect.InfeasibleBudget) as caught:
+        recollect.plan(case.model, case.batch, 1024, loss=case.loss)
+    least = caught.value.least
+    plan = recollect.plan(case.model, case.batch, least, loss=case.loss)
+    assert plan.predicted_peak <= plan.budget == least
+    with pytest.raises(recollect.InfeasibleBudget):
+        recollect.plan(case.model, case.batch, least // 2, loss=case.loss)
+
+
+def test_a_fraction_that_no_plan_fits() -> None:
+    with pytest.raises(recollect.InfeasibleBudget) as caught:
+        _frontier().plan_for(0.01)
+    assert caught.value.budget == int(0.01 * _frontier().plain_peak)
+
+
+def test_nothing_is_left_applied_by_a_budget_that_no_plan_fits() -> None:
+    model = _model()
+    with pytest.raises(recollect.InfeasibleBudget):
+        recollect.fit(model, X, 1024, loss=squares)
+    assert type(model) is Custom
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_whoever_looks_on_is_told_what_is_being_done() -> None:
+    told: list[tuple[str, float]] = []
+    made_by = planner_of(_model(), X, lambda what, done: told.append((what, done)), loss=squares)
+    assert isinstance(made_by, Planner)
+    made_by.plan_for(made_by.least())
+    assert {what for what, _ in told} == {"recording a step", "solving", "trying the plan"}
+    assert all(0 <= done <= 1 for _, done in told)

@@ -1,0 +1,68 @@
+"""The exact solver finds what trying out everything finds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from recollect.planning import exact
+from recollect.planning.graph import Graph
+from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from recollect.planning.solving.bound import lower_bound
+from recollect.planning.solving.exact import NeedsScipy, solve_exact
+from tests.planning._graphs import decoder, random_dag
+
+
+def _by_trying(graph: Graph) -> list[tuple[int, float]]:
+    """The peak and the seconds of every schedule."""
+    found = []
+    for chosen in product((False, True), repeat=len(graph.choices)):
+        kept = frozenset(n for n, is_kept in zip(graph.choices, chosen, strict=True) if is_kept)
+        outcome = simulate(graph, Schedule(kept))
+        found.append((outcome.peak, outcome.seconds))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_finds_the_best(seed: int) -> None:
+    pytest.importorskip("scipy")
+    graph = random_dag(seed, 6 + seed % 7)
+    found = _by_trying(graph)
+    for part in (0.0, 0.15, 0.4, 0.7, 1.0):
+        budget = found[int(part * (len(found) - 1))][0]
+        schedule = solve_exact(graph, budget)
+        assert schedule is not None
+        outcome = simulate(graph, schedule)
+        best = min(seconds for peak, seconds in found if peak <= budget)
+        assert outcome.peak <= budget
+        assert outcome.seconds == pytest.approx(best, rel=1e-9, abs=0)
+    assert solve_exact(graph, found[0][0] - 1) is None
+
+
+@pytest.mark.parametrize("part", [0.75, 0.85, 0.95])
+def test_a_small_decoder_is_solved(part: float) -> None:
+    pytest.importorskip("scipy")
+    graph = decoder(1)
+    budget = round(part * simulate_plain(graph).peak)
+    schedule = solve_exact(graph, budget)
+    assert schedule is not None
+    outcome = simulate(graph, schedule)
+    assert outcome.peak <= budget
+    assert lower_bound(graph, budget) <= outcome.seconds <= 1.05 * lower_bound(graph, budget)
+
+
+def test_there_is_an_end_to_trying() -> None:
+    pytest.importorskip("scipy")
+    graph = decoder(8)
+    with pytest.raises(TimeoutError):
+        solve_exact(graph, round(0.7 * simulate_plain(graph).peak), seconds=0.05)
+
+
+def test_without_scipy_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(exact, "import_module", fail)
+    with pytest.raises(NeedsScipy, match=r"pip install 'recollect\[exact\]'"):
+        solve_exact(random_dag(0, 8), 1 << 20)

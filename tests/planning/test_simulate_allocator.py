@@ -1,0 +1,125 @@
+"""What the simulator says of any schedule is what the allocator does under it, to the byte.
+
+Schedules are drawn at random, from nothing kept to everything: a solver may come up with any.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import pytest
+import torch
+
+from recollect.modules import unwrap_module, wrap_module
+from recollect.planning.choices import Choices, trimmed
+from recollect.planning.planner import Planner
+from recollect.planning.runner import run_planned
+from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from tests._support import assert_identical, gradients, measure
+from tests.planning._models import CASES, Made, made, static_bytes
+
+#: How many schedules are drawn of each model.
+_SCHEDULES = 4
+
+
+class Bench:
+    """A model, and what is known of its step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.made = made(name)
+        self.graph = Planner(self.made.model, self.made.batch, self.made.loss).graph
+
+    @cached_property
+    def schedules(self) -> list[Schedule]:
+        draw = random.Random(self.name)
+        found = []
+        for number in range(_SCHEDULES):
+            part = number / (_SCHEDULES - 1)
+            kept = frozenset(n for n in self.graph.choices if draw.random() < part)
+            found.append(trimmed(self.graph, Schedule(kept)))
+        return found
+
+    def peaks(self, schedule: Schedule, steps: int) -> list[int]:
+        """What steps take: the first is recorded, and none is known to the engine from before."""
+        with self.under(schedule):
+            return [self.peak() for _ in range(steps)]
+
+    def peak(self) -> int:
+        done = self.made
+        done.model.zero_grad()
+        torch.manual_seed(1)
+        return measure(
+            done.forward, lambda out: done.loss_of(out).backward(), warm_up=False
+        ).peak + static_bytes(done.model)
+
+    @contextmanager
+    def under(self, schedule: Schedule) -> Iterator[None]:
+        decisions = Choices.of(self.graph, schedule).decisions()
+        wrap_module(
+            self.made.model, lambda f, args, kwargs: run_planned(f, args, kwargs, decisions)
+        )
+        try:
+            yield
+        finally:
+            unwrap_module(self.made.model)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param)
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench) -> list[tuple[int, list[int]]]:
+    """Of each schedule: the peak that is simulated, and those that were measured."""
+    return [
+        (simulate(bench.graph, schedule).peak, bench.peaks(schedule, 5))
+        for schedule in bench.schedules
+    ]
+
+
+#: Where it is not, with what the simulator says too much at most, as a part of it.
+_TOO_MUCH = {"moe": 0.001, "unrolled": 0.001, "encoder_decoder": 0.001}
+#: Where the call that is recorded takes more.
+_RECORDED = ("encoder_decoder", "hidden")
+
+
+def test_once_it_is_known_the_peak_is_the_simulated_one(
+    bench: Bench, found: list[tuple[int, list[int]]]
+) -> None:
+    # The last two of five: a step whose shapes depend on data is recorded more than once.
+    for simulated, measured in found:
+        for peak in measured[-2:]:
+            assert simulated * (1 - _TOO_MUCH.get(bench.name, 0)) <= peak <= simulated
+
+
+def test_the_call_that_is_recorded_takes_hardly_more(
+    request: pytest.FixtureRequest, bench: Bench, found: list[tuple[int, list[int]]]
+) -> None:
+    if bench.name in _RECORDED:
+        reason = "a recorded call holds up to 5% more than is simulated"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    for simulated, measured in found:
+        assert measured[0] == pytest.approx(simulated, rel=0.03, abs=0)
+
+
+def test_the_plain_step_is_simulated_to_the_byte(bench: Bench) -> None:
+    bench.peak()
+    assert simulate_plain(bench.graph).peak == bench.peak()
+
+
+def test_gradients_are_right_under_any_schedule(bench: Bench) -> None:
+    done: Made = bench.made
+    done.model.zero_grad()
+    done.step(seed=4)
+    expected = [None if g is None else g.clone() for g in gradients(done.model)]
+    for schedule in bench.schedules:
+        with bench.under(schedule):
+            for _ in range(2):
+                done.model.zero_grad()
+                done.step(seed=4)
+                assert_identical(gradients(done.model), expected)

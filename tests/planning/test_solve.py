@@ -1,0 +1,176 @@
+"""The fast solver: within the budget, never slower for more memory, and near the best there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from recollect.planning.graph import Graph, Link
+from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from recollect.planning.solving.chain import Chain
+from recollect.planning.solving.line import Line
+from recollect.planning.solving.solve import Solver
+
+
+def _load_graphs():
+    # The folders of tests are no packages.
+    spec = importlib.util.spec_from_file_location("_graphs", Path(__file__).with_name("_graphs.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+graphs = _load_graphs()
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    return graphs.GRAPHS[name]()
+
+
+@cache
+def solver_of(name: str) -> Solver:
+    return Solver(graph_of(name))
+
+
+def budgets_of(name: str, count: int = 23) -> list[int]:
+    low = solver_of(name).least().outcome.peak
+    high = simulate_plain(graph_of(name)).peak
+    return [low + (high - low) * n // (count - 1) for n in range(count)]
+
+
+every_graph = pytest.mark.parametrize("name", list(graphs.GRAPHS))
+
+
+@every_graph
+def test_stays_within_the_budget(name):
+    for budget in budgets_of(name):
+        solution = solver_of(name).solve(budget)
+        assert solution.outcome.peak <= budget
+        assert simulate(graph_of(name), solution.schedule) == solution.outcome
+
+
+@every_graph
+def test_more_memory_never_takes_longer(name):
+    seconds = [solver_of(name).solve(budget).outcome.seconds for budget in budgets_of(name)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@every_graph
+def test_least_is_the_lowest(name):
+    solver = solver_of(name)
+    lowest = solver.least().outcome.peak
+    assert solver.solve(lowest - 1) is None
+    assert solver.solve(lowest).outcome.peak == lowest
+    assert all(solution.outcome.peak >= lowest for solution in solver.frontier())
+    assert lowest < 0.75 * simulate_plain(graph_of(name)).peak
+
+
+@every_graph
+def test_enough_memory_costs_nothing(name):
+    graph = graph_of(name)
+    outcome = solver_of(name).solve(simulate_plain(graph).peak).outcome
+    assert outcome.seconds == pytest.approx(graph.plain_seconds, rel=1e-12)
+    assert outcome.rerun == 0
+
+
+@every_graph
+def test_the_frontier_goes_down(name):
+    for left, right in pairwise(solver_of(name).frontier()):
+        assert left.outcome.peak < right.outcome.peak
+        assert left.outcome.seconds > right.outcome.seconds
+
+
+@every_graph
+def test_keeps_nothing_that_it_may_not(name):
+    graph = graph_of(name)
+    everything = frozenset(range(len(graph.ops)))
+    for solution in solver_of(name).frontier():
+        kept = solution.schedule.kept
+        assert kept == everything or kept <= set(graph.choices)
+
+
+@pytest.mark.parametrize("name", ["random", "unet"])
+def test_two_solvers_agree(name):
+    again = Solver(graphs.GRAPHS[name]())
+    assert again.frontier() == solver_of(name).frontier()
+
+
+def best_within(graph: Graph) -> list[tuple[int, float]]:
+    """The true frontier, by trying everything."""
+    outcomes = [simulate_plain(graph)]
+    for count in range(len(graph.choices) + 1):
+        outcomes += [
+            simulate(graph, Schedule(frozenset(kept)))
+            for kept in combinations(graph.choices, count)
+        ]
+    found: list[tuple[int, float]] = []
+    for peak, seconds in sorted((outcome.peak, outcome.seconds) for outcome in outcomes):
+        if not found or seconds < found[-1][1]:
+            found.append((peak, seconds))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_near_the_best_of_all(seed):
+    graph = graphs.random_dag(seed, 11)
+    solver = Solver(graph)
+    truth = best_within(graph)
+    assert solver.least().outcome.peak <= 1.01 * truth[0][0]
+    for peak, seconds in truth:
+        solution = solver.solve(peak)
+        if solution is not None:
+            assert solution.outcome.seconds <= 1.02 * seconds
+
+
+def test_layers_that_are_alike_are_solved_once():
+    def menus(layers):
+        line = Line(graphs.decoder(layers))
+        chain = Chain(line, *line.cuts(400), points=20)
+        return len(chain._segments._menus)
+
+    assert menus(6) == menus(9)
+
+
+def test_nothing_to_choose():
+    make = graphs.Maker()
+    make.op("input", [], 1024)
+    graph = make.graph()
+    solver = Solver(graph)
+    assert solver.least().outcome == simulate_plain(graph)
+    assert len(solver.frontier()) == 1
+
+
+def test_tells_how_far_it_is():
+    told: list[float] = []
+    Solver(graph_of("random"), progress=told.append).least()
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+class TestOffload:
+    link = Link(5e10, 5e10)
+
+    def test_lowers_the_peak(self):
+        graph = graphs.decoder(2, link=self.link)
+        here, there = Solver(graph), Solver(graph, offload=True)
+        assert there.least().outcome.peak < here.least().outcome.peak
+        for solution in here.frontier()[::10]:
+            better = there.solve(solution.outcome.peak)
+            assert better.outcome.seconds <= solution.outcome.seconds
+
+    def test_stays_within_the_budget(self):
+        graph = graphs.decoder(2, link=self.link)
+        for solution in Solver(graph, offload=True).frontier():
+            assert simulate(graph, solution.schedule) == solution.outcome
+            assert all(graph.ops[op].can_send for op in solution.schedule.away)
+
+    def test_only_where_there_is_a_way(self):
+        solver = Solver(graph_of("random"), offload=True)
+        assert not any(solution.schedule.away for solution in solver.frontier())
