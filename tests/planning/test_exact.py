@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from recollect.planning import exact
 from recollect.planning.graph import Graph
 from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from recollect.planning.solving import exact
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.exact import NeedsScipy, solve_exact
 from tests.planning._graphs import decoder, random_dag

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from recollect.planning.graph import Graph
@@ -25,6 +26,8 @@ __all__ = ["send_away"]
 _Ways = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 _FIRST: _Ways = (1.0, 0.6), (0.06, 0.12, 0.3), (1.2, 3.0)
 _THEN: _Ways = (1.1, 0.95, 0.8, 0.3), (0.03, 0.09, 0.2, 0.5), (1.0, 1.5, 5.0)
+#: How many of the dearest ops are tried that a solution makes again.
+_FILLERS = 24
 #: A result that is so much smaller than the largest is not worth the copy.
 _SMALL = 64
 
@@ -37,6 +40,7 @@ def send_away(graph: Graph, pool: Pool, tries: int) -> None:
     # Where that was of use, other ways may be of more.
     better = [solution for solution in pool.frontier() if solution.schedule.away]
     _try_ways(sender, pool, better, _THEN, tries - tries // 2)
+    _fill(graph, pool, tries // 2)
 
 
 def _try_ways(
@@ -53,6 +57,25 @@ def _try_ways(
             if pool.count >= limit:
                 return
             pool.try_out(schedule)
+
+
+def _fill(graph: Graph, pool: Pool, tries: int) -> None:
+    """Of what solutions that send something make again, keep one more: there may be room for it."""
+    limit = pool.count + tries
+    for solution in [each for each in pool.frontier() if each.schedule.away]:
+        schedule = solution.schedule
+        uses = uses_under(graph, schedule)
+        again = [
+            number
+            for number in graph.choices
+            if number not in schedule.kept | schedule.away
+            and any(uses[value] for value in graph.results[number])
+        ]
+        again.sort(key=lambda number: graph.ops[number].seconds, reverse=True)
+        for number in again[:_FILLERS]:
+            if pool.count >= limit:
+                return
+            pool.try_out(replace(schedule, kept=schedule.kept | {number}))
 
 
 class _Sender:
