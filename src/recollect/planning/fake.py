@@ -56,10 +56,12 @@ def trace_fake(step: Step, link: Link | None = None, *, base: int | None = None)
             recordings: list[Any] = []
             with observed(step.model, trace, recordings, trace.wrap), trace:
                 fakes.run(partial(setattr, trace, "is_backward", True))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except Exception as error:
+        # The model and the loss are the user's, and may raise anything where there are no values.
+        text = str(error).partition("\n")[0]
         raise CannotPredict(
             f"model: the step of this {type(step.model).__name__} cannot be recorded without "
-            f"running it ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"running it ({type(error).__name__}: {text})"
         ) from error
     rates.settle()
     static = fakes.static_bytes() if base is None else base

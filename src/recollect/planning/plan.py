@@ -87,10 +87,11 @@ class Plan:
     def remove(self, model: M) -> M:
         """Have ``model`` run as it did before `apply`."""
         runner = vars(model).get(OPTIONS)
-        if not isinstance(runner, Runner):
+        if not isinstance(runner, Runner) or runner.plan != self:
+            which = "another plan" if isinstance(runner, Runner) else "no plan"
             raise ValueError(
-                f"model: no plan is applied to this {type(model).__name__}, so there is none to "
-                "remove"
+                f"model: {which} is applied to this {type(model).__name__}, so this one cannot be "
+                "removed"
             )
         unwrap_module(model)
         return model
@@ -126,7 +127,7 @@ class Plan:
             other = replanned(
                 self.choices, self.budget, model, args, kwargs, loss=self.loss, base=self.base
             )
-        except CannotPredict as error:
+        except (CannotPredict, ValueError) as error:
             warnings.warn(
                 "the plan was made for a batch of another shape, and is used for this one as it "
                 f"is, whether it fits or not: {error}",

@@ -135,7 +135,8 @@ class Planner:
 
     def least(self) -> int:
         """The lowest budget for which there is a plan."""
-        return self._measured(trimmed(self.graph, self.solver.least().schedule))
+        lowest = self._measured(trimmed(self.graph, self.solver.least().schedule))
+        return min(lowest, self.plain_peak)  # for which no plan is needed
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
         least = self.least()

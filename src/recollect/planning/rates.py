@@ -26,6 +26,7 @@ from recollect.torch_private import (
     OpOverload,
     no_dispatch_modes,
     op_name,
+    profiler_is_on,
     tree_leaves,
     tree_map_only,
 )
@@ -115,7 +116,6 @@ class Rates:
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         result: list[Any] = []
-        call.workspace = 0
         self._time(call, lambda: result.append(func(*args, **kwargs)), 1, 1)
         return result[0]
 
@@ -217,7 +217,9 @@ def allocated_by(run: Callable[[], Any]) -> list[int]:
 
 
 def quiet_profile() -> profile | None:
-    """A profiler of memory, started; None if another one is at work."""
+    """A profiler of memory, started; None if another one is at work, which this would end."""
+    if profiler_is_on():
+        return None
     # Without `acc_events` torch 2.11 warns that it forgets them at the end, where they are read.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from recollect.modules import OPTIONS
 from recollect.planning.choices import Choices, trimmed
-from recollect.planning.fake import trace_fake
+from recollect.planning.fake import CannotPredict, trace_fake
 from recollect.planning.links import measured_link
 from recollect.planning.simulate import simulate
 from recollect.planning.solving.solve import Solver
@@ -39,17 +40,20 @@ def replanned(
 ) -> Replanned:
     """The choices for a batch of ``model``, which is in the midst of a call by a plan.
 
-    The step is not run, but recorded on tensors without values. ``base``: bytes that are there
-    throughout. Raises ``CannotPredict`` if it cannot be.
+    The step is not run, but recorded on tensors without values, with ``loss`` or else the default
+    one. ``base``: bytes that are there throughout. Raises ``CannotPredict`` or ``ValueError`` if
+    it cannot be.
     """
-    step = Step(model, args, kwargs, loss)
-    runner = vars(model).pop(OPTIONS)  # to be called as it is without a plan
+    shadow = _shadow(model)
+    vars(shadow).pop(OPTIONS, None)  # to be called as it is without a plan
+    link = measured_link(Step(shadow, args, kwargs).device) if choices.away else None
     try:
-        with step.undone():
-            link = measured_link(step.device) if choices.away else None
-            graph = trace_fake(step, link, base=base)
-    finally:
-        vars(model)[OPTIONS] = runner
+        graph = trace_fake(Step(shadow, args, kwargs, loss), link, base=base)
+    except CannotPredict:
+        # A loss of the user's often has targets in it, of the shape of the batch that was planned.
+        if loss is None:
+            raise
+        graph = trace_fake(Step(shadow, args, kwargs), link, base=base)
     outcome = simulate(graph, choices.schedule_in(graph))
     if outcome.peak <= budget:
         return Replanned(choices, outcome.peak, outcome.seconds)
@@ -57,3 +61,22 @@ def replanned(
     solution = solver.solve(budget) or solver.least()
     other = Choices.of(graph, trimmed(graph, solution.schedule))
     return Replanned(other, solution.outcome.peak, solution.outcome.seconds)
+
+
+def _shadow(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
+    """The same modules once more, with the same parameters: other threads may use the model."""
+    known = {} if known is None else known
+    twin = known.get(id(module))
+    if twin is None:
+        twin = known[id(module)] = object.__new__(type(module))
+        attributes = vars(module)
+        for name, value in attributes.items():
+            # What forward notes in a list of the module's is not to be noted twice.
+            vars(twin)[name] = copy.copy(value) if type(value) in (list, dict, set) else value
+        for name in ("_parameters", "_buffers"):
+            vars(twin)[name] = dict(attributes[name])
+        vars(twin)["_modules"] = {
+            name: None if child is None else _shadow(child, known)
+            for name, child in attributes["_modules"].items()
+        }
+    return twin

@@ -17,6 +17,10 @@ from recollect.torch_private import dynamo_is_watching, run_without_dynamo
 __all__ = ["Runner", "run_planned"]
 
 
+#: For how many shapes of batches it is remembered what to do.
+_REMEMBERED = 64
+
+
 class Planned(Protocol):
     """What is needed of a plan to run by it."""
 
@@ -46,10 +50,25 @@ def run_planned(
     deposit = Deposit(host=by.store, last_first=True)
     is_done, result = replay_region(function, args, kwargs, by, deposit, False)
     if not is_done:
+        _warn_of_none(str(result))
         return function(*args, **kwargs)
     if by.away:
         deposit.arrive()  # forward is over: what is leaving would only be in the way
     return result
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_none(reason: str) -> None:
+    """Say once that a model runs without its plan."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"the plan is not in effect, and the step may exceed its budget: {reason}",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class Runner:
@@ -74,6 +93,8 @@ class Runner:
             return run_without_dynamo(self, function, args, kwargs)
         signature = signature_of_batch(args, kwargs)
         if signature not in self._known:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
             self._known[signature] = self._decide(signature, function, args, kwargs)
         decisions = self._known[signature]
         if decisions is None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from recollect.explain.unchanged import Unchanged
 from recollect.planning.rates import allocated_by
-from recollect.torch_private import storage_key, tree_leaves
+from recollect.torch_private import set_version, storage_key, tree_leaves
 
 __all__ = [
     "Loss",
@@ -55,8 +55,9 @@ def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
 
 
 def _told(leaf: Any) -> str:
-    is_constant = isinstance(leaf, (int, float, str, bool, type(None)))
-    return repr(leaf) if is_constant else type(leaf).__name__
+    # A number may be another one in every step, such as that of the step.
+    is_switch = isinstance(leaf, (str, bool, type(None)))
+    return repr(leaf) if is_switch else type(leaf).__name__
 
 
 def default_loss(output: Any) -> _Tensor:
@@ -252,7 +253,9 @@ class _OptimizerUndone:
         # On the host: the device may have no room for a second one of each.
         parameters = [p for group in groups for p in group["params"]]
         self._parameters = [(p, p.detach().cpu().clone()) for p in parameters]
+        self._versions = [(p, p._version) for p in parameters]
         self._gradients = [(p, p.grad) for p in parameters]
+        self._was_called = vars(self._optimizer).get("_opt_called")
         for parameter in parameters:
             parameter.grad = None
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -269,8 +272,12 @@ class _OptimizerUndone:
                 del state[parameter]
             for parameter, before in self._state.items():
                 _put_back(state[parameter], before)
+        for parameter, version in self._versions:
+            set_version(parameter, version)  # a graph that was there before can still go backward
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if self._was_called is None:
+            vars(self._optimizer).pop("_opt_called", None)
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
 

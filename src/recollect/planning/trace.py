@@ -91,7 +91,9 @@ class Trace(DispatchMode):
         number = -1
         if self.count_ops is not None and self.count_ops() > self._begun:
             number, self._begun = self._begun, self.count_ops()
-        inputs = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tensor)}
+        inputs = {
+            storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tensor)
+        }
         call, out = self.rates.run(func, args, kwargs)
         if call is None:  # a view, which makes and costs nothing
             return out
@@ -100,7 +102,7 @@ class Trace(DispatchMode):
         self.asks, self.freed, self.ends = [], [], []
         self.events.append(event)
         for path, tensor in _paths(out, ()):
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key is not None and key not in inputs and key not in self._known:
                 event.made[path] = self._add(tensor, key)
         return out
@@ -136,10 +138,6 @@ class Trace(DispatchMode):
             return unpack(saved.packed)
         finally:
             self.muted = muted
-
-
-def _key(tensor: _Tensor) -> int | None:
-    return storage_key(tensor)
 
 
 def _paths(out: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], _Tensor]]:

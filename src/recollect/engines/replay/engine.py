@@ -92,7 +92,7 @@ def replay_region(
     deposit: Deposit,
     offload_inputs: bool,
 ) -> tuple[bool, Any]:
-    """Run the function. False if it is to be run by the rerun engine, and has not been."""
+    """Run the function. False, and why, if others have to run it."""
     if _running.is_running:
         # The region around sees every op, and forgets what this one would.
         return True, function(*args, **kwargs)
@@ -120,13 +120,13 @@ def replay_region(
     return True, out
 
 
-def _leave(reason: str) -> tuple[bool, None]:
+def _leave(reason: str) -> tuple[bool, str]:
     """Leave a region to the rerun engine."""
     if reason.startswith(STRANGE):
         _warn_of_fallback(reason)
     if explaining.explainer is not None:
         explaining.explainer.left(reason)
-    return False, None
+    return False, reason
 
 
 def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
