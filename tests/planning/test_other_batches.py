@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import runner
 
 
 class Net(nn.Module):
@@ -91,13 +90,13 @@ def test_another_plan_is_not_removed(model):
     first.remove(model)
 
 
-def test_a_plan_that_is_not_in_effect_says_so(model, monkeypatch):
-    monkeypatch.setattr(runner, "_warned", set())
+def test_a_plan_that_is_not_in_effect_says_so(model):
     planned(model)
     x = torch.randn(256, 32)
     with saved_tensors_hooks(lambda t: t, lambda t: t):
-        with pytest.warns(UserWarning, match="the plan is not in effect"):
+        with pytest.warns(UserWarning, match="the plan is not in effect") as caught:
             model(x)
+        assert caught[0].filename == __file__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(x)  # once is enough

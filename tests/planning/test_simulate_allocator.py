@@ -59,9 +59,7 @@ class Bench:
     @contextmanager
     def under(self, schedule: Schedule) -> Iterator[None]:
         decisions = Choices.of(self.graph, schedule).decisions()
-        wrap_module(
-            self.made.model, lambda f, args, kwargs: run_planned(f, args, kwargs, decisions)
-        )
+        wrap_module(self.made.model, lambda *call: run_planned(*call, decisions, set()))
         try:
             yield
         finally:

@@ -40,6 +40,10 @@ def tight(model: nn.Module, batch: Any, loss: Any = squares) -> recollect.Plan:
     return plan_that_keeps(0.0, model, batch, loss)
 
 
+#: A plan is not in effect in such calls, and says so.
+may_refuse = pytest.mark.filterwarnings("ignore:the plan is not in effect")
+
+
 def played(model: nn.Module, act: Act, steps: int) -> list[Any]:
     """All that can be seen of some steps."""
     seen = []
@@ -537,6 +541,7 @@ def test_a_functional_call_with_other_weights() -> None:
     same(Layers, X, act)
 
 
+@may_refuse
 def test_gradients_of_functions_by_torch_func() -> None:
     def act(model: nn.Module, number: int) -> Any:
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -547,6 +552,7 @@ def test_gradients_of_functions_by_torch_func() -> None:
     same(Layers, X, act)
 
 
+@may_refuse
 def test_hooks_of_saved_tensors_around() -> None:
     def act(model: nn.Module, number: int) -> Any:
         with torch.autograd.graph.save_on_cpu():

@@ -7,6 +7,8 @@ same op is in ``Decoder: layers.3.mlp`` in forward and in ``Block: mlp`` when re
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 from weakref import WeakKeyDictionary
@@ -18,7 +20,7 @@ from torch import nn
 from recollect.checks.names import name_in
 from recollect.torch_private import MODULE_CALL
 
-__all__ = ["Names", "Place", "Stack"]
+__all__ = ["Names", "Place", "Stack", "warn_user"]
 
 #: File, line and function, the innermost first.
 Stack = tuple[tuple[str, int, str], ...]
@@ -73,6 +75,12 @@ class Place:
                 parts[-1].append(name)
             parent = module
         return " > ".join(_titled(part) for part in parts)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the user's line that is running, however far from here it is."""
+    file, line = Place(sys._getframe(1)).line
+    warnings.warn_explicit(message, UserWarning, file, line)
 
 
 def _module_called(frame: FrameType) -> nn.Module | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.choices import Choices
@@ -128,11 +128,9 @@ class Plan:
                 self.choices, self.budget, model, args, kwargs, loss=self.loss, base=self.base
             )
         except (CannotPredict, ValueError) as error:
-            warnings.warn(
+            warn_user(
                 "the plan was made for a batch of another shape, and is used for this one as it "
-                f"is, whether it fits or not: {error}",
-                UserWarning,
-                stacklevel=2,
+                f"is, whether it fits or not: {error}"
             )
             return self
         same = other.choices is self.choices

@@ -101,6 +101,7 @@ class Planner:
         self.solver = Solver(
             self.graph, offload=self._offload, progress=lambda done: progress("solving", done)
         )
+        self._told: set[str] = set()
         self._tried: dict[Schedule, int] = {}
         self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
 
@@ -181,7 +182,7 @@ class Planner:
     def _run_under(self, schedule: Schedule) -> int:
         model, (_, decisions) = self.step.model, self.choices(schedule)
         wrap_module(
-            model, lambda function, args, kwargs: run_planned(function, args, kwargs, decisions)
+            model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, self._told)
         )
         try:
             with self.step.undone():

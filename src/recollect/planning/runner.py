@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
 from recollect.engines.replay.engine import replay_region
 from recollect.planning.step import signature_of_batch
@@ -44,31 +44,27 @@ class Planned(Protocol):
 
 
 def run_planned(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], by: Decisions
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    by: Decisions,
+    told: set[str],
 ) -> Any:
-    """Call ``function`` with what it makes kept, sent away or dropped as decided."""
+    """Call ``function`` with what it makes kept, sent away or dropped as decided.
+
+    ``told``: the reasons for not doing so that the user has been warned of. One warning is enough.
+    """
     deposit = Deposit(host=by.store, last_first=True)
     is_done, result = replay_region(function, args, kwargs, by, deposit, False)
     if not is_done:
-        _warn_of_none(str(result))
+        reason = str(result)
+        if reason not in told:
+            told.add(reason)
+            warn_user(f"the plan is not in effect, and the step may exceed its budget: {reason}")
         return function(*args, **kwargs)
     if by.away:
         deposit.arrive()  # forward is over: what is leaving would only be in the way
     return result
-
-
-_warned: set[str] = set()
-
-
-def _warn_of_none(reason: str) -> None:
-    """Say once that a model runs without its plan."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f"the plan is not in effect, and the step may exceed its budget: {reason}",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 class Runner:
@@ -77,6 +73,7 @@ class Runner:
     def __init__(self, plan: Planned) -> None:
         self.plan = plan
         self._known: dict[Any, Decisions | None] = {}
+        self._told: set[str] = set()
 
     def __reduce__(self) -> Any:
         return Runner, (self.plan,)
@@ -99,7 +96,7 @@ class Runner:
         decisions = self._known[signature]
         if decisions is None:
             return function(*args, **kwargs)
-        return run_planned(function, args, kwargs, decisions)
+        return run_planned(function, args, kwargs, decisions, self._told)
 
     def _decide(
         self,
@@ -115,12 +112,10 @@ class Runner:
         model = getattr(function, "__self__", None)
         other = plan.for_batch(model, args, kwargs)
         if other.predicted_peak > plan.budget:
-            warnings.warn(
+            warn_user(
                 f"the plan was made for another batch, and this one needs "
                 f"{other.predicted_peak:,} bytes at least, which is more than its budget of "
-                f"{plan.budget:,}. Make a plan with the largest batch that there is",
-                UserWarning,
-                stacklevel=2,
+                f"{plan.budget:,}. Make a plan with the largest batch that there is"
             )
         return other.decisions
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Container, Iterable
 
-from recollect.checks.place import Place
+from recollect.checks.place import warn_user
 from recollect.policy.patterns import first_idle, listed
 from recollect.policy.rules import PatternRule
 from recollect.selective.rulings import Rulebook
@@ -35,9 +33,7 @@ def warn_of_unheard(rulebook: Rulebook, inside: Container[int], ran: Iterable[st
         return
     unheard = [rulebook.rules[rank].title for rank in sorted(ranks)]
     rulebook.unheard -= ranks  # once is enough
-    message = (
+    warn_user(
         f"the policy's {' and '.join(unheard)} matched nothing in the region. The ops that "
         f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
     )
-    file, line = Place(sys._getframe()).line
-    warnings.warn_explicit(message, UserWarning, file, line)

@@ -21,12 +21,12 @@ Backward:
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from recollect.checks.place import warn_user
 from recollect.engines.replay.check import Checker
 from recollect.engines.replay.consult import Consultation
 from recollect.engines.replay.direct import Decisions, Directed
@@ -257,9 +257,7 @@ def _warn_of_fallback(reason: str) -> None:
     """Say once that a region is rerun, and why."""
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(
+        warn_user(
             f"engine='replay' does not know how to replay {reason}: the region is run by the "
-            "rerun engine",
-            UserWarning,
-            stacklevel=2,
+            "rerun engine"
         )
