@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from recollect.planning.choices import trimmed
 from recollect.planning.plan import Plan
@@ -286,6 +287,21 @@ class Lstm(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
+class Packed(nn.Module):
+    """Sequences that are not all of one length, between layers of products."""
+
+    def __init__(self, width: int = 24, hidden: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        self.gru = nn.GRU(hidden, hidden, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = [x.shape[1] - row for row in range(len(x))]
+        packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True)
+        return self.head(pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0])
+
+
 class Unrolled(nn.Module):
     """Cell by cell."""
 
@@ -362,6 +378,7 @@ CASES: dict[str, Case] = {
     "conv": Case(ConvNet, lambda: (torch.randn(4, 3, 16, 16),)),
     "moe": Case(MoE, lambda: (torch.randn(4, 32, 32),)),
     "lstm": Case(Lstm, lambda: (torch.randn(8, 24, 24),)),
+    "packed": Case(Packed, lambda: torch.randn(8, 16, 24)),
     "unrolled": Case(Unrolled, lambda: (torch.randn(16, 12, 24),)),
     "with_loss": Case(WithLoss, _labelled, None),
     "loss_in_dict": Case(WithLossInDict, _labelled, None),

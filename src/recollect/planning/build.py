@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import pairwise
 
 from recollect.engines.replay.direct import key_of
 from recollect.engines.replay.kinds import kind_of
@@ -38,20 +39,14 @@ class _Builder:
         self._on_device = on_device
         #: By number of an op of the region: the moment in which it ran.
         self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
-        #: What autograd saved, as it was seen; some of that the plan has it hold.
-        views = [pack.view for pack in self._packs]
         self._forced = recording.plan.kept
-        self._held_by_autograd = {
-            number: view.buffer.number
-            for number, (view, pack) in enumerate(zip(views, self._packs, strict=True))
-            if view is not None and pack.view is None
-        }
-        #: The results of ops that must not run again.
+        #: The results of ops that must not run again, but for what opaque functions do not return.
         self._held = {
             buffer.number
             for op in self._tape.ops
             if op.keep is not None
             for buffer in results_of(op)
+            if buffer.unsure is None
         }
         #: Memories of the trace that are the region's, each with its number in the graph.
         self._managed: dict[int, int] = {}
@@ -215,12 +210,10 @@ class _Builder:
                 number = self._memories[self._memory_of(buffer)][0]
                 dies[number] = min(dies[number], moment)
         ends = self._ends()
-        for saved, buffer in self._held_by_autograd.items():
-            # This one was not held, but will be.
-            if buffer not in self._values:
-                continue
-            number = self._memories[self._memory_of(buffer)][0]
-            dies[number] = max(dies[number], ends.get(saved, 0))
+        for saved, pack in enumerate(self._packs):
+            memory = self._trace.saved[saved]
+            if pack.view is None and memory is not None:  # autograd holds it by any plan
+                dies[memory] = max(dies[memory], ends.get(saved, 0))
         return dies
 
     def _memory_of(self, buffer: int) -> int:
@@ -236,18 +229,35 @@ class _Builder:
                     found[buffer.number] = moment
         return found
 
+    def _others(self) -> tuple[list[int], list[int]]:
+        """Bytes that are not for the plan to change: made in each moment, and freed before it."""
+        events = self._trace.events
+        made = [self._size_of_others(event.made.values()) for event in events]
+        freed = [self._size_of_others(event.freed) for event in events]
+        for number, (event, following) in enumerate(pairwise(events)):
+            size = self._size_of_others([m for m in following.freed if m == event.sum_of])
+            if event.is_backward and size == made[number]:
+                # Autograd adds up gradients in place, but not where a mode looks on.
+                made[number] -= size
+                freed[number + 1] -= size
+        return made, freed
+
+    def _size_of_others(self, memories: Iterable[int]) -> int:
+        return sum(self._size(memory) for memory in memories if memory not in self._managed)
+
     def _make_moments(self, numbers: dict[int, int]) -> list[Moment]:
         trace = self._trace
         ends: list[list[int]] = [[] for _ in trace.events]
         for saved, moment in self._ends().items():
             if saved in numbers and moment >= 0:
                 ends[moment].append(numbers[saved])
+        made, freed = self._others()
         moments = []
         alive = 0
         for number, event in enumerate(trace.events):
-            alive -= sum(self._size(m) for m in event.freed if m not in self._managed)
+            alive -= freed[number]
             before = alive
-            alive += sum(self._size(m) for m in event.made.values() if m not in self._managed)
+            alive += made[number]
             asks = tuple(numbers[saved] for saved in event.asks if saved in numbers)
             during = alive + event.call.workspace
             moments.append(

@@ -35,6 +35,7 @@ class Event:
         freed: The memories that were let go before this op, and after the last one.
         ends: The saved tensors that were.
         is_backward: Whether backward had begun.
+        sum_of: The memory of its first argument, if it is a sum of tensors.
     """
 
     call: Call
@@ -44,6 +45,7 @@ class Event:
     freed: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     is_backward: bool = False
+    sum_of: int | None = None
 
 
 class Saved:
@@ -65,8 +67,8 @@ class Trace(DispatchMode):
         self.events: list[Event] = []
         #: By number of a memory: its bytes.
         self.sizes: list[int] = []
-        #: Of each saved tensor: how many ops had run when it was saved.
-        self.saved: list[int] = []
+        #: Of each saved tensor: the number of its memory, None if that was there before.
+        self.saved: list[int | None] = []
         #: What was asked for, freed and let go since the last op.
         self.asks: list[int] = []
         self.freed: list[int] = []
@@ -105,7 +107,15 @@ class Trace(DispatchMode):
             key = storage_key(tensor)
             if key is not None and key not in inputs and key not in self._known:
                 event.made[path] = self._add(tensor, key)
+        if func is torch.ops.aten.add.Tensor:
+            event.sum_of = self._number(args[0])
         return out
+
+    def _number(self, tensor: _Tensor) -> int | None:
+        """The number of the memory of ``tensor``; None if it was there before."""
+        key = storage_key(tensor)
+        known = None if key is None else self._known.get(key)
+        return None if known is None else known[1]
 
     def _add(self, tensor: _Tensor, key: int) -> int:
         number = len(self.sizes)
@@ -120,7 +130,7 @@ class Trace(DispatchMode):
     def pack(self, pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Saved:
         """The hook that is called when autograd saves a tensor."""
         saved = Saved(len(self.saved), pack(tensor))
-        self.saved.append(len(self.events))
+        self.saved.append(self._number(tensor))
         self._watch(saved)
         return saved
 

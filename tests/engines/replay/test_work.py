@@ -341,6 +341,38 @@ def test_in_a_recording_too_what_can_be_had_again_is_dropped_as_forward_goes(cal
     assert found.peak == 2 * BYTES
 
 
+class Recurrent(nn.Module):
+    """Two layers of what torch has; ``lengths``: those of the sequences, if they are told."""
+
+    def __init__(self, kind: type[nn.Module], lengths: list[int] | None = None) -> None:
+        super().__init__()
+        self.layers = kind(16, 16, 2, dropout=0.1)
+        self.lengths = lengths
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lengths is None:
+            return self.layers(x.sin())[0].sin()
+        packed = nn.utils.rnn.pack_padded_sequence(x.sin(), self.lengths)
+        return nn.utils.rnn.pad_packed_sequence(self.layers(packed)[0])[0].sin()
+
+
+@CALLS
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_hold_their_output(kind: type[nn.Module], call: int) -> None:
+    found = memory(replay, lambda: Recurrent(kind), (12, 4, 16), call)
+    states = 2 * torch.get_rng_state().nbytes
+    assert found.held <= 4 * 12 * 4 * 16 + states
+
+
+@CALLS
+def test_what_an_opaque_function_does_not_return_is_not_held(call: int) -> None:
+    """It cannot be run again, so autograd holds what it saved, and nobody more than that."""
+    bare = memory(plain, lambda: Recurrent(nn.GRU, [12, 9, 7, 3]), (12, 4, 16), 1)
+    ours = memory(replay, lambda: Recurrent(nn.GRU, [12, 9, 7, 3]), (12, 4, 16), call)
+    assert ours.held <= bare.held
+    assert ours.peak <= 1.02 * bare.peak
+
+
 OPS = [aten.mm.default, aten.addmm.default, aten.bmm.default, ATTENTION]
 
 

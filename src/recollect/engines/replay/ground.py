@@ -77,6 +77,8 @@ class Ground:
         self.writes_outside = False
         #: What the function has written to.
         self.written: set[Memory] = set()
+        #: What an opaque function has made so far. Only what it returns will be read again.
+        self.inner: set[Memory] = set()
         self._memories: dict[int, Memory] = {}
         #: What is held whose last write may not have been counted yet.
         self._new: list[Held] = []
@@ -211,6 +213,13 @@ class Ground:
             tensor = reference()
             if not buffer.is_last and tensor is not None and tensor._version != version:
                 buffer.is_spoilt = True
+
+    def end_inner(self) -> None:
+        """The opaque function is over: what of its own is not held by now is not to be had."""
+        for memory in self.inner:
+            if memory.buffer.number not in self.recall.kept:
+                memory.buffer.unsure = OPAQUE
+        self.inner.clear()
 
     def expose(self, tensor: _Tensor) -> None:
         """Somebody gets a way to the memory of a tensor, and may change it."""

@@ -210,7 +210,7 @@ class OpRecorder(DispatchMode):
                 new.unsure = "state of the model"
             elif memory.is_exposed:
                 new.unsure = OPAQUE
-            elif _holds(op, None):
+            elif _holds(op, None) and memory not in ground.inner:
                 ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
             elif old.number not in op.fresh:
                 new.unsure = old.unsure
@@ -225,7 +225,9 @@ class OpRecorder(DispatchMode):
                 return
             memory = ground.add(tensor)
             op.make(path, memory.buffer)
-            if _holds(op, len(op.makes) - 1):
+            if ground.step is not None and ground.step.is_opaque:
+                ground.inner.add(memory)
+            elif _holds(op, len(op.makes) - 1):
                 ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
             elif kind.leaves_empty:
                 memory.buffer.unsure = OPAQUE

@@ -247,6 +247,7 @@ class Recorder(TorchFunctionMode):
             if pack.view is not None and memory is not None:
                 self._note_saved(memory, ticket[0], pack.view, returned)
             self._settle(ticket, pack.view)
+        ground.end_inner()
         if ground.written:
             self._note_changed(step, [*args, *kwargs.values()])
             ground.end_writes()
@@ -284,6 +285,8 @@ class Recorder(TorchFunctionMode):
         if is_given and _is_made_in(step, buffer):
             # Made of constants, as by torch.tensor(): it is there as of now.
             buffer.unsure = None
+            ground.hold(view, tensor, None)
+        elif memory in ground.inner and buffer.unsure is None:
             ground.hold(view, tensor, None)
         return view
 
@@ -424,8 +427,8 @@ class Recorder(TorchFunctionMode):
 
 def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:
     if function in UNREADABLE_IF_PACKED:
-        # Beside the states there is only one tensor otherwise, the input.
-        return len(args) > 1 and isinstance(args[1], _Tensor)
+        # In the fourth place is a switch otherwise, whether there are biases.
+        return len(args) < 4 or not isinstance(args[3], bool)
     return function in UNREADABLE or not (is_of_torch(function) or is_op_of_others(function))
 
 

@@ -365,7 +365,7 @@ UNREADABLE: frozenset[Any] = frozenset(
     | {getattr(torch, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence")}
 )
 
-#: The same, if their second argument is a tensor: how long the sequences are.
+#: The same, if they are told how long the sequences are.
 UNREADABLE_IF_PACKED: frozenset[Any] = frozenset(
     {getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 )
