@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from recollect.torch_private import stderr_hushed
+
 T = TypeVar("T")
 
 _FORWARD = "recollect.measure: forward"
@@ -65,13 +67,13 @@ def held_and_peak(forward: Callable[[], T], backward: Callable[[T], object]) -> 
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     gc.collect()
     with collector_off():
-        with _stderr_hushed():
+        with stderr_hushed():
             profiler.start()
         with record_function(_FORWARD):
             result = forward()
         backward(result)
         del result
-        with _stderr_hushed():
+        with stderr_hushed():
             profiler.stop()
     return _held_and_peak(profiler)
 
@@ -102,23 +104,6 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _stderr_hushed() -> Iterator[None]:
-    """Discard what is written to stderr below Python.
-
-    torch 2.13 announces the start and the stop of every profile there, at a log level that is read
-    only as torch loads.
-    """
-    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
 
 
 def clear_gradients(module: nn.Module, *inputs: Tensor) -> None:

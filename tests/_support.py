@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_flatten
 
 import recollect
+from recollect.torch_private import stderr_hushed
 
 Run = Callable[..., Any]
 Scenario = Callable[[Run], Any]
@@ -158,7 +158,7 @@ def measure(
     if warm_up:
         backward(forward())
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with collector_off(), _stderr_hushed(), profiler, record_function(_STEP):
+    with collector_off(), stderr_hushed(), profiler, record_function(_STEP):
         with record_function(_FORWARD):
             result = forward()
         backward(result)
@@ -193,16 +193,3 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _stderr_hushed() -> Iterator[None]:
-    """Drop what torch's profiler writes to stderr from below Python at every start and stop."""
-    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)

@@ -451,6 +451,7 @@ def test_the_doctor_reports_whatever_goes_wrong(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_doctor_looks_at_the_gpu(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out

@@ -8,6 +8,7 @@ release drops or changes one of them.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 import types
@@ -111,6 +112,7 @@ __all__ = [
     "set_grad_enabled",
     "set_graph_exec_group",
     "set_version",
+    "stderr_hushed",
     "storage_key",
     "strangeness_of",
     "tag_in_trace",
@@ -488,6 +490,23 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def profiler_is_on() -> bool:
     """Whether torch's profiler is at work in this thread."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+@contextmanager
+def stderr_hushed() -> Iterator[None]:
+    """Discard what is written to stderr below Python.
+
+    torch 2.13 announces the start and the stop of every profile there, at a log level that is read
+    only as torch loads.
+    """
+    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)
 
 
 def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:

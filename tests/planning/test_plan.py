@@ -10,7 +10,6 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import planner
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -33,13 +31,7 @@ from tests.planning._models import (
     static_bytes,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_bound() -> Iterator[None]:
-    """Have no time spent on what no plan can be below: others test that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
-        yield
+pytestmark = pytest.mark.usefixtures("no_bound")
 
 
 def _model(layers: int = 3) -> Decoder:

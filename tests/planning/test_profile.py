@@ -7,7 +7,6 @@ import gc
 import itertools
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.planning import planner
 from recollect.planning.fake import CannotPredict, predict_step, trace_fake
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
@@ -37,13 +35,7 @@ from tests.planning._models import (
     tokens,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_bound() -> Iterator[None]:
-    """Have no time spent on what no plan can be below: others test that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
-        yield
+pytestmark = pytest.mark.usefixtures("no_bound")
 
 
 # --- no trace -------------------------------------------------------------------------------------

@@ -197,21 +197,14 @@ def test_buffers_that_forward_replaces() -> None:
     same(Replaces, X)
 
 
-def test_spectral_norm_takes_one_step_of_its_power_iteration() -> None:
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm"])
+def test_parametrizations(norm: str) -> None:
+    """One of them takes a step of its power iteration in every forward."""
+
     def make() -> nn.Module:
         model = Layers()
-        for number in range(5):
-            nn.utils.parametrizations.spectral_norm(model.layers[number])
-        return model
-
-    same(make, X)
-
-
-def test_weight_norm() -> None:
-    def make() -> nn.Module:
-        model = Layers()
-        for number in range(5):
-            nn.utils.parametrizations.weight_norm(model.layers[number])
+        for layer in model.layers:
+            getattr(nn.utils.parametrizations, norm)(layer)
         return model
 
     same(make, X)

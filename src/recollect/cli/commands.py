@@ -12,7 +12,7 @@ from recollect.cli.target import Target, load_target
 from recollect.planning.api import Frontier, planner_of
 from recollect.planning.plan import Plan
 from recollect.planning.step import split_batch
-from recollect.report.table import columns
+from recollect.report.columns import columns
 from recollect.report.units import bytes_text, seconds_text
 
 __all__ = ["explain", "frontier", "plan"]

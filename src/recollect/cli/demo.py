@@ -19,7 +19,7 @@ from recollect.cli.screen import Status, say
 from recollect.planning.api import Frontier, planner_of
 from recollect.planning.plan import Plan
 from recollect.planning.step import Step
-from recollect.report.table import columns
+from recollect.report.columns import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
 from recollect.report.words import longer_text
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from recollect.explain.rows import HELD, OUTSIDE, Call, Row, Totals
-from recollect.explain.text import render, share_of, size
+from recollect.explain.text import render, share_of
+from recollect.report.units import bytes_text
 
 __all__ = ["Explanation"]
 
@@ -63,9 +64,9 @@ class Explanation:
         if inputs <= _MUCH * self.held_bytes:
             return None
         return (
-            f"Inputs of regions are {size(inputs)}, {share_of(inputs, self.held_bytes)} of what is "
-            "held. Fewer and larger regions have fewer inputs; offload_inputs=True moves them to "
-            "the host."
+            f"Inputs of regions are {bytes_text(inputs)}, {share_of(inputs, self.held_bytes)} of "
+            "what is held. Fewer and larger regions have fewer inputs; offload_inputs=True moves "
+            "them to the host."
         )
 
     def _about_outside(self) -> str | None:
@@ -75,13 +76,13 @@ class Explanation:
             return None
         largest = max(rows, key=lambda row: row.bytes)
         return (
-            f"{size(outside)}, {share_of(outside, self.held_bytes)} of what is held, is kept "
+            f"{bytes_text(outside)}, {share_of(outside, self.held_bytes)} of what is held, is kept "
             "outside of any region, where no policy reaches it. The largest part is "
-            f"{size(largest.bytes)} of {largest.op} in {largest.path or 'the function'}."
+            f"{bytes_text(largest.bytes)} of {largest.op} in {largest.path or 'the function'}."
         )
 
     def __str__(self) -> str:
         return render(self.rows, self.calls, self.totals, self.held_bytes, self.remarks)
 
     def __repr__(self) -> str:
-        return f"<Explanation: {size(self.held_bytes)} held, {len(self.rows)} rows>"
+        return f"<Explanation: {bytes_text(self.held_bytes)} held, {len(self.rows)} rows>"

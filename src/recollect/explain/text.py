@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from recollect.explain.rows import HELD, Call, Row, Totals
+from recollect.report.columns import columns
+from recollect.report.units import bytes_text
 
 _T = TypeVar("_T")
 
-__all__ = ["render", "share_of", "size"]
+__all__ = ["render", "share_of"]
 
 #: How many lines there are at most of each sort.
 _LINES = 40
@@ -27,16 +29,6 @@ _SUMS = (
     ("offloaded", "offloaded"),
     ("recomputed", "recomputed, and hence not held"),
 )
-
-
-def size(count: int) -> str:
-    """A number of bytes, for people."""
-    amount, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
 
 
 def share_of(part: int, whole: int) -> str:
@@ -64,9 +56,9 @@ def _rows_table(rows: Sequence[Row]) -> str:
     groups = _grouped(rows, _what_a_line_says)
     shown, left = _largest(groups, _LINES)
     lines = [_line(group) for group in shown]
-    text = _table(_HEADER, lines, right=(3,))
+    text = columns(_HEADER, lines, left=(0, 1, 2, 4, 5))
     if left:
-        text += f"\n... and {len(left)} smaller lines, {size(sum(map(_bytes, left)))}"
+        text += f"\n... and {len(left)} smaller lines, {bytes_text(sum(map(_bytes, left)))}"
     return text if rows else "Nothing is held, and nothing is recomputed."
 
 
@@ -82,7 +74,7 @@ def _line(group: list[Row]) -> tuple[str, ...]:
         path + count,
         row.op,
         f"{shape} {dtype}",
-        size(memory) if memory else "-",
+        bytes_text(memory) if memory else "-",
         row.fate,
         reason,
     )
@@ -93,10 +85,10 @@ def _modules_table(rows: Sequence[Row]) -> str:
     groups = _grouped(held, lambda row: _pattern(row.path))
     shown, left = _largest(groups, _MODULES)
     shown.sort(key=_bytes, reverse=True)
-    lines = [(_path(group), size(_bytes(group))) for group in shown]
+    lines = [(_path(group), bytes_text(_bytes(group))) for group in shown]
     if left:
-        lines.append((f"{len(left)} others", size(sum(map(_bytes, left)))))
-    return _table(("held by module", "memory"), lines, right=(1,)) if lines else ""
+        lines.append((f"{len(left)} others", bytes_text(sum(map(_bytes, left)))))
+    return columns(("held by module", "memory"), lines, left=(0,)) if lines else ""
 
 
 def _calls_table(calls: Sequence[Call]) -> str:
@@ -104,7 +96,7 @@ def _calls_table(calls: Sequence[Call]) -> str:
     groups = _grouped(calls, lambda call: (_pattern(call.region), call.engine, call.notes))
     lines = [_call_line(group) for group in groups]
     is_usual = all(call.engine == "rerun" and not call.notes for call in calls)
-    return "" if is_usual else _table(("region", "engine", "note"), lines, right=())
+    return "" if is_usual else columns(("region", "engine", "note"), lines, left=(0, 1, 2))
 
 
 def _call_line(group: list[Call]) -> tuple[str, ...]:
@@ -114,24 +106,9 @@ def _call_line(group: list[Call]) -> tuple[str, ...]:
 
 
 def _sums(totals: Totals, held: int) -> str:
-    lines = [(name, size(totals.by_fate[fate])) for fate, name in _SUMS]
-    lines.insert(2, ("held after forward", size(held)))
-    return _table(("in all", "memory"), lines, right=(1,))
-
-
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    """Lay out ``lines`` under ``header``; the columns ``right`` are flush right."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-
-    def laid_out(cells: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    rule = ["-" * width for width in widths]
-    return "\n".join(map(laid_out, (header, rule, *lines)))
+    lines = [(name, bytes_text(totals.by_fate[fate])) for fate, name in _SUMS]
+    lines.insert(2, ("held after forward", bytes_text(held)))
+    return columns(("in all", "memory"), lines, left=(0,))
 
 
 # --- rows that say the same -----------------------------------------------------------------------

@@ -231,18 +231,10 @@ class Planner:
         self, budget: int, schedule: Schedule, outcome: Outcome, peak: int, bound: float
     ) -> Picture:
         chosen = Point("this plan", peak, outcome.seconds, "chosen")
-        return Picture(
-            title=type(self.step.model).__name__,
-            device=_name_of(self.step.device),
+        return replace(
+            self._sketch(outcome, bound),
             budget=budget,
             predicted_peak=peak,
-            predicted_time=outcome.seconds,
-            plain_peak=self.plain_peak,
-            plain_time=self.profile.seconds,
-            bound_time=bound,
-            gap=outcome.seconds / bound - 1,
-            before=_thin(simulate_plain(self.graph, curve=True)),
-            after=_thin(outcome),
             rows=rows_of(self.graph, schedule),
             points=(*self.points(), chosen),
             parts=tuple(zip(_PARTS, outcome.parts, strict=True)),
@@ -254,7 +246,11 @@ class Planner:
         solution = self.solver.least()
         outcome = simulate(self.graph, solution.schedule, curve=True)
         bound = lower_bound(self.graph, outcome.peak, offload=self._offload)
-        bound = min(bound, outcome.seconds)
+        note = "Without a budget: the curves are plain, and the plan of the lowest peak."
+        return replace(self._sketch(outcome, min(bound, outcome.seconds)), notes=(note,))
+
+    def _sketch(self, outcome: Outcome, bound: float) -> Picture:
+        """What all pictures of the step show."""
         return Picture(
             title=type(self.step.model).__name__,
             device=_name_of(self.step.device),
@@ -269,7 +265,6 @@ class Planner:
             after=_thin(outcome),
             rows=(),
             points=tuple(self.points()),
-            notes=("Without a budget: the curves are plain, and the plan of the lowest peak.",),
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -8,11 +8,9 @@ runs; where it cannot run at all (fake tensors), by what such ops were seen to m
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +25,7 @@ from recollect.torch_private import (
     no_dispatch_modes,
     op_name,
     profiler_is_on,
+    stderr_hushed,
     tree_leaves,
     tree_map_only,
 )
@@ -203,7 +202,7 @@ def allocated_by(run: Callable[[], Any]) -> list[int]:
     try:
         run()
     finally:
-        with _hushed():
+        with stderr_hushed():
             profiler.stop()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
@@ -223,24 +222,11 @@ def quiet_profile() -> profile | None:
     # Without `acc_events` torch 2.11 warns that it forgets them at the end, where they are read.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     try:
-        with _hushed():
+        with stderr_hushed():
             profiler.start()
     except RuntimeError:
         return None
     return profiler
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Discard what torch writes to stderr, below Python, as a profile begins and ends."""
-    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
 
 
 def _repeatable(

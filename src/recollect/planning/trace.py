@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 
+from recollect.engines.replay.tape import tensors_of
 from recollect.planning.rates import Call, Rates
 from recollect.torch_private import DispatchMode, no_function_modes, storage_key, tree_leaves
 
@@ -103,7 +104,7 @@ class Trace(DispatchMode):
         event.is_backward = self.is_backward
         self.asks, self.freed, self.ends = [], [], []
         self.events.append(event)
-        for path, tensor in _paths(out, ()):
+        for path, tensor in tensors_of(out):
             key = storage_key(tensor)
             if key is not None and key not in inputs and key not in self._known:
                 event.made[path] = self._add(tensor, key)
@@ -148,11 +149,3 @@ class Trace(DispatchMode):
             return unpack(saved.packed)
         finally:
             self.muted = muted
-
-
-def _paths(out: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], _Tensor]]:
-    if isinstance(out, _Tensor):
-        return [(path, out)]
-    if isinstance(out, (tuple, list)):
-        return [found for n, each in enumerate(out) for found in _paths(each, (*path, n))]
-    return []

@@ -6,11 +6,12 @@ import textwrap
 from collections.abc import Sequence
 
 from recollect.report.alike import CHOICES, Group, Sum, grouped
+from recollect.report.columns import columns
 from recollect.report.picture import Picture
 from recollect.report.units import bytes_text, percent_text, seconds_text
 from recollect.report.words import figures, heading, longer_text
 
-__all__ = ["columns", "frontier_table", "table"]
+__all__ = ["frontier_table", "table"]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 100
@@ -111,18 +112,3 @@ def _short(name: str) -> str:
         return name
     half = (_NAME - 3) // 2
     return f"{name[:half]}...{name[-half:]}"
-
-
-def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """``lines`` under ``header``, flush right but for the columns ``left``."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-
-    def laid_out(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
-
-    rule = ["-" * width for width in widths]
-    return "\n".join(map(laid_out, (header, rule, *lines)))

@@ -11,7 +11,7 @@ from recollect.engines.replay.direct import Directed, Direction, arrivals_after
 from recollect.engines.replay.ground import OPAQUE, Ground, Memory
 from recollect.engines.replay.kinds import Kind, kind_of
 from recollect.engines.replay.steps import tensors_in
-from recollect.engines.replay.tape import Buffer, Op, View, Views, is_whole
+from recollect.engines.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
 from recollect.selective.rulings import Ruling
 from recollect.state.devices import device_module
 from recollect.torch_private import (
@@ -217,7 +217,7 @@ class OpRecorder(DispatchMode):
 
     def _note_results(self, op: Op, kind: Kind, out: Any) -> None:
         ground = self._ground
-        for path, tensor in _paths(out, ()):
+        for path, tensor in tensors_of(out):
             if ground.memory(tensor) is not None:
                 continue  # an argument, a view of one, or a view of another result
             if not is_plain_tensor(tensor):
@@ -291,12 +291,3 @@ def _times(buffer: Buffer, op: Op) -> int:
     values = [*op.args, *op.kwargs.values()]
     flat = [each for value in values for each in (value if type(value) is Views else [value])]
     return sum(type(each) is View and each.buffer is buffer for each in flat)
-
-
-def _paths(out: Any, path: tuple[int, ...]) -> list[tuple[tuple[int, ...], _Tensor]]:
-    """The tensors that an op returns, each with where it is."""
-    if isinstance(out, _Tensor):
-        return [(path, out)]
-    if isinstance(out, (tuple, list)):
-        return [found for n, each in enumerate(out) for found in _paths(each, (*path, n))]
-    return []

@@ -29,6 +29,7 @@ __all__ = [
     "is_whole",
     "layout_of",
     "results_of",
+    "tensors_of",
     "view_of",
 ]
 
@@ -63,6 +64,15 @@ def copy_of_memory(tensor: torch.Tensor) -> torch.Tensor:
     storage: Any = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """The tensors that an op returns, each with where in ``out`` it is."""
+    if isinstance(out, torch.Tensor):
+        return [(path, out)]
+    if isinstance(out, (tuple, list)):
+        return [found for n, each in enumerate(out) for found in tensors_of(each, (*path, n))]
+    return []
 
 
 def is_whole(layout: Layout, nbytes: int) -> bool:
