@@ -82,8 +82,6 @@ def found(bench: Bench) -> list[tuple[int, list[int]]]:
 
 #: Where it is not, with what the simulator says too much at most, as a part of it.
 _TOO_MUCH = {"moe": 0.001, "unrolled": 0.001, "encoder_decoder": 0.001}
-#: Where the call that is recorded takes more.
-_RECORDED = ("encoder_decoder", "hidden")
 
 
 def test_once_it_is_known_the_peak_is_the_simulated_one(
@@ -96,13 +94,12 @@ def test_once_it_is_known_the_peak_is_the_simulated_one(
 
 
 def test_the_call_that_is_recorded_takes_hardly_more(
-    request: pytest.FixtureRequest, bench: Bench, found: list[tuple[int, list[int]]]
+    bench: Bench, found: list[tuple[int, list[int]]]
 ) -> None:
-    if bench.name in _RECORDED:
-        reason = "a recorded call holds up to 5% more than is simulated"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    for simulated, measured in found:
-        assert measured[0] == pytest.approx(simulated, rel=0.03, abs=0)
+    # Until forward is over it holds where generators stood, whether that will be needed or not.
+    states = sum(op.state for op in bench.graph.ops)
+    for simulated, (measured, *_) in found:
+        assert simulated * (1 - _TOO_MUCH.get(bench.name, 0)) <= measured <= simulated + states
 
 
 def test_the_plain_step_is_simulated_to_the_byte(bench: Bench) -> None:

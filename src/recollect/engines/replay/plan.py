@@ -15,7 +15,7 @@ from recollect.engines.replay.mincut import FOREVER, minimum_cut
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, Tape, results_of
 
-__all__ = ["Plan", "first_uses", "holdable", "uses_of"]
+__all__ = ["Plan", "first_uses", "holdable", "saved_by", "uses_of"]
 
 
 def first_uses(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[tuple[int, int]]:
@@ -75,7 +75,7 @@ class Plan:
         can_be_held = holdable(steps)
         _hold_saved(steps, _blocked(tape) - can_be_held)
         planned = _planned(tape, can_be_held)
-        chosen = _choose(tape, _asked(steps), can_be_held, planned) | planned.keys()
+        chosen = _choose(tape, saved_by(steps), can_be_held, planned) | planned.keys()
         #: What is not made again.
         self.kept = chosen
         #: What of that goes to a store.
@@ -86,7 +86,7 @@ class Plan:
         )
         here = chosen - self.away
         #: How often each buffer is wanted. What autograd saved of the kept stays with autograd.
-        tickets = [buffer for buffer in _asked(steps) if buffer.number not in here]
+        tickets = [buffer for buffer in saved_by(steps) if buffer.number not in here]
         self.uses = uses_of(tape, tickets, chosen)
         #: What is held for others to be made from, with how many tickets need it no more by then.
         self.order = first_uses(tape, tickets, chosen)
@@ -110,7 +110,8 @@ class Plan:
         )
 
 
-def _asked(steps: list[Step]) -> list[Buffer]:
+def saved_by(steps: list[Step]) -> list[Buffer]:
+    """What autograd saves in ``steps``, and does not hold itself."""
     packs = (pack for step in steps for pack in step.packs)
     return [pack.view.buffer for pack in packs if pack.view is not None]
 
@@ -135,7 +136,7 @@ def _hold_saved(steps: list[Step], numbers: set[int]) -> None:
 def holdable(steps: list[Step]) -> set[int]:
     """The buffers that are seen by the time the step that made them ends."""
     found: set[int] = set()
-    saved = {buffer.number for buffer in _asked(steps)}
+    saved = {buffer.number for buffer in saved_by(steps)}
     for step in steps:
         first, last = step.ops
         seen = [view.buffer for view in step.returns if view is not None]

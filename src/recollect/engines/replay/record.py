@@ -21,7 +21,7 @@ from recollect.engines.replay.ground import OPAQUE, Ground, Memory, start_of
 from recollect.engines.replay.held import Ticket, hold_for_good
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.ops import OpRecorder
-from recollect.engines.replay.plan import first_uses, uses_of
+from recollect.engines.replay.plan import first_uses, saved_by, uses_of
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import (
@@ -122,9 +122,11 @@ class Recorder(TorchFunctionMode):
         asked = [ticket[2].buffer for ticket in recall.tickets]
         recall.let_go(uses_of(ground.tape, asked, recall.kept))
         recall.order(first_uses(ground.tape, asked, recall.kept))
+        saved = {buffer.number for buffer in saved_by(self._steps)}
         for number, held in recall.kept.items():
-            if ground.tape.buffers[number].is_output and held.away is None:
-                # The user may change what the region returns.
+            is_output = ground.tape.buffers[number].is_output
+            if is_output and held.away is None and number not in saved:
+                # The user may change what the region returns, but for what autograd has saved.
                 held.become_copy()
         return Recording(
             ground.tape,
