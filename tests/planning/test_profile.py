@@ -209,7 +209,6 @@ def test_gradients_of_what_only_the_optimizer_has_are_left_as_they_were() -> Non
     assert_identical(_seen(criterion, optimizer), before)
 
 
-@pytest.mark.xfail(strict=True, reason="gradients of tensors in containers are not put back")
 def test_the_gradient_of_a_tensor_in_a_dict_of_the_model_is_left_as_it_was() -> None:
     class Table(Custom):
         def __init__(self) -> None:

@@ -60,7 +60,8 @@ class Unchanged:
         undo(Variables(reach.cells, reach.globals).restore, ExitStack())
         watch = Watch(reach.buffers, reach.tensors)
         undo(_put_back, watch)
-        leaves = {id(t): t for t in self.tensors if t.is_leaf and t.requires_grad}
+        tensors = [*self.tensors, *self._contents.tensors]
+        leaves = {id(t): t for t in tensors if t.is_leaf and t.requires_grad}
         undo(_write_gradients, [(tensor, tensor.grad) for tensor in leaves.values()])
         _write_gradients([(tensor, None) for tensor in leaves.values()])
         undo(_write_streams, read_streams(reach.generators))
