@@ -82,6 +82,18 @@ def test_what_forward_notes_is_noted_once(model):
     assert model.seen == [258]
 
 
+def test_hooks_see_tensors_with_values_alone(model):
+    features, gradients = [], []
+    model.layers[1].register_forward_hook(lambda *call: features.append(call[2]))
+    model.layers[2].register_full_backward_hook(lambda *call: gradients.append(call[2][0]))
+    nn.utils.parametrizations.weight_norm(model.layers[0][0])
+    planned(model)
+    features.clear()
+    gradients.clear()
+    model(torch.randn(261, 32)).sum().backward()
+    assert [(type(x), len(x)) for x in features + gradients] == [(torch.Tensor, 261)] * 2
+
+
 def test_another_plan_is_not_removed(model):
     first, second = (recollect.plan(model, torch.randn(256, 32), part) for part in (0.8, 0.9))
     first.apply(model)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,14 +12,14 @@ from recollect.planning.budget import check_budget, resolve_budget
 from recollect.planning.graph import Graph
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Progress
+from recollect.planning.step import Loss
 from recollect.report.page import page
-from recollect.report.picture import Picture
+from recollect.report.picture import Picture, Point
 from recollect.report.table import frontier_table
 
 __all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]
 
 M = TypeVar("M", bound=nn.Module)
-Loss = Callable[[Any], torch.Tensor]
 
 
 def plan(
@@ -93,7 +91,7 @@ class Frontier:
         self._planner = planner
 
     @property
-    def points(self) -> tuple[Any, ...]:
+    def points(self) -> tuple[Point, ...]:
         """What there is to choose from, plain, and the usual ways of checkpointing."""
         return tuple(self._planner.points())
 

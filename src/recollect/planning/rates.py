@@ -73,7 +73,7 @@ class Rates:
         self._unmeasured: list[tuple[Call, Kind, Any, Any]] = []
         self._fakes = fakes
         #: Pairs of events whose distance is not known until the device has come so far.
-        self._pending: list[tuple[Call, list[tuple[Any, Any]], int]] = []
+        self._pending: list[tuple[Call, list[tuple[Any, Any]]]] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Run an op. Returns what it is, or None if it does nothing but look, and its result."""
@@ -103,19 +103,21 @@ class Rates:
         for call, kind, func, described in self._unmeasured:
             self._measure_alone(call, kind, func, described)
         self._unmeasured.clear()
+        self._read_times()
+
+    def _read_times(self) -> None:
         if not self._pending:
             return
         torch.accelerator.synchronize(self.device)
-        for call, events, times in self._pending:
-            samples = [start.elapsed_time(end) / 1e3 / times for start, end in events]
-            call.seconds = statistics.median(samples)
+        for call, events in self._pending:
+            call.seconds = statistics.median(s.elapsed_time(end) / 1e3 for s, end in events)
         self._pending.clear()
 
     def _measure_once(
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         result: list[Any] = []
-        self._time(call, lambda: result.append(func(*args, **kwargs)), 1, 1)
+        self._time(call, lambda: result.append(func(*args, **kwargs)), 1)
         return result[0]
 
     def _measure_alone(self, call: Call, kind: Kind, func: Any, described: Any) -> None:
@@ -137,30 +139,25 @@ class Rates:
         """Bytes that a simple op reads and writes in a second."""
         here = torch.empty(_PROBE // 4, device=self.device)
         call = Call("probe")
-        self._time(call, lambda: here.mul_(1.0), _TIMES + 2, 1)
-        pending, self._pending = self._pending, []
-        for _, events, times in pending[-1:]:
-            torch.accelerator.synchronize(self.device)
-            call.seconds = min(start.elapsed_time(end) / 1e3 / times for start, end in events)
-        self._pending = pending[:-1] if pending else []
+        self._time(call, lambda: here.mul_(1.0), _TIMES + 2)
+        self._read_times()
         return 2 * _PROBE / max(call.seconds, 1e-9)
 
     def _measure(self, call: Call, repeat: Callable[[], Any]) -> None:
         try:
             call.workspace = self._workspace(repeat)
-            self._time(call, repeat, _TIMES, 1)
+            self._time(call, repeat, _TIMES)
         except torch.OutOfMemoryError:
             # There was room for the op, but not for what the last run of it has left.
             pass
 
-    def _time(self, call: Call, run: Callable[[], Any], samples: int, times: int) -> None:
+    def _time(self, call: Call, run: Callable[[], Any], samples: int) -> None:
         if self.device.type != "cuda":
             seconds = []
             for _ in range(samples):
                 start = time.perf_counter()
-                for _ in range(times):
-                    run()
-                seconds.append((time.perf_counter() - start) / times)
+                run()
+                seconds.append(time.perf_counter() - start)
             call.seconds = statistics.median(seconds)
             return
         events = []
@@ -168,11 +165,10 @@ class Rates:
             start_event = torch.cuda.Event(enable_timing=True)
             end_event = torch.cuda.Event(enable_timing=True)
             start_event.record()
-            for _ in range(times):
-                run()
+            run()
             end_event.record()
             events.append((start_event, end_event))
-        self._pending.append((call, events, times))
+        self._pending.append((call, events))
 
     def _workspace(self, run: Callable[[], Any]) -> int:
         """The most that ``run`` allocates, beside what it returns."""

@@ -63,6 +63,18 @@ def replanned(
     return Replanned(other, solution.outcome.peak, solution.outcome.seconds)
 
 
+#: Where a module has its hooks.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is part of a module of torch's, as that of `weight_norm`.
+
+    Others look at what the model makes, and are to see what it makes of values alone.
+    """
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
 def _shadow(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
     """The same modules once more, with the same parameters: other threads may use the model."""
     known = {} if known is None else known
@@ -75,6 +87,8 @@ def _shadow(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.
             vars(twin)[name] = copy.copy(value) if type(value) in (list, dict, set) else value
         for name in ("_parameters", "_buffers"):
             vars(twin)[name] = dict(attributes[name])
+        for name in _HOOKS:
+            vars(twin)[name] = {n: hook for n, hook in attributes[name].items() if _is_torchs(hook)}
         vars(twin)["_modules"] = {
             name: None if child is None else _shadow(child, known)
             for name, child in attributes["_modules"].items()
