@@ -235,7 +235,7 @@ class Search:
         """
         draw = Random(0)
         limit = self._pool.count + tries
-        for _ in range(8 * tries):
+        for _ in range(2 * tries):
             known = self._pool.frontier()
             low, high = known[0].outcome.peak, known[-1].outcome.peak
             if part < 1:

@@ -27,9 +27,10 @@ __all__ = ["Solution", "Solver"]
 
 #: The budgets for which solutions are bettered.
 _BUDGETS = 40
-#: Ops simulated in all, and the most simulations, for the search.
+#: For the search: ops simulated in all, and the most simulations, in all and by op to choose.
 _WORK = 1_000_000
 _TRIES = 3_000
+_TRIES_OF_EACH = 100
 #: The least simulations that are spent on what to send to the host.
 _SENDINGS = 240
 #: Where to cut a row at most, and the answers that are gone on with at each such place.
@@ -102,7 +103,7 @@ class Solver:
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, _chain(graph, pins), choices, samples)
         self._tell(0.8)
-        tries = min(_TRIES, _WORK // work)
+        tries = min(_TRIES, _WORK // work, _TRIES_OF_EACH * len(choices))
         _better(graph, pool, tries)
         if self._offload:
             self._tell(0.9)
