@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from recollect.engines.replay.kinds import Kind, kind_of
 from recollect.torch_private import (
@@ -30,7 +30,7 @@ from recollect.torch_private import (
     tree_map_only,
 )
 
-__all__ = ["Call", "Rates", "allocated_by", "quiet_profile"]
+__all__ = ["Call", "Rates", "allocated_by"]
 
 _Tensor = torch.Tensor
 _MEMORY_EVENT = "[memory]"
@@ -191,7 +191,7 @@ class Rates:
 
 def allocated_by(run: Callable[[], Any]) -> list[int]:
     """The bytes that the CPU's allocator gave (and, negative, took back) in ``run``, in order."""
-    profiler = quiet_profile()
+    profiler = _started_profiler()
     if profiler is None:
         run()
         return []
@@ -199,27 +199,26 @@ def allocated_by(run: Callable[[], Any]) -> list[int]:
         run()
     finally:
         with stderr_hushed():
-            profiler.stop()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
     events: list[Any] = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == _MEMORY_EVENT
+        event for event in profiler.kineto_results.events() if event.name() == _MEMORY_EVENT
     ]
     on_cpu = [event for event in events if event.device_type() == DeviceType.CPU]
     return [event.nbytes() for event in sorted(on_cpu, key=lambda event: event.start_ns())]
 
 
-def quiet_profile() -> profile | None:
-    """A profiler of memory, started; None if another one is at work, which this would end."""
+def _started_profiler() -> profile | None:
+    """A profiler of memory; None if another one is at work, which this would end.
+
+    Not `torch.profiler`, which spends most of the time on what nobody reads here.
+    """
     if profiler_is_on():
         return None
-    # Without `acc_events` torch 2.11 warns that it forgets them at the end, where they are read.
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(profile_memory=True)
     try:
         with stderr_hushed():
-            profiler.start()
+            profiler.__enter__()
     except RuntimeError:
         return None
     return profiler

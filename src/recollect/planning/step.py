@@ -175,20 +175,19 @@ class Step:
             for state in self.optimizer.state.values():
                 yield from (each for each in tree_leaves(state) if isinstance(each, _Tensor))
 
-    def measured_peak(self, run: Callable[[], Any] | None = None) -> int:
+    def measured_peak(self) -> int:
         """The most bytes that are allocated in a step."""
-        run = run or self.run
-        gc.collect()
-        base = self.base()
         if self.on_cuda:
+            gc.collect()
             torch.cuda.reset_peak_memory_stats(self.device)
-            run()
+            self.run()
             return torch.cuda.max_memory_allocated(self.device)
+        base = self.base()
         was_on = gc.isenabled()
         gc.disable()  # which would free at other times than it usually does
         try:
             total = peak = 0
-            for change in allocated_by(run):
+            for change in allocated_by(self.run):
                 total += change
                 peak = max(peak, total)
         finally:
