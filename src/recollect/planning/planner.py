@@ -102,6 +102,7 @@ class Planner:
             self.graph, offload=self._offload, progress=lambda done: progress("solving", done)
         )
         self._told: set[str] = set()
+        self._bounds: dict[int, float] = {}
         self._tried: dict[Schedule, int] = {}
         self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
 
@@ -196,7 +197,7 @@ class Planner:
         outcome = simulate(graph, schedule, curve=True)
         if not outcome.rerun and not outcome.waits:
             outcome = replace(outcome, seconds=self.profile.seconds)  # and no rounding
-        bound = min(lower_bound(graph, budget, offload=self._offload), outcome.seconds)
+        bound = self._bound(budget, outcome.seconds)
         choices, decisions = self.choices(schedule)
         plan = Plan(
             budget=budget,
@@ -215,6 +216,14 @@ class Planner:
         )
         plan.__dict__["decisions"] = decisions
         return plan
+
+    def _bound(self, budget: int, seconds: float) -> float:
+        """What no plan can be below, with ``seconds`` known to work; less with more memory."""
+        bound = min(seconds, lower_bound(self.graph, budget, offload=self._offload, known=seconds))
+        for other, found in self._bounds.items():
+            bound = min(bound, found) if other <= budget else max(bound, found)
+        self._bounds[budget] = bound
+        return bound
 
     # --- what there is to say ---------------------------------------------------------------------
 
@@ -245,9 +254,9 @@ class Planner:
         """The whole trade-off, without a budget."""
         solution = self.solver.least()
         outcome = simulate(self.graph, solution.schedule, curve=True)
-        bound = lower_bound(self.graph, outcome.peak, offload=self._offload)
+        bound = self._bound(outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
-        return replace(self._sketch(outcome, min(bound, outcome.seconds)), notes=(note,))
+        return replace(self._sketch(outcome, bound), notes=(note,))
 
     def _sketch(self, outcome: Outcome, bound: float) -> Picture:
         """What all pictures of the step show."""

@@ -60,8 +60,11 @@ _ROUNDING = 1e-9
 _TRIES = 100_000
 _COLUMNS = 4
 _CLEAR = 1e-3
-#: How many bounds to work out to decide on ops, to the number of ops; and on how many of them.
+#: How many bounds to work out to decide on ops, to the number of ops; as many times that if a bound
+#: is as far below the best that is known; and on how many ops.
 _BRANCHES = 3_000
+_MORE = 20
+_FAR = 0.04
 _CANDIDATES = 8
 #: How often prices are improved for that.
 _FEW = 6
@@ -69,13 +72,14 @@ _FEW = 6
 _GUESSES = 8
 
 
-def lower_bound(graph: Graph, budget: int, *, offload: bool = False) -> float:
+def lower_bound(graph: Graph, budget: int, *, offload: bool = False, known: float = 0.0) -> float:
     """Seconds that no schedule whose peak is within ``budget`` can be below; infinite if none is.
 
     Args:
         graph: The step.
         budget: Bytes.
         offload: Whether schedules may send to the host what ops make that `Op.can_send` is true of.
+        known: The seconds of the best schedule that is known: more is done to come near them.
     """
     if simulate_plain(graph).peak <= budget:
         return graph.plain_seconds
@@ -84,11 +88,11 @@ def lower_bound(graph: Graph, budget: int, *, offload: bool = False) -> float:
         fits = max(lives.least) <= budget
         reruns = _with_link(lives, budget) if fits else math.inf
     else:
-        reruns = _without_link(graph, budget)
+        reruns = _without_link(graph, budget, known)
     return graph.plain_seconds + reruns * (1 - _ROUNDING)
 
 
-def _without_link(graph: Graph, budget: int) -> float:
+def _without_link(graph: Graph, budget: int, known: float) -> float:
     """The seconds of reruns that no schedule can be below that sends nothing."""
 
     def bound(above: _Search | None, graph: Graph) -> _Search | None:
@@ -99,12 +103,12 @@ def _without_link(graph: Graph, budget: int) -> float:
         search.run()
         return search
 
+    def most(reruns: float) -> int:
+        is_far = known > (1 + _FAR) * (graph.plain_seconds + reruns)
+        return (_MORE if is_far else 1) * _BRANCHES // max(1, len(graph.needed))
+
     root = bound(None, graph)
-    return (
-        math.inf
-        if root is None
-        else least_of_all(root, bound, _BRANCHES // max(1, len(graph.needed)))
-    )
+    return math.inf if root is None else least_of_all(root, bound, most)
 
 
 def _with_link(lives: Lives, budget: int) -> float:

@@ -35,21 +35,23 @@ class Bounded(Protocol):
 T = TypeVar("T", bound=Bounded)
 
 
-def least_of_all(root: T, bound: Callable[[T, Graph], T | None], most: int) -> float:
+def least_of_all(
+    root: T, bound: Callable[[T, Graph], T | None], most: Callable[[float], int]
+) -> float:
     """The bound after deciding on some ops; infinite if nothing fits.
 
     Args:
         root: Where nothing is decided.
         bound: From one in which less is decided, and a graph in which more is; None if that cannot
             be.
-        most: How many bounds to work out.
+        most: From the least so far: how many bounds to work out.
     """
     found = [(root.seconds, 0, root)]
     count = 0
     while found:
         seconds, _, node = found[0]
         ops = node.undecided()
-        if not ops or count + 2 * len(ops) > most:
+        if not ops or count + 2 * len(ops) > most(seconds):
             return seconds
         heappop(found)
         pairs = []
