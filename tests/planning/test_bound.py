@@ -17,7 +17,7 @@ from recollect.planning.solving.branch import decided
 from recollect.planning.solving.flow import Network
 from recollect.planning.solving.mixture import best_mixture
 from recollect.planning.solving.solve import Solver
-from tests.planning._graphs import GRAPHS, decoder, random_dag
+from tests.planning._graphs import GRAPHS, Maker, decoder, random_dag
 
 #: A bound is compared with sums of the same numbers in another order.
 ROUNDING = 1 + 1e-12
@@ -130,6 +130,30 @@ def test_a_link_that_is_fast_enough_makes_reruns_needless() -> None:
     low, without = (lower_bound(graph, peak * 3 // 4, offload=each) for each in (True, False))
     assert low == pytest.approx(graph.plain_seconds)
     assert without > 1.01 * graph.plain_seconds
+
+
+def test_a_value_that_many_read_until_different_moments() -> None:
+    make = Maker()
+    first = make.op("embedding", [], 1 << 20)
+    made = [make.op("gelu", [first], 1 << 20, saves_result=True) for _ in range(60)]
+    total = made[0]
+    for each in made[1:]:
+        total = make.op("add", [total, each], 1 << 20)
+    graph = make.graph()
+    for each in Solver(graph).frontier()[::8]:
+        bound = lower_bound(graph, each.outcome.peak)
+        assert bound <= each.outcome.seconds * ROUNDING <= 1.05 * bound
+
+
+def test_a_step_that_takes_no_time() -> None:
+    graph = decoder(1, link=Link(1e9, 1e9))
+    graph = replace(
+        graph,
+        ops=[replace(op, seconds=0.0) for op in graph.ops],
+        moments=[replace(moment, seconds=0.0) for moment in graph.moments],
+        rerun_cost=0.0,
+    )
+    assert lower_bound(graph, simulate_plain(graph).peak * 9 // 10, offload=True) == 0.0
 
 
 def test_a_slow_link_is_no_help() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -26,8 +27,31 @@ def _by_trying(graph: Graph) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_finds_the_best(seed: int) -> None:
+    _assert_best(random_dag(seed, 6 + seed % 7))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_finds_the_best_where_some_is_saved_and_never_asked_for(seed: int) -> None:
+    graph = random_dag(seed, 6 + seed % 5)
+    unasked = range(seed % 2, len(graph.asks), 2)
+    moments = [
+        replace(moment, asks=tuple(n for n in moment.asks if n not in unasked))
+        for moment in graph.moments
+    ]
+    _assert_best(replace(graph, moments=moments))
+
+
+def test_it_finds_that_there_is_nothing_to_find() -> None:
+    graph = random_dag(0, 8)
+    graph = replace(graph, ops=[replace(op, can_keep=False) for op in graph.ops])
+    peak = simulate(graph, Schedule(frozenset())).peak
+    assert solve_exact(graph, peak) == Schedule(frozenset())
+    assert solve_exact(graph, peak - 1) is None
+    assert solve_exact(graph, 0) is None
+
+
+def _assert_best(graph: Graph) -> None:
     pytest.importorskip("scipy")
-    graph = random_dag(seed, 6 + seed % 7)
     found = _by_trying(graph)
     for part in (0.0, 0.15, 0.4, 0.7, 1.0):
         budget = found[int(part * (len(found) - 1))][0]

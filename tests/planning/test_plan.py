@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
+from recollect.planning.choices import trimmed
+from recollect.planning.simulate import simulate
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -40,6 +42,25 @@ def _model(layers: int = 3) -> Decoder:
 
 
 X = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def test_what_takes_more_than_simulated_makes_no_larger_budget_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frontier = recollect.frontier(_model(), X, loss=squares)
+    made_by = frontier._planner
+    found = made_by.solver.frontier()
+    middle = found[len(found) // 2]
+    odd = trimmed(made_by.graph, middle.schedule)
+
+    def tried(schedule: Any) -> int:
+        peak = simulate(made_by.graph, schedule).peak
+        return round(1.05 * peak) if schedule == odd else peak
+
+    monkeypatch.setattr(made_by, "_try", tried)
+    less, more = (frontier.plan_for(middle.outcome.peak - lack) for lack in (1, 0))
+    assert more.predicted_time <= less.predicted_time
+    assert more.predicted_peak <= more.budget
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 
@@ -15,18 +13,7 @@ from recollect.planning.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.line import Line
 from recollect.planning.solving.solve import Solver
-
-
-def _load_graphs():
-    # The folders of tests are no packages.
-    spec = importlib.util.spec_from_file_location("_graphs", Path(__file__).with_name("_graphs.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-graphs = _load_graphs()
+from tests.planning import _graphs as graphs
 
 
 @cache
@@ -94,6 +81,20 @@ def test_keeps_nothing_that_it_may_not(name):
     for solution in solver_of(name).frontier():
         kept = solution.schedule.kept
         assert kept == everything or kept <= set(graph.choices)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_few_choices_it_is_the_best(seed):
+    graph = graphs.random_dag(seed, 8)
+    solver = Solver(graph)
+    outcomes = [
+        simulate(graph, Schedule(frozenset(kept)))
+        for count in range(len(graph.choices) + 1)
+        for kept in combinations(graph.choices, count)
+    ]
+    for budget in {outcome.peak for outcome in outcomes}:
+        best = min(each.seconds for each in outcomes if each.peak <= budget)
+        assert solver.solve(budget).outcome.seconds <= best
 
 
 @pytest.mark.parametrize("name", ["random", "unet"])
@@ -170,6 +171,17 @@ class TestOffload:
         for solution in Solver(graph, offload=True).frontier():
             assert simulate(graph, solution.schedule) == solution.outcome
             assert all(graph.ops[op].can_send for op in solution.schedule.away)
+
+    def test_keeps_nothing_that_it_may_not(self):
+        graph = graphs.decoder(2, link=self.link)
+        ops = [
+            op if number % 5 else replace(op, can_keep=False, can_send=False)
+            for number, op in enumerate(graph.ops)
+        ]
+        graph = replace(graph, ops=ops)
+        sending = [s for s in Solver(graph, offload=True).frontier() if s.schedule.away]
+        assert sending
+        assert all(each.schedule.kept <= set(graph.choices) for each in sending)
 
     def test_only_where_there_is_a_way(self):
         solver = Solver(graph_of("random"), offload=True)

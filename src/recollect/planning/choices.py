@@ -62,6 +62,8 @@ class Choices:
         numbers = {op.key: number for number, op in enumerate(graph.ops) if op.can_keep}
         kept = frozenset(numbers[key] for key, _ in self.kept if key in numbers)
         away = frozenset(numbers[key] for key, _ in self.away if key in numbers)
+        if graph.link is None:  # it is where there is no other memory to send to
+            return Schedule(kept | away)
         return Schedule(kept, away, self.limit, self.ahead, self.begin)
 
     def decisions(self) -> Decisions:

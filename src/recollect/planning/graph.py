@@ -189,6 +189,11 @@ class Graph:
         return frozenset(found)
 
     @cached_property
+    def last_op(self) -> int:
+        """The last op that ran in forward; -1 if there is none."""
+        return max((moment.op for moment in self.moments), default=-1)
+
+    @cached_property
     def choices(self) -> list[int]:
         """The ops for which there is something to decide, in the order of forward."""
         ops = self.ops

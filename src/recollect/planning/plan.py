@@ -139,6 +139,7 @@ class Plan:
             choices=other.choices,
             predicted_peak=other.peak,
             predicted_time=other.seconds,
+            plain_peak=other.plain_peak,
         )
         if same:
             plan.__dict__["decisions"] = self.decisions

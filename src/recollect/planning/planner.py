@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,26 +120,34 @@ class Planner:
             everything = Schedule(frozenset(range(len(self.graph.ops))))
             return self._plan(budget, trimmed(self.graph, everything), self.plain_peak)
         # Shapes that depend on data will be others in other steps.
-        target = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
+        room = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
+        schedule = self._quickest(room) or self._lowest
+        if self._measured(schedule) > budget:
+            raise self._infeasible(budget)
+        return self._plan(budget, schedule, self._measured(schedule))
+
+    def least(self) -> int:
+        """The lowest budget for which there is a plan."""
+        return min(self._measured(self._lowest), self.plain_peak)  # for which none is needed
+
+    @cached_property
+    def _lowest(self) -> Schedule:
+        return trimmed(self.graph, self.solver.least().schedule)
+
+    def _quickest(self, room: int) -> Schedule | None:
+        """The quickest schedule that was tried, and took no more than ``room``."""
+        target = room
         for _ in range(_CORRECTIONS):
             solution = self.solver.solve(target)
             if solution is None:
                 break
-            schedule = trimmed(self.graph, solution.schedule)
-            self._progress("trying the plan", 0.0)
-            peak = self._measured(schedule)
-            if peak <= budget:
-                return self._plan(budget, schedule, peak)
-            target = min(target, solution.outcome.peak) - (peak - budget)
-        lowest = trimmed(self.graph, self.solver.least().schedule)
-        if self._measured(lowest) <= budget:
-            return self._plan(budget, lowest, self._measured(lowest))
-        raise self._infeasible(budget)
-
-    def least(self) -> int:
-        """The lowest budget for which there is a plan."""
-        lowest = self._measured(trimmed(self.graph, self.solver.least().schedule))
-        return min(lowest, self.plain_peak)  # for which no plan is needed
+            peak = self._measured(trimmed(self.graph, solution.schedule))
+            if peak <= room:
+                break
+            target = min(target, solution.outcome.peak) - (peak - room)
+        # One that was tried for another budget may be quicker than what was found for this.
+        found = [schedule for schedule, peak in self._tried.items() if peak <= room]
+        return min(found, key=lambda each: simulate(self.graph, each).seconds, default=None)
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
         least = self.least()
@@ -165,6 +174,7 @@ class Planner:
     def _measured(self, schedule: Schedule) -> int:
         """The most that the step allocates under ``schedule``, by trying."""
         if schedule not in self._tried:
+            self._progress("trying the plan", 0.0)
             self._tried[schedule] = self._try(schedule)
         return self._tried[schedule]
 

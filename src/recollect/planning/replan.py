@@ -12,7 +12,7 @@ from recollect.modules import OPTIONS
 from recollect.planning.choices import Choices, trimmed
 from recollect.planning.fake import CannotPredict, trace_fake
 from recollect.planning.links import measured_link
-from recollect.planning.simulate import simulate
+from recollect.planning.simulate import simulate, simulate_plain
 from recollect.planning.solving.solve import Solver
 from recollect.planning.step import Loss, Step
 
@@ -26,6 +26,7 @@ class Replanned:
     choices: Choices
     peak: int
     seconds: float
+    plain_peak: int
 
 
 def replanned(
@@ -55,12 +56,13 @@ def replanned(
             raise
         graph = trace_fake(Step(shadow, args, kwargs), link, base=base)
     outcome = simulate(graph, choices.schedule_in(graph))
-    if outcome.peak <= budget:
-        return Replanned(choices, outcome.peak, outcome.seconds)
+    plain = simulate_plain(graph)
+    if outcome.peak <= budget or plain.peak <= budget:
+        return Replanned(choices, min(outcome.peak, plain.peak), outcome.seconds, plain.peak)
     solver = Solver(graph, offload=graph.link is not None)
     solution = solver.solve(budget) or solver.least()
     other = Choices.of(graph, trimmed(graph, solution.schedule))
-    return Replanned(other, solution.outcome.peak, solution.outcome.seconds)
+    return Replanned(other, solution.outcome.peak, solution.outcome.seconds, plain.peak)
 
 
 #: Where a module has its hooks.

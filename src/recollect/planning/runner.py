@@ -108,7 +108,7 @@ class Runner:
         """What to go by for a batch; None if it fits as it is."""
         plan = self.plan
         if signature == plan.signature or _is_smaller(signature, plan.signature):
-            return None if plan.plain_peak <= plan.budget else plan.decisions
+            return _decisions_of(plan)
         model = getattr(function, "__self__", None)
         other = plan.for_batch(model, args, kwargs)
         if other.predicted_peak > plan.budget:
@@ -117,7 +117,11 @@ class Runner:
                 f"{other.predicted_peak:,} bytes at least, which is more than its budget of "
                 f"{plan.budget:,}. Make a plan with the largest batch that there is"
             )
-        return other.decisions
+        return _decisions_of(other)
+
+
+def _decisions_of(plan: Planned) -> Decisions | None:
+    return None if plan.plain_peak <= plan.budget else plan.decisions
 
 
 def _is_smaller(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

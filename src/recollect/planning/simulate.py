@@ -147,7 +147,7 @@ class _Run:
         self.wanted: deque[int] = deque()
         self.has_begun = False
         self.arrivals: list[tuple[int, int]] = []
-        self.last_op = len(graph.ops) - 1
+        self.last_op = graph.last_op
         self.sent: dict[int, list[int]] = {}
         if any(self.is_away):
             for number, value in enumerate(values):

@@ -85,7 +85,7 @@ def lower_bound(graph: Graph, budget: int, *, offload: bool = False, known: floa
         return graph.plain_seconds
     if offload and graph.link is not None:
         lives = Lives(graph, offload=True)
-        fits = max(lives.least) <= budget
+        fits = max(lives.least, default=graph.base) <= budget
         reruns = _with_link(lives, budget) if fits else math.inf
     else:
         reruns = _without_link(graph, budget, known)
@@ -129,6 +129,7 @@ def _with_link(lives: Lives, budget: int) -> float:
         guess = (low + high) / 2
         whole = graph.plain_seconds + guess
         room = min(graph.link.out_rate * whole, graph.link.in_rate * (whole - ahead))
+        room = max(1.0, room)  # a step may have no time at all
         reached = search.run(room)
         best = max(best, min(guess, reached))
         if reached >= guess:
@@ -211,10 +212,10 @@ class _Search:
         # Of the others, what they count may be counted anyway once more is decided.
         known = [] if above is None else above.windows
         self.windows: list[Window] = [each for each in known if each.moment < 0]
-        self.prices: _Prices
-        self.prices = _Prices([0.0] * len(self._least), [], 0.0) if above is None else above.prices
-        self.prices = _Prices(self.prices.moments, [], 0.0)
-        self._prices = self.prices
+        moments = [0.0] * len(self._least) if above is None else above.prices.moments
+        #: The best so far, and those to try next.
+        self.prices: _Prices = _Prices(moments, [], 0.0)
+        self._next = self.prices
         tries = 0 if above or link else _TRIES // max(1, len(lives.graph.needed))
         self._finder = Windows(lives, self._limits, relaxation.paired, budget, tries)
 
@@ -226,7 +227,7 @@ class _Search:
         """
         best = 0.0
         for _ in range(self._rounds):
-            prices = self._prices
+            prices = self._next
             moments = prices.moments[:]
             for window, price in zip(self.windows, prices.windows, strict=False):
                 if window.moment >= 0:
@@ -325,7 +326,7 @@ class _Search:
             prices[now] = each / self._budget
         fines = worth[len(self._moments) : len(self._moments) + len(self.windows)]
         fines = [each / self._scale(w) for each, w in zip(fines, self.windows, strict=True)]
-        self._prices = _Prices(prices, fines, worth[-1] / link if link < math.inf else 0.0)
+        self._next = _Prices(prices, fines, worth[-1] / link if link < math.inf else 0.0)
         return reached
 
     def _watch(self) -> bool:

@@ -85,7 +85,7 @@ def decided(graph: Graph, budget: int) -> Lives | None:
     """Decide on all ops on which there is no choice; None if nothing fits."""
     while True:
         lives = Lives(graph)
-        if max(lives.least) > budget:
+        if max(lives.least, default=graph.base) > budget:
             return None
         decisions: dict[int, bool] = {}
         for number in graph.choices:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, _Run
+from recollect.planning.simulate import Schedule, _Run, simulate
 from recollect.planning.solving.lives import Lives
 
 __all__ = ["NeedsScipy", "solve_exact"]
@@ -53,6 +53,11 @@ def solve_exact(graph: Graph, budget: int, *, seconds: float = 60) -> Schedule |
         NeedsScipy: If scipy is not installed.
         TimeoutError: If the best has not been found in that time.
     """
+    if budget <= 0:
+        return None
+    if not graph.choices:
+        nothing = Schedule(frozenset())
+        return nothing if simulate(graph, nothing).peak <= budget else None
     deadline = time.monotonic() + seconds
     model = _Model(graph, budget)
     while True:
@@ -253,6 +258,8 @@ class _Model:
             return [(float(each.nbytes), column) for _, column in here]
         column = -1
         for user in self._readers.get(value, ()):
+            if user not in self._runs:
+                continue  # for nothing that is asked for
             if user == point.op and any(value == old for old, _ in self._graph.ops[user].writes):
                 continue
             will_run = (-1.0, self._runs[user])
@@ -272,7 +279,7 @@ class _Model:
         """Decide otherwise on one of the ops on which it depends what happens."""
         graph = self._graph
         reached: set[int] = set()
-        wanted = [graph.asks[number].value for number in self._order]
+        wanted = [ask.value for ask in graph.asks]
         while wanted:
             number = graph.values[wanted.pop()].op
             if number not in reached:

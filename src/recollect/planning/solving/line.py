@@ -48,7 +48,6 @@ class Line:
     def __init__(self, graph: Graph, pins: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.free = graph.forced | pins
-        self.pins = pins
         self.ops = sorted(graph.needed)
         self.position = {op: n for n, op in enumerate(self.ops)}
         self._find_bytes()
@@ -74,13 +73,11 @@ class Line:
     def _find_asks(self) -> None:
         graph, count = self.graph, len(self.graph.asks)
         end = len(graph.moments)
-        #: By ask: the moment in which it is made, that with which it ends, and whose it is.
-        self.asked_at, self.ends_at = [end] * count, [end] * count
+        #: By ask: the moment in which it is made, and whose it is.
+        self.asked_at = [end] * count
         for now, moment in enumerate(graph.moments):
             for number in moment.asks:
                 self.asked_at[number] = now
-            for number in moment.ends:
-                self.ends_at[number] = now
         ran = [0] * len(graph.ops)
         for now, moment in enumerate(graph.moments[: graph.turn]):
             if moment.op >= 0:
@@ -136,7 +133,6 @@ class Line:
     def crossing(self, place: int) -> Crossing:
         """What crosses a place."""
         if place not in self._crossings:
-            # Whole rows of places are asked for, so they are all found in one go.
             self.find_crossings([place])
         return self._crossings[place]
 
@@ -166,7 +162,7 @@ class Line:
         kept: set[int] = set()
         leaks: set[int] = set()
         wanted = list(values)
-        while wanted:
+        while wanted and len(leaks) <= _MOST_LEAKS:  # with more, a place is not used
             op = graph.values[wanted.pop()].op
             if graph.ops[op].can_keep or op in self.free:
                 kept.add(op)

@@ -64,7 +64,7 @@ class Lives:
         for number, each in enumerate(graph.values):
             self.of_memory[each.memory].append(number)
 
-    def without(self, ops: Iterable[int]) -> Lives:
+    def dropping(self, ops: Iterable[int]) -> Lives:
         """The same if none of some ops is kept."""
         result = copy(self)
         for name in ("again", "readers", "is_wanted", "horizon", "first", "free", "least"):

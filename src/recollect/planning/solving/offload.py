@@ -81,6 +81,7 @@ def _fill(graph: Graph, pool: Pool, tries: int) -> None:
 class _Sender:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._choices = frozenset(graph.choices)
         #: When each moment ends in the plain step, and by ask: when it is asked, when it ends.
         self._clock = list(accumulate(moment.seconds for moment in graph.moments))
         self._made = {moment.op: n for n, moment in enumerate(graph.moments) if moment.op >= 0}
@@ -95,7 +96,8 @@ class _Sender:
     def variants(self, schedule: Schedule, ways: _Ways) -> Iterator[Schedule]:
         """The schedule with some of what it keeps sent away, in several ways."""
         shares, aheads, leads = ways
-        kept = schedule.kept | schedule.away
+        # Plain is among the solutions, and has what no plan can keep.
+        kept = (schedule.kept | schedule.away) & self._choices
         ops = self._worth_it(Schedule(kept))
         capacity = self._capacity(ops)
         for share in shares:
@@ -122,7 +124,7 @@ class _Sender:
         """How many of ``ops`` can be copied out while forward lasts."""
         link = self._graph.link
         assert link is not None
-        end = self._clock[self._made[len(self._graph.ops) - 1]]
+        end = self._clock[max(self._made.values())]
         clock = 0.0
         for count, op in enumerate(ops):
             clock = max(clock, self._clock[self._made[op]]) + self._size(op) / link.out_rate

@@ -8,7 +8,8 @@ sink its seconds, one from an op to another that it reads cannot be cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -17,6 +18,9 @@ from recollect.planning.solving.flow import Network
 from recollect.planning.solving.lives import Lives, Span, without
 
 __all__ = ["Relaxation", "Solution"]
+
+#: How many moments are told apart until which a value is held for what reads it.
+_MOST_LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,15 @@ class _Sides:
         return self._find(number)[1]
 
     def _find(self, number: int) -> tuple[int, bool]:
+        above, sides = self._above, self._is_other
+        way = []
+        while above[number] != number:
+            way.append(number)
+            number = above[number]
         is_other = False
-        while self._above[number] != number:
-            is_other ^= self._is_other[number]
-            number = self._above[number]
+        for each in reversed(way):  # the next time it is one step
+            is_other ^= sides[each]
+            above[each], sides[each] = number, is_other
         return number, is_other
 
     def join(self, a: int, b: int, *, is_other: bool) -> bool:
@@ -118,6 +127,16 @@ class _Sides:
         self._above[below] = top
         self._is_other[below] = turned ^ also ^ is_other
         return True
+
+
+def _rounded(readers: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Moments and nodes, with moments put earlier for there to be no more than some."""
+    ends = sorted({end for end, _ in readers})
+    if len(ends) <= _MOST_LEVELS:
+        return readers
+    step = len(ends) / _MOST_LEVELS
+    ends = [ends[int(n * step)] for n in range(_MOST_LEVELS)]
+    return [(ends[bisect_right(ends, end) - 1], node) for end, node in readers]
 
 
 class Relaxation:
@@ -307,10 +326,11 @@ class Relaxation:
         """Lead from those that read a value to the op that makes it.
 
         The longer the value is held for a reader, the more there is to pay, and never twice: the
-        readers enter at as many levels, from each of which it goes on to that below.
+        readers enter at as many levels, from each of which it goes on to that below. If they are
+        many, it is taken to be held for some a little less long.
         """
         node = self._nodes[number]
-        readers = self._readers.get(value, ())
+        readers = _rounded(self._readers.get(value, ()))
         if not self._is_choice(number):
             self._fixed += [self._edge(number, reader, node) for _, reader in readers]
             return

@@ -26,7 +26,8 @@ class Option:
 
     Args:
         held: The bytes that it holds until its own backward.
-        need: The bytes that there must be in its own backward, counted from those of `Segment.at`.
+        need: The bytes that there must be in its own backward, counted from those that
+            `Segments.menu` says.
         seconds: Of the ops that run again.
         wants: Whether it reads what crosses its begin, other than what is asked for there anyway.
         kept: The ops to keep, by their number in the segment.

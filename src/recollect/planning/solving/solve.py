@@ -14,6 +14,7 @@ budget is the best of the pool, so more memory never costs time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 from recollect.planning.graph import Graph
 from recollect.planning.simulate import Schedule
@@ -88,27 +89,38 @@ class Solver:
     def _build(self) -> Pool:
         graph, pool = self._graph, Pool(self._graph)
         choices = frozenset(graph.choices)
-        if pool.try_out(Schedule(choices)).rerun:
+        pool.try_out(Schedule(choices))
+        if not graph.needed <= choices | graph.forced:
             # Results that no plan can keep are there if there is no plan.
             pool.try_out(Schedule(frozenset(range(len(graph.ops)))))
-        if not choices:
-            return pool
+        work = max(1, len(graph.ops) + len(graph.moments))
+        tries = min(_TRIES, _WORK // work, _TRIES_OF_EACH * len(choices))
+        if 2 ** len(choices) <= tries:
+            _try_all(pool, graph.choices)
+        elif choices:
+            self._explore(pool, choices, tries, max(40, min(100, _WORK // work)))
+        if self._offload and choices:
+            self._tell(0.9)
+            send_away(graph, pool, max(tries, _SENDINGS))
+        return pool
+
+    def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
+        graph = self._graph
         families = [frozenset[int]()]
         if pins := far_readers(graph) & choices:
             # Without them no two segments are alike: that takes long, and seldom gains anything.
             families = [*families, pins] if len(choices) <= _MANY else [pins]
-        work = len(graph.ops) + len(graph.moments)
-        samples = max(40, min(100, _WORK // work))
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, _chain(graph, pins), choices, samples)
         self._tell(0.8)
-        tries = min(_TRIES, _WORK // work, _TRIES_OF_EACH * len(choices))
         _better(graph, pool, tries)
-        if self._offload:
-            self._tell(0.9)
-            send_away(graph, pool, max(tries, _SENDINGS))
-        return pool
+
+
+def _try_all(pool: Pool, choices: list[int]) -> None:
+    for count in range(len(choices)):
+        for kept in combinations(choices, count):
+            pool.try_out(Schedule(frozenset(kept)))
 
 
 def _chain(graph: Graph, pins: frozenset[int]) -> Chain:

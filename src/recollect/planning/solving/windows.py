@@ -95,7 +95,7 @@ class Windows:
 
     def _without(self, ops: Sequence[int]) -> Lives:
         self.tries -= 1
-        return self._lives.without(ops)
+        return self._lives.dropping(ops)
 
     def _made(self, lives: Lives, ops: Sequence[int]) -> list[int]:
         """By moment: the bytes of what ops make again, where they are not counted already."""
