@@ -82,6 +82,12 @@ def test_what_forward_notes_is_noted_once(model):
     assert model.seen == [258]
 
 
+def test_a_larger_batch_that_fits_without_a_plan_runs_without_one(model):
+    planned(model, "1GiB")
+    assert_as_plain(model, torch.randn(300, 32))
+    assert list(vars(model)[OPTIONS]._known.values()) == [None]
+
+
 def test_hooks_see_tensors_with_values_alone(model):
     features, gradients = [], []
     model.layers[1].register_forward_hook(lambda *call: features.append(call[2]))
