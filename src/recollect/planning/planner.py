@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,8 @@ __all__ = ["Planner", "Progress"]
 #: Told what is being done, and how much of it is.
 Progress = Callable[[str, float], None]
 
+#: How many steps are run under a plan to measure it.
+_STEPS = 3
 #: How often a plan is corrected that takes more memory than was predicted.
 _CORRECTIONS = 6
 #: What a plan is taken to need for which there was no room, as a multiple of what was predicted.
@@ -174,7 +176,6 @@ class Planner:
     def _measured(self, schedule: Schedule) -> int:
         """The most that the step allocates under ``schedule``, by trying."""
         if schedule not in self._tried:
-            self._progress("trying the plan", 0.0)
             self._tried[schedule] = self._try(schedule)
         return self._tried[schedule]
 
@@ -197,10 +198,15 @@ class Planner:
         )
         try:
             with self.step.undone():
-                # Recorded, checked against that, and once more: from then on nothing is new.
-                return max(self.step.measured_peak() for _ in range(3))
+                return max(self._peaks())
         finally:
             unwrap_module(model)
+
+    def _peaks(self) -> Iterator[int]:
+        """Of steps that are recorded, checked against that, and known."""
+        for number in range(_STEPS):
+            self._progress("trying the plan", number / _STEPS)
+            yield self.step.measured_peak()
 
     def _plan(self, budget: int, schedule: Schedule, peak: int) -> Plan:
         graph, model = self.graph, self.step.model
