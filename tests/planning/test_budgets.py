@@ -211,14 +211,7 @@ def _train(
     return losses, peaks[1:]
 
 
-def _training() -> Iterator[Any]:
-    # Not strict: that routing changes, and when, depends on the last bits of the weights.
-    over = pytest.mark.xfail(reason="up to 3% over the budget where routing changes", strict=False)
-    for name in (*_FULL, "decoder_dropout", "adapted"):
-        yield pytest.param(name, marks=[over] if name == "moe" else [])
-
-
-@pytest.mark.parametrize("name", list(_training()))
+@pytest.mark.parametrize("name", [*_FULL, "decoder_dropout", "adapted"])
 def test_training_goes_as_without_a_plan_and_stays_within_the_budget(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

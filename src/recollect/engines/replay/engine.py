@@ -185,6 +185,11 @@ class _Call:
         #: Whoever explains what becomes of it.
         self.watched: Replayed | None = None
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether it goes by a plan, in which no call may hold more than others."""
+        return isinstance(self._policy, Decisions)
+
     def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
         """What records the call; or, if there were ``done`` ops ``earlier``, the rest of it."""
         is_whole = earlier is None
@@ -229,7 +234,7 @@ def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
         assert recording.reason is not None
         slot.fallback = recording.reason
         _warn_of_fallback(recording.reason)
-    slot.recorded(recording)
+    slot.recorded(recording, has_budget=call.is_planned)
     if call.watched is not None:
         call.watched.end(recording.reason)
     return out

@@ -47,10 +47,11 @@ class Slot:
         self._last: Recording | None = None
         self._misses = 0
 
-    def recorded(self, recording: Recording) -> None:
-        """A call was recorded."""
+    def recorded(self, recording: Recording, *, has_budget: bool) -> None:
+        """A call was recorded. ``has_budget``: of calls that must not hold more than others."""
         last, self._last = self._last, recording
-        if self.unsettled is not None and last is not None and last.is_like(recording):
+        is_same = last is not None and last.is_like(recording)
+        if self.unsettled is not None and is_same and not (has_budget and recording.shapes):
             self.unsettled = None  # twice the same: it may stay so
         elif self.unsettled is None and last is None and recording.shapes:
             # They will most likely be others next time, and the rest be recorded anyway.
