@@ -12,7 +12,7 @@ INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
 
 LAYERS = [
     {"errors", "settings", "torch_private"},
-    {"state", "checks", "policy", "store", "naming", "report"},
+    {"state", "checks", "policy", "store", "naming", "report", "flow"},
     {"selective"},
     {"engines"},
     {"options", "region", "modules", "sequential"},
@@ -82,7 +82,7 @@ def test_the_table_in_the_docs_is_the_one_that_is_enforced():
     assert documented == {(layer(name), name) for name in names}
 
 
-PURE = ("planning/graph", "planning/simulate", "planning/solving/", "report/")
+PURE = ("flow", "planning/graph", "planning/simulate", "planning/solving/", "report/")
 
 
 @pytest.mark.parametrize("name", sorted(name for name in TREES if name.startswith(PURE)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from recollect.planning.solving.flow import Network
+from recollect.flow import Network
 from recollect.planning.solving.lives import Lives, Span, without
 
 __all__ = ["Relaxation", "Solution"]

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recollect.flow import Network
+
 __all__ = ["Piece", "corners", "reruns"]
 
 #: Capacities are whole numbers, so that what is full is full.
@@ -92,99 +94,31 @@ def _costs(piece: Piece, kept: frozenset[int]) -> tuple[int, float]:
 def _at_price(piece: Piece, price: float) -> frozenset[int]:
     """What to keep, where a byte costs so many seconds."""
     count = len(piece.seconds)
-    source, sink = 2 * count, 2 * count + 1
-    flow = _Flow(2 * count + 2 + len(piece.prices))
-    # An op is wanted on the source's side of 2n, and runs again on that of 2n + 1.
+    network = Network()
+    # An op is wanted on the source's side of the first, and runs again on that of the second.
+    wanted = [network.node() for _ in range(count)]
+    again = [network.node() for _ in range(count)]
+    things = [network.node() for _ in piece.prices]
     for op in range(count):
         if piece.is_free[op]:
             continue
         nbytes = piece.nbytes[op]
-        flow.edge(2 * op, 2 * op + 1, _NO_LIMIT if nbytes is None else _whole(price * nbytes))
-        flow.edge(2 * op + 1, sink, _whole(piece.seconds[op]))
+        network.edge(wanted[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
+        network.edge(again[op], 1, _whole(piece.seconds[op]))
         for read in piece.reads[op]:
             if not piece.is_free[read]:
-                flow.edge(2 * op + 1, 2 * read, _NO_LIMIT)
+                network.edge(again[op], wanted[read], _NO_LIMIT)
         for thing in piece.outside[op]:
-            flow.edge(2 * op + 1, sink + 1 + thing, _NO_LIMIT)
-    for thing, nbytes in enumerate(piece.prices):
-        flow.edge(sink + 1 + thing, sink, _whole(price * nbytes))
+            network.edge(again[op], things[thing], _NO_LIMIT)
+    for thing, nbytes in zip(things, piece.prices, strict=True):
+        network.edge(thing, 1, _whole(price * nbytes))
     for op in piece.asked:
         if not piece.is_free[op]:
-            flow.edge(source, 2 * op, _NO_LIMIT)
-    near = flow.fill(source, sink)
-    return frozenset(op for op in range(count) if near[2 * op] >= 0 and near[2 * op + 1] < 0)
+            network.edge(0, wanted[op], _NO_LIMIT)
+    network.fill()
+    near = network.levels()
+    return frozenset(op for op in range(count) if near[wanted[op]] >= 0 > near[again[op]])
 
 
 def _whole(seconds: float) -> int:
     return int(seconds * _UNIT) + 1
-
-
-class _Flow:
-    """Dinic's algorithm. Edge n ^ 1 is edge n the other way round."""
-
-    def __init__(self, count: int) -> None:
-        self._edges: list[list[int]] = [[] for _ in range(count)]
-        self._to: list[int] = []
-        self._room: list[int] = []
-
-    def edge(self, a: int, b: int, room: int) -> None:
-        self._edges[a].append(len(self._to))
-        self._edges[b].append(len(self._to) + 1)
-        self._to += (b, a)
-        self._room += (room, 0)
-
-    def fill(self, source: int, sink: int) -> list[int]:
-        """Send as much as fits; how far each node then is from the source, -1 if out of reach."""
-        while True:
-            levels = self._levels(source)
-            if levels[sink] < 0:
-                return levels
-            untried = [len(edges) for edges in self._edges]
-            while self._send(source, sink, levels, untried):
-                pass
-
-    def _levels(self, source: int) -> list[int]:
-        edges, to, room = self._edges, self._to, self._room
-        levels = [-1] * len(edges)
-        levels[source] = 0
-        queue = [source]
-        for node in queue:
-            level = levels[node] + 1
-            for edge in edges[node]:
-                after = to[edge]
-                if levels[after] < 0 and room[edge] > 0:
-                    levels[after] = level
-                    queue.append(after)
-        return levels
-
-    def _send(self, source: int, sink: int, levels: list[int], untried: list[int]) -> bool:
-        """Find one way down the levels and fill it."""
-        path = self._path(source, sink, levels, untried)
-        if not path:
-            return False
-        room = self._room
-        least = min(room[edge] for edge in path)
-        for edge in path:
-            room[edge] -= least
-            room[edge ^ 1] += least
-        return True
-
-    def _path(self, source: int, sink: int, levels: list[int], untried: list[int]) -> list[int]:
-        to, room = self._to, self._room
-        path: list[int] = []
-        node = source
-        while node != sink:
-            edges, level = self._edges[node], levels[node] + 1
-            left = untried[node]
-            while left and not (room[edges[left - 1]] > 0 and levels[to[edges[left - 1]]] == level):
-                left -= 1
-            untried[node] = left
-            if left:
-                path.append(edges[left - 1])
-                node = to[path[-1]]
-            elif path:
-                node = to[path.pop() ^ 1]
-                untried[node] -= 1
-            else:
-                return []
-        return path

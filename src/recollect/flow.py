@@ -15,7 +15,7 @@ _NOTHING = 1e-13
 class Network:
     """A network whose edges may be given other capacities, to be filled again.
 
-    Node 0 is the source and node 1 the sink.
+    Node 0 is the source and node 1 the sink. Capacities that are whole numbers stay whole.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,31 @@ class Network:
         self.room += (room, 0.0)
         return number
 
-    def fill(self, most: float) -> float:
-        """Send as much as fits, of capacities up to ``most``; the amount (Dinic's algorithm)."""
+    def fill(self, most: float = 0.0) -> float:
+        """Send as much as fits; the amount (Dinic's algorithm).
+
+        ``most``: the largest capacity that has a limit, by which to tell what is too little to
+        count; 0 if they are all whole numbers.
+        """
         self._nothing = most * _NOTHING
         total = 0.0
         while (levels := self.levels())[1] >= 0:
             total += self._send(levels)
         return total
+
+    def is_behind(self) -> list[bool]:
+        """Of each node: whether more could be sent on from it to the sink."""
+        room, to, nothing = self.room, self.to, self._nothing
+        found = [False] * len(self.edges)
+        found[1] = True
+        queue = [1]
+        for node in queue:
+            for edge in self.edges[node]:
+                before = to[edge]
+                if not found[before] and room[edge ^ 1] > nothing:
+                    found[before] = True
+                    queue.append(before)
+        return found
 
     def levels(self) -> list[int]:
         """How far each node is from the source; -1 if there is no room on the way."""
