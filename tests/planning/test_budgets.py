@@ -138,18 +138,8 @@ def test_the_plain_peak_is_the_measured_one(study: Study) -> None:
 def test_the_time_is_near_what_no_plan_can_be_below(study: Study) -> None:
     if study.name not in _FULL:
         pytest.skip("the bound of this one is not computed")
-    least = study.budgets[0]
-    gaps = [round(plan.gap, 4) for plan in study.plans if plan.budget > least]
+    gaps = [round(plan.gap, 4) for plan in study.plans]
     assert max(gaps) <= 0.05, gaps
-
-
-@pytest.mark.xfail(strict=False, reason="at the least budget the gap of some is 5 to 13 percent")
-def test_at_the_least_budget_it_is_as_near(study: Study) -> None:
-    if study.name not in _FULL:
-        pytest.skip("the bound of this one is not computed")
-    plan = study.answers[study.budgets[0]]
-    assert isinstance(plan, recollect.Plan)
-    assert plan.gap <= 0.05
 
 
 def test_more_memory_never_takes_more_time(study: Study) -> None:
