@@ -60,12 +60,14 @@ _ROUNDING = 1e-9
 _TRIES = 100_000
 _COLUMNS = 4
 _CLEAR = 1e-3
-#: How many bounds to work out to decide on ops, to the number of ops; as many times that if a bound
-#: is as far below the best that is known; and on how many ops.
+#: How many bounds to work out to decide on ops, to the number of ops. As many times that if a bound
+#: is so far below the best that is known, and there are few ops: with many it hardly helps.
 _BRANCHES = 3_000
-_MORE = 20
+_MORE = 40
 _FAR = 0.04
-_CANDIDATES = 8
+_FEW_OPS = 150
+#: On how many ops.
+_CANDIDATES = 4
 #: How often prices are improved for that.
 _FEW = 6
 #: How often the time that the link has is guessed.
@@ -104,8 +106,9 @@ def _without_link(graph: Graph, budget: int, known: float) -> float:
         return search
 
     def most(reruns: float) -> int:
+        count = max(1, len(graph.needed))
         is_far = known > (1 + _FAR) * (graph.plain_seconds + reruns)
-        return (_MORE if is_far else 1) * _BRANCHES // max(1, len(graph.needed))
+        return (_MORE if is_far and count <= _FEW_OPS else 1) * _BRANCHES // count
 
     root = bound(None, graph)
     return math.inf if root is None else least_of_all(root, bound, most)

@@ -28,8 +28,10 @@ __all__ = ["Solution", "Solver"]
 
 #: The budgets for which solutions are bettered.
 _BUDGETS = 40
-#: For the search: ops simulated in all, and the most simulations, in all and by op to choose.
+#: For the search: ops simulated in all, twice as many if a step has few; and the most simulations,
+#: in all and by op to choose.
 _WORK = 1_000_000
+_FEW = 4_000
 _TRIES = 3_000
 _TRIES_OF_EACH = 100
 #: The least simulations that are spent on what to send to the host.
@@ -94,7 +96,8 @@ class Solver:
             # Results that no plan can keep are there if there is no plan.
             pool.try_out(Schedule(frozenset(range(len(graph.ops)))))
         work = max(1, len(graph.ops) + len(graph.moments))
-        tries = min(_TRIES, _WORK // work, _TRIES_OF_EACH * len(choices))
+        affordable = (2 * _WORK if work <= _FEW else _WORK) // work
+        tries = min(_TRIES, affordable, _TRIES_OF_EACH * len(choices))
         if 2 ** len(choices) <= tries:
             _try_all(pool, graph.choices)
         elif choices:
