@@ -634,7 +634,12 @@ def training_position(op: Any) -> int | None:
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or an alias that shares its version, without the graph it comes from."""
-    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor
+    if not dispatch_mode_count() or _has_own_ways(type(tensor)):
+        return tensor.detach()
+    with no_dispatch_modes():  # one of the user's may give something else
+        return tensor.detach()
 
 
 def has_history(tensor: torch.Tensor) -> bool:

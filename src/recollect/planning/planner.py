@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,18 +122,19 @@ class Planner:
             return self._plan(budget, trimmed(self.graph, everything), self.plain_peak)
         # Shapes that depend on data will be others in other steps.
         room = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
-        schedule = self._quickest(room) or self._lowest
+        schedule = self._quickest(room) or self._lowest()
         if self._measured(schedule) > budget:
             raise self._infeasible(budget)
         return self._plan(budget, schedule, self._measured(schedule))
 
     def least(self) -> int:
         """The lowest budget for which there is a plan."""
-        return min(self._measured(self._lowest), self.plain_peak)  # for which none is needed
+        return min(self._measured(self._lowest()), self.plain_peak)  # for which none is needed
 
-    @cached_property
     def _lowest(self) -> Schedule:
-        return trimmed(self.graph, self.solver.least().schedule)
+        """The schedule that took least of those that were tried, as simulated or not."""
+        self._measured(trimmed(self.graph, self.solver.least().schedule))
+        return min(self._tried, key=self._tried.__getitem__)
 
     def _quickest(self, room: int) -> Schedule | None:
         """The quickest schedule that was tried, and took no more than ``room``."""

@@ -89,11 +89,13 @@ class Runner:
         if dynamo_is_watching():
             return run_without_dynamo(self, function, args, kwargs)
         signature = signature_of_batch(args, kwargs)
-        if signature not in self._known:
+        try:
+            decisions = self._known[signature]
+        except KeyError:
+            decisions = self._decide(signature, function, args, kwargs)
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            self._known[signature] = self._decide(signature, function, args, kwargs)
-        decisions = self._known[signature]
+            self._known[signature] = decisions
         if decisions is None:
             return function(*args, **kwargs)
         return run_planned(function, args, kwargs, decisions, self._told)

@@ -25,6 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect.errors import InputChanged
@@ -2035,3 +2036,60 @@ def test_a_mode_of_the_user_that_does_another_thing_at_another_call(mode: Any, w
         return found
 
     assert_transparent(scenario, replay)
+
+
+# --- what is held is taken where nobody can change it ---------------------------------------------
+
+
+class Louder(TorchDispatchMode):
+    """Adds to every result, also of what only looks; ``draws`` random numbers for it, perhaps."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return out
+        return out + (torch.randn_like(out) if self.draws else 0.1)
+
+
+@POLICIES
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("body", ["sum", "product", "no_grad"])
+def test_a_mode_inside_of_the_region_does_not_see_what_is_held(
+    body: str, draws: bool, policy: Any
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x.sin()
+        with torch.set_grad_enabled(body != "no_grad"), Louder(draws=draws):
+            made = torch.einsum("ij,jk->ki", h, x) if body == "product" else h + x
+        return (made[1:] + x[1:]).sin()
+
+    check(function, (4, 4), policy=policy)
+
+
+@pytest.mark.parametrize("rule", [recollect.policy.save_ops, recollect.policy.offload_ops])
+def test_data_that_the_region_returns_may_be_changed(rule: Any) -> None:
+    """Autograd does not notice, nor does it matter to plain autograd: its node is gone."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        return y.data, (y.detach() + w).sin()
+
+    policy = rule(torch.ops.aten.exp)
+    for _ in range(4):
+        x, w = torch.randn(8), torch.randn(8)
+        found = []
+        for run in (_plainly, partial(recollect.checkpoint, engine="replay", policy=policy)):
+            weight = w.clone().requires_grad_()
+            data, out = run(function, x.clone().requires_grad_(), weight)
+            data.mul_(2)
+            out.sum().backward()
+            found.append(weight.grad)
+        assert torch.equal(*found)
+
+
+def _plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -412,7 +412,7 @@ class Checker(TorchFunctionMode):
     def _catch(self, expected: Expected, returned: Any) -> None:
         """Keep what the plan says of what a function returns."""
         for place, buffer, layout, away in expected.caught_returns:
-            self._recall.keep(buffer, returned[place].detach(), layout, away=away)
+            self._recall.keep(buffer, without_history(returned[place]), layout, away=away)
 
     def _note_writes(self, expected: Expected, values: tuple[Any, ...]) -> None:
         """Keep what the plan says of what a function has written to."""
@@ -420,7 +420,7 @@ class Checker(TorchFunctionMode):
             known = self._number_of(tensor)
             for number, buffer, layout, away in expected.caught_args:
                 if known == number:
-                    self._recall.keep(buffer, tensor.detach(), layout, away=away)
+                    self._recall.keep(buffer, without_history(tensor), layout, away=away)
             if known in expected.written:
                 self._written += self._recall.held_of(tensor)
 

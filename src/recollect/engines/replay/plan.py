@@ -141,9 +141,11 @@ def holdable(steps: list[Step]) -> set[int]:
         first, last = step.ops
         seen = [view.buffer for view in step.returns if view is not None]
         seen += [view.buffer for _, view in step.changed]
-        # The user may change what the region returns; what is saved may not be changed anyway.
+        # The user may change what the region returns; what is saved may not be changed anyway,
+        # unless in ways that autograd does not notice.
         seen = [buffer for buffer in seen if not buffer.is_output or buffer.number in saved]
         seen += [pack.view.buffer for pack in step.packs if pack.view is not None]
+        seen = [buffer for buffer in seen if not (buffer.is_output and buffer.unsure)]
         for buffer in seen:
             if buffer.is_last and buffer.maker is not None and first <= buffer.maker < last:
                 found.add(buffer.number)

@@ -83,6 +83,7 @@ class Recorder(TorchFunctionMode):
         self._outsides: dict[int, Outside] = {}
         self._objects = Objects()
         self._offload_inputs = offload_inputs
+        self._is_planned = isinstance(consultation, Directed)
         #: What autograd has saved in the function that is running, and on which memory that is.
         self._tickets: list[tuple[Ticket, Memory | None]] = []
         self._around: list[AbstractContextManager[Any]] = [
@@ -119,14 +120,19 @@ class Recorder(TorchFunctionMode):
             memory = ground.memory(leaf) if isinstance(leaf, _Tensor) else None
             if memory is not None:
                 memory.buffer.is_output = True
+                if memory.has_data:  # the user may change it without anybody's knowledge
+                    memory.buffer.unsure = OPAQUE
+                    recall.before_write(leaf)
         asked = [ticket[2].buffer for ticket in recall.tickets]
         recall.let_go(uses_of(ground.tape, asked, recall.kept))
         recall.order(first_uses(ground.tape, asked, recall.kept))
-        saved = {buffer.number for buffer in saved_by(self._steps)}
+        # The user may change what the region returns. In a plan, what autograd has saved must not
+        # be: a copy would take more than there is room for.
+        saved = {b.number for b in saved_by(self._steps)} if self._is_planned else set()
         for number, held in recall.kept.items():
-            is_output = ground.tape.buffers[number].is_output
-            if is_output and held.away is None and number not in saved:
-                # The user may change what the region returns, but for what autograd has saved.
+            buffer = ground.tape.buffers[number]
+            must_stay = number in saved and buffer.unsure is None
+            if buffer.is_output and held.away is None and not must_stay:
                 held.become_copy()
         return Recording(
             ground.tape,
