@@ -53,12 +53,11 @@ class _Builder:
         #: By number of a buffer: of the value that it is.
         self._values: dict[int, int] = {}
         self._memories: list[tuple[int, int]] = []
-        self._made: list[Value] = []
 
     def graph(self, base: int, link: Link | None) -> Graph:
-        values = self._made = self._find_values()
+        values = self._find_values()
         asks = self._asks()
-        dies = self._deaths()
+        dies = self._deaths(values)
         memories = [
             Memory(self._size(number), born, dies[number]) for number, born in self._memories
         ]
@@ -198,7 +197,7 @@ class _Builder:
         ends = {saved: n - 1 for n, event in enumerate(events) for saved in event.ends}
         return ends | dict.fromkeys(self._trace.ends, len(events) - 1)
 
-    def _deaths(self) -> dict[int, int]:
+    def _deaths(self, values: list[Value]) -> dict[int, int]:
         """By number of a memory of the trace: the last moment at which somebody holds it."""
         events = self._trace.events
         dies = dict.fromkeys(range(len(self._trace.sizes)), len(events) - 1)
@@ -207,7 +206,7 @@ class _Builder:
             # What has to be kept was held while the step was watched. In a plan it is as well, for
             # as long as it is needed; others hold it until they have read it.
             if buffer in self._held:
-                number = self._memories[self._memory_of(buffer)][0]
+                number = self._memories[values[self._values[buffer]].memory][0]
                 dies[number] = min(dies[number], moment)
         ends = self._ends()
         for saved, pack in enumerate(self._packs):
@@ -215,9 +214,6 @@ class _Builder:
             if pack.view is None and memory is not None:  # autograd holds it by any plan
                 dies[memory] = max(dies[memory], ends.get(saved, 0))
         return dies
-
-    def _memory_of(self, buffer: int) -> int:
-        return self._made[self._values[buffer]].memory
 
     def _last_reads(self) -> dict[int, int]:
         """By number of a buffer: the moment in which it was made, or last read in forward."""

@@ -178,14 +178,18 @@ class Graph:
     @cached_property
     def needed(self) -> frozenset[int]:
         """The ops that would run again if nothing were kept that need not be."""
+        return self.wanted(frozenset())
+
+    def wanted(self, kept: frozenset[int]) -> frozenset[int]:
+        """The ops whose results are asked for, or read by others that run again."""
         found: set[int] = set()
-        wanted = [ask.value for ask in self.asks]
-        while wanted:
-            number = self.values[wanted.pop()].op
+        values = [ask.value for ask in self.asks]
+        while values:
+            number = self.values[values.pop()].op
             if number not in found:
                 found.add(number)
-                if not self.ops[number].forced:
-                    wanted += self.ops[number].reads
+                if number not in kept and not self.ops[number].forced:
+                    values += self.ops[number].reads
         return frozenset(found)
 
     @cached_property

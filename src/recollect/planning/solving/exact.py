@@ -277,18 +277,10 @@ class _Model:
 
     def rule_out(self, kept: frozenset[int]) -> None:
         """Decide otherwise on one of the ops on which it depends what happens."""
-        graph = self._graph
-        reached: set[int] = set()
-        wanted = [ask.value for ask in graph.asks]
-        while wanted:
-            number = graph.values[wanted.pop()].op
-            if number not in reached:
-                reached.add(number)
-                if number not in kept and not graph.ops[number].forced:
-                    wanted += graph.ops[number].reads
-        chosen = [(n, column) for n, column in self._keep.items() if n in reached]
+        wanted = self._graph.wanted(kept)
+        chosen = [(n, column) for n, column in self._keep.items() if n in wanted]
         terms = [(-1.0 if n in kept else 1.0, column) for n, column in chosen]
-        self._rows.add(1.0 - len(kept & reached), *terms)
+        self._rows.add(1.0 - len(kept & wanted), *terms)
 
     def solve(self, deadline: float) -> frozenset[int] | None:
         """What is best to keep, as far as the model goes; None if there is nothing."""
