@@ -161,9 +161,11 @@ class Adapted(Decoder):
 class EncoderDecoder(nn.Module):
     """What torch has, with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
         super().__init__()
-        self.transformer = nn.Transformer(32, 4, 2, 1, 64, dropout=0.1, batch_first=True)
+        self.transformer = nn.Transformer(
+            width, 4, layers, layers // 2, 2 * width, dropout=0.1, batch_first=True
+        )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         return self.transformer(source, target)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.planning import rates
 from recollect.planning.fake import CannotPredict, predict_step, trace_fake
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
@@ -444,6 +445,15 @@ def test_the_times_of_the_graph_add_up_to_the_measured_step() -> None:
     assert made_by.profile.seconds > 0
     assert made_by.graph.plain_seconds == pytest.approx(made_by.profile.seconds)
     assert simulate_plain(made_by.graph).seconds == pytest.approx(made_by.profile.seconds)
+
+
+def test_a_memory_that_an_op_is_given_is_not_read_to_know_it_again() -> None:
+    # Some ops of recurrent networks are given the memory of all weights.
+    class Memory(torch.UntypedStorage):
+        def __repr__(self) -> str:
+            raise AssertionError("would take minutes on a device")
+
+    assert rates._looks((Memory(64), 2)) == (64, "2")
 
 
 def test_a_model_whose_forward_runs_twice_is_refused() -> None:

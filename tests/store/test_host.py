@@ -457,6 +457,28 @@ def test_a_change_after_the_release_is_none():
     assert same_bits(store.get(handle), old)
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_source_is_let_go_when_its_copy_is_done_or_only_when_told(looks):
+    store, link = make_store(_looks=looks)
+    source = activation(100)
+    handle, storage = store.put(source), weakref.ref(source.untyped_storage())
+    del source
+    link.finish()
+    store.put(activation(1))
+    assert (storage() is None) == looks
+    store.release(handle)
+    assert storage() is None
+
+
+def test_without_looking_too_many_under_way_are_still_let_go():
+    store, _ = make_store(_looks=False, in_flight=500)
+    sources = [activation(100) for _ in range(3)]
+    storages = [weakref.ref(each.untyped_storage()) for each in sources]
+    while sources:
+        store.put(sources.pop(0))
+    assert [each() is None for each in storages] == [True, True, False]
+
+
 def test_a_change_that_was_announced_is_safe():
     store, link = make_store()
     tensor = activation(100)

@@ -134,7 +134,17 @@ class _Builder:
             can_keep=can_keep,
             can_send=can_keep and self._can_send(op),
             forced=forced,
+            last=self._lasts.get(op.number, -1),
         )
+
+    @cached_property
+    def _lasts(self) -> dict[int, int]:
+        """By number of an op: of the last one that its function ran."""
+        found: dict[int, int] = {}
+        for step in self._recording.steps:
+            ran = [number for number in range(*step.ops) if number in self._moments]
+            found.update(dict.fromkeys(ran, ran[-1] if ran else -1))
+        return found
 
     def _state(self, op: TapeOp) -> int:
         """What it takes to draw the same random numbers again; it is held in the host's memory."""

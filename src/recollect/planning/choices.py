@@ -68,7 +68,9 @@ class Choices:
 
     def decisions(self) -> Decisions:
         """What the engine goes by. Others at every call: recordings know them by identity."""
-        store = HostStore(in_flight=self.limit, ahead=self.ahead) if self.away else None
+        store = None
+        if self.away:  # what is free when is up to the plan, and not to how fast copies are
+            store = HostStore(in_flight=self.limit, ahead=self.ahead, _looks=False)
         kept = {key: frozenset(results) for key, results in self.kept}
         away = {key: frozenset(results) for key, results in self.away}
         return Decisions(kept, away, store, dict(self.arrivals), self.begin)

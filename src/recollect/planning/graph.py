@@ -67,6 +67,8 @@ class Op:
         can_keep: Whether its results can be kept.
         can_send: Whether they can go to the host.
         forced: Whether they are, by any plan: it must not run again.
+        last: The number of the last op of its function, after which results go to the host; -1: it
+            is the last.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Op:
     can_keep: bool = True
     can_send: bool = False
     forced: bool = False
+    last: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class Planner:
         """Of steps that are recorded, checked against that, and known."""
         for number in range(_STEPS):
             self._progress("trying the plan", number / _STEPS)
-            yield self.step.measured_peak()
+            yield self.step.peak_to_expect()
 
     def _plan(self, budget: int, schedule: Schedule, peak: int) -> Plan:
         graph, model = self.graph, self.step.model

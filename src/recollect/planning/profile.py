@@ -49,7 +49,7 @@ class Profile:
 def profile_step(step: Step, link: Link | None = None) -> Profile:
     """Run the step a few times, and write it down."""
     step.run()  # what is made once (state of the optimizer, workspaces of libraries) is there now
-    plain_peak = step.measured_peak()
+    plain_peak = step.peak_to_expect()
     seconds = _seconds_of(step)
     graph = trace_step(step, Rates(step.device), link)
     return Profile(_timed(graph, seconds), plain_peak, seconds, was_run=True, can_run=True)

@@ -284,4 +284,6 @@ def _look(leaf: Any) -> Any:
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.dtype, str(leaf.layout)
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if isinstance(leaf, torch.UntypedStorage):  # whose text is all that it holds
+        return leaf.nbytes()
     return repr(leaf)

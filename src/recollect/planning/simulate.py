@@ -152,7 +152,8 @@ class _Run:
         if any(self.is_away):
             for number, value in enumerate(values):
                 if self.is_away[number] and self.uses[number]:
-                    self.sent.setdefault(value.op, []).append(number)
+                    end = max(value.op, graph.ops[value.op].last)
+                    self.sent.setdefault(end, []).append(number)
                     self.holders[value.memory] += 1
 
     def _count_uses(self) -> None:
@@ -208,7 +209,7 @@ class _Run:
             self.clock += moment.seconds
             if moment.op in self.sent:
                 self._send(self.sent[moment.op])
-            if self.leaving and moment.op >= 0:
+            if self.leaving and moment.op >= 0 and graph.ops[moment.op].last <= moment.op:
                 self._let_arrive(moment.op)
             for number in moment.ends:
                 self._end(number)
@@ -354,17 +355,19 @@ class _Run:
             self.out_clock = start + value.nbytes / link.out_rate
             self.leaving.append((value.memory, value.nbytes, self.out_clock))
             self.leaving_bytes += value.nbytes
-        while len(self.leaving) > 1 and self.leaving_bytes > self.limit:
-            self._arrive()
 
     def _let_arrive(self, op: int) -> None:
-        """After ``op``: let go of what is copied by now; at the end of forward, of everything."""
-        count = 0
+        """After ``op``: let go of the oldest if too much is leaving, and of what is copied by now.
+
+        At the end of forward, of everything.
+        """
+        before = len(self.leaving)
+        while len(self.leaving) > 1 and self.leaving_bytes > self.limit:
+            self._arrive()
         while self.leaving and (self.leaving[0][2] <= self.clock or op == self.last_op):
             self._arrive()
-            count += 1
-        if count:
-            self.arrivals.append((op, count))
+        if len(self.leaving) < before:
+            self.arrivals.append((op, before - len(self.leaving)))
 
     def _arrive(self) -> None:
         """Wait until the oldest of what is leaving has arrived."""
@@ -390,7 +393,7 @@ class _Run:
 
     def _fetch_order(self) -> list[int]:
         """What is away, in the reverse of the order in which it was sent."""
-        return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op]]
+        return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op][::-1]]
 
     def _fetch_ahead(self) -> None:
         while self.wanted:
@@ -399,7 +402,7 @@ class _Run:
             if self.ahead_bytes and self.ahead_bytes + nbytes > self.ahead:
                 return
             self.wanted.popleft()
-            if value not in self.memo:
+            if self.uses[value] and value not in self.memo:
                 self._fetch(value)
                 self.ahead_bytes += nbytes
 

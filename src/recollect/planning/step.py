@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,11 @@ __all__ = [
 ]
 
 _Tensor = torch.Tensor
+#: On CUDA devices a large tensor may be given a free block that is larger by as much as this. Which
+#: do depends on all that was freed before, so in another step it may be another one in so many.
+_BLOCK_MORE = 1 << 20
+_ONE_BLOCK_IN = 16
+
 Loss = Callable[[Any], _Tensor]
 
 
@@ -194,6 +200,15 @@ class Step:
             if was_on:
                 gc.enable()
         return base + peak
+
+    def peak_to_expect(self) -> int:
+        """The most bytes that are allocated in a step, and in others that are like it."""
+        measured = self.measured_peak()
+        if not self.on_cuda:
+            return measured
+        stats = torch.cuda.memory_stats(self.device)
+        blocks: int = stats["allocation.large_pool.peak"] - stats["allocation.large_pool.current"]
+        return measured + math.ceil(blocks / _ONE_BLOCK_IN) * _BLOCK_MORE
 
     def measured_seconds(self, times: int = 3) -> float:
         """What a step takes, at best."""

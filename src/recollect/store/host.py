@@ -78,6 +78,7 @@ class HostStore:
         ahead: int | None = None,
         smallest: int = 4096,
         _links: Callable[[Tensor], Link | None] | None = None,
+        _looks: bool = True,
     ) -> None:
         self._options = _checked(
             pinned_limit=pinned_limit, in_flight=in_flight, ahead=ahead, smallest=smallest
@@ -85,6 +86,7 @@ class HostStore:
         self._in_flight = in_flight
         self._ahead = ahead
         self._smallest = smallest
+        self._looks = _looks
         self._link_of = CudaLinks() if _links is None else _links
         self._pool = Pool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
         self._lock = threading.Lock()
@@ -272,7 +274,7 @@ class HostStore:
             if limit is None:
                 limit = min(link.capacity() // 64, 2048 * _MIB)
             ahead = limit if self._ahead is None else self._ahead
-            traffic = self._traffic[link] = Traffic(link, limit, ahead)
+            traffic = self._traffic[link] = Traffic(link, limit, ahead, looks=self._looks)
         span = span_to_store(span, whole)
         buffer = self._pool.take(span.size, link.pin)
         stored = Stored(link, key, tensor.detach(), span, buffer)

@@ -24,11 +24,18 @@ __all__ = ["Traffic"]
 
 
 class Traffic:
-    """What is on its way from and to the device of ``link``: about ``limit``, ``ahead`` bytes."""
+    """What is on its way from and to the device of ``link``: about ``limit``, ``ahead`` bytes.
 
-    def __init__(self, link: Link, limit: int, ahead: int | None = None) -> None:
+    ``looks``: whether to look which copies are done, and let go of their sources. Without, what
+    memory is free at which op does not depend on how fast the device happens to be.
+    """
+
+    def __init__(
+        self, link: Link, limit: int, ahead: int | None = None, *, looks: bool = True
+    ) -> None:
         self.link = link
         self.limit = limit
+        self._looks = looks
         self.ahead = limit if ahead is None else ahead
         #: What is being copied out and still holds its source, the oldest first.
         self.leaving: dict[Stored, None] = {}
@@ -54,7 +61,7 @@ class Traffic:
             return
         for stored in [*self.leaving]:
             newest = len(self.leaving) == 1
-            if not self.link.is_done(stored.done):
+            if not (self._looks and self.link.is_done(stored.done)):
                 if newest or self.leaving_bytes <= self.limit:
                     return
                 self.wait_for(stored)

@@ -82,6 +82,9 @@ class Ground:
         self._memories: dict[int, Memory] = {}
         #: What is held whose last write may not have been counted yet.
         self._new: list[Held] = []
+        #: Of that what is to be sent away, and how many of those sent before are let go then.
+        self._leaving: list[Buffer] = []
+        self.arrivals = 0
 
     def is_idle(self) -> bool:
         """Whether nothing is written down."""
@@ -238,9 +241,10 @@ class Ground:
         recall = self.recall
         away = ruling is not None and (ruling.offloads or recall.deposit.chosen)
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
-        recall.keep(view.buffer, alias, view.layout, away=away)
-        if not away:
-            self._new.append(recall.kept[view.buffer.number])
+        recall.keep(view.buffer, alias, view.layout, away=False)
+        self._new.append(recall.kept[view.buffer.number])
+        if away:
+            self._leaving.append(view.buffer)
 
     def note_looks(self, tensor: _Tensor) -> None:
         """Another look at the memory of ``tensor`` counts as a write, and leaves it as it is."""
@@ -249,8 +253,19 @@ class Ground:
         for recall in (self.recall, self.earlier):
             self._new += [] if recall is None else recall.held_of(tensor)
 
-    def count_versions(self) -> None:
-        """What wrote in place is over, and its writes have been counted."""
+    def end_function(self) -> None:
+        """The writes of the function have been counted: they are none that a store missed."""
         for held in self._new:
             held.version = version_of(held.tensor)
         self._new.clear()
+        if not self._leaving and not self.arrivals:
+            return
+        leaving, self._leaving = self._leaving, []
+        arrivals, self.arrivals = self.arrivals, 0
+        paused, self.paused = self.paused, True
+        try:
+            for buffer in leaving:
+                self.recall.send(buffer)
+            self.recall.deposit.arrive(arrivals)
+        finally:
+            self.paused = paused

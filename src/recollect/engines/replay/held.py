@@ -40,14 +40,18 @@ class Held:
 
     __slots__ = ("away", "layout", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, layout: Layout, deposit: Deposit | None) -> None:
+    def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
         self.version = version_of(tensor)
         self.tensor = tensor
         self.away: Parcel | None = None
-        if deposit is not None:
-            self.away = deposit.put(self.tensor)
-            del self.tensor
+
+    def send(self, deposit: Deposit, layout: Layout) -> None:
+        """Have a store hold the tensor, whole: of this ``layout``."""
+        if self.layout is not layout:
+            self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
+        self.away = deposit.put(self.tensor)
+        del self.tensor
 
     def become_copy(self) -> None:
         """Hold a copy: the memory is about to be changed, or may be."""

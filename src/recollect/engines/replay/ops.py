@@ -96,9 +96,7 @@ class OpRecorder(DispatchMode):
         if written:
             self._write(op, written)
         self._note_results(op, kind, out)
-        arrivals = arrivals_after(op)
-        if arrivals:
-            ground.recall.deposit.arrive(arrivals)
+        ground.arrivals += arrivals_after(op)
         ground.is_in_op = False
         return out
 

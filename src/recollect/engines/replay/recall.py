@@ -29,7 +29,6 @@ from recollect.engines.replay.tape import (
     copy_of_memory,
     is_whole,
     results_of,
-    view_of,
 )
 from recollect.errors import CheckpointError, InputChanged
 from recollect.settings import version_guard_enabled
@@ -129,11 +128,16 @@ class Recall:
 
         Without history, which would lead back to what holds this.
         """
-        away = away and is_whole(buffer.layout, buffer.nbytes)
-        if away and buffer.layout is not layout:
-            tensor, layout = view_of(tensor, layout, buffer.layout), buffer.layout
-        self.kept[buffer.number] = Held(tensor, layout, self.deposit if away else None)
+        self.kept[buffer.number] = Held(tensor, layout)
         self._order.append((buffer.number, len(self.tickets)))
+        if away:
+            self.send(buffer)
+
+    def send(self, buffer: Buffer) -> None:
+        """Send what is held of ``buffer`` away, if it still is and can be."""
+        held = self.kept.get(buffer.number)
+        if held is not None and held.away is None and is_whole(buffer.layout, buffer.nbytes):
+            held.send(self.deposit, buffer.layout)
 
     def let_go_last(self) -> None:
         """What was kept just now goes last: tensors that need it had been saved before."""

@@ -115,7 +115,7 @@ class Recorder(TorchFunctionMode):
         """After the call, which returned ``result``: let go of what nobody needs."""
         ground, recall = self._ground, self._recall
         recall.is_running = False
-        ground.count_versions()
+        ground.end_function()
         for leaf in tree_leaves(result):
             memory = ground.memory(leaf) if isinstance(leaf, _Tensor) else None
             if memory is not None:
@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):
         ground = self._ground
         if ground.is_idle() or func in METADATA:
             return self._run_unrecorded(func, args, kwargs)
-        ground.count_versions()
+        ground.end_function()
         if func in UNSUPPORTED:
             ground.stop(f"{func} gives a tensor another memory")
         elif func in WRONG_IN_MODES:
@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
     def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The function has returned: drop what it saved."""
         ground = self._ground
-        ground.count_versions()
+        ground.end_function()
         step.ops = (step.ops[0], len(ground.tape.ops))
         tickets, self._tickets = self._tickets, []
         if ground.stopped is not None:
