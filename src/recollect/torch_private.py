@@ -57,6 +57,7 @@ __all__ = [
     "dispatch_mode_count",
     "dispatch_modes",
     "dispatch_modes_active",
+    "dropout_positions",
     "dynamo_is_watching",
     "effects_of",
     "fake_on",
@@ -585,6 +586,18 @@ _REPLACING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_
 def changes_memory(op: Any) -> bool:
     """Whether ``op`` gives its argument another memory."""
     return op_name(op) in _REPLACING
+
+
+def dropout_positions(op: Any) -> tuple[int, int] | None:
+    """Of recurrent layers of a library: which arguments are the dropout, and whether to apply it.
+
+    They draw from a state that the library has on the device. No generator knows of it, but it is
+    seeded anew from one whose state has been set.
+    """
+    if op_name(op) not in ("aten::_cudnn_rnn", "aten::miopen_rnn"):
+        return None
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("dropout"), names.index("train")
 
 
 def takes_number(op: Any) -> bool:

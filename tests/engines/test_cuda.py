@@ -132,3 +132,28 @@ def test_a_large_buffer_is_copied_once_on_a_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mutation, "_copies", lambda t: copied.extend(t) or copies(t))
     rerun(layer, on_cuda(4, 16)).sum().backward()
     assert copied == []
+
+
+def from_a_set_stream(function: Any, x: Tensor) -> Any:
+    """Call ``function`` as plain autograd does, with the generator's state set before."""
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    return function(x)
+
+
+@ENGINES
+def test_dropout_between_the_layers_of_recurrent_networks(run: Run) -> None:
+    # By a state that cuDNN has on the device, which it seeds from a generator that was set. The
+    # second and third region would go on from where the one before has left it.
+    def train(run: Run) -> Any:
+        torch.manual_seed(3)
+        nets = [nn.LSTM(32, 32, 3, dropout=0.5, device="cuda") for _ in range(3)]
+        x = on_cuda(16, 8, 32)
+        for _ in range(2):
+            out = x
+            for net in nets:
+                out = run(lambda x, net=net: net(F.dropout(x, 0.2))[0], out)
+            out.square().sum().backward()
+        return [out, x.grad, *(p.grad for net in nets for p in net.parameters())]
+
+    for ours, theirs in zip(train(run), train(from_a_set_stream), strict=True):
+        torch.testing.assert_close(ours, theirs)

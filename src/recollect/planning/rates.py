@@ -78,7 +78,7 @@ class Rates:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Run an op. Returns what it is, or None if it does nothing but look, and its result."""
         kind = kind_of(func)
-        if kind.is_view and not kind.facts.writes:
+        if (kind.is_view and not kind.facts.writes) or kind.gives_storage:
             return None, func(*args, **kwargs)
         key = (func, self.device, _looks((args, kwargs)))
         call = _known.get(key)

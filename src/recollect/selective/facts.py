@@ -9,6 +9,7 @@ import torch
 from recollect.policy.op_sets import allocates, not_to_be_repeated
 from recollect.torch_private import (
     bare_op,
+    dropout_positions,
     is_cast,
     is_random,
     metadata_ops,
@@ -31,6 +32,7 @@ class Facts:
     """About one op."""
 
     __slots__ = (
+        "_dropout",
         "allocates",
         "call",
         "can_be_kept",
@@ -58,6 +60,7 @@ class Facts:
         self.is_cast = is_cast(op)
         self.is_ignored = op in SAC_IGNORED_OPS
         self.is_random = is_random(op)
+        self._dropout = dropout_positions(op)
         #: Whether there is nothing special about it.
         self.is_usual = not (self.writes or self.is_cast or self.is_random)
         #: Whether it makes memory that somebody we do not see may fill.
@@ -66,6 +69,18 @@ class Facts:
         self.can_be_kept = not (self.is_alias or self.writes or self.allocates)
         #: Why it is kept, if nobody insists on the contrary.
         self.not_to_be_repeated = not_to_be_repeated(op)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it draws, if at all, from a state of its library; see `draws_alone`."""
+        return self._dropout is not None
+
+    def draws_alone(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call of it draws from a state that no generator knows of."""
+        if self._dropout is None:
+            return False
+        dropout, train = (args[position] for position in self._dropout)
+        return bool(dropout and train)
 
 
 #: By id: ops live for good, and hash slowly.

@@ -371,7 +371,7 @@ class RecordMode(DispatchMode):
         out, rng = self._run_unusual(op, args, kwargs)
         step = self._count(op, args, kwargs)
         ruling = self._asker.decide(op.answer, facts, out, args, kwargs)
-        can_be_kept = facts.can_be_kept and not _draws(facts, kwargs)
+        can_be_kept = facts.can_be_kept and not _draws(facts, args, kwargs)
         is_kept = can_be_kept and ruling.keeps
         inputs = self._inputs(op, args, kwargs, None if is_kept or facts.is_view else step)
         holder: Any = None
@@ -531,6 +531,7 @@ def _has_gradient(args: _Args) -> bool:
     return False
 
 
-def _draws(facts: Facts, kwargs: Any) -> bool:
-    """Whether the op draws from a generator of the user's, which has to move on."""
-    return facts.is_random and bool(kwargs) and kwargs.get("generator") is not None
+def _draws(facts: Facts, args: _Args, kwargs: Any) -> bool:
+    """Whether the op draws from a generator of the user's, or its own, which has to move on."""
+    is_given = facts.is_random and bool(kwargs) and kwargs.get("generator") is not None
+    return is_given or facts.draws_alone(args)

@@ -23,6 +23,7 @@ __all__ = [
     "RngState",
     "get_device_states",
     "read_rng",
+    "read_rng_for_rerun",
     "read_same_rng",
     "same_rng",
     "set_device_states",
@@ -74,6 +75,18 @@ def _write_accelerator(states: list[torch.Tensor]) -> None:
 def read_rng() -> RngState:
     """Where all streams stand."""
     return _cpu.get_state(), None if _accelerator is None else _read_accelerator()
+
+
+def read_rng_for_rerun() -> RngState:
+    """Where all streams stand, from where a rerun shall draw what is drawn from now on.
+
+    Recurrent layers of cuDNN drop out by a state of their own, and seed that from torch's stream
+    whenever the stream has been set since. A rerun sets it; so it must have been set before, too.
+    """
+    state = read_rng()
+    if state[1] is not None:
+        _write_accelerator(state[1])
+    return state
 
 
 def settle_rng(state: RngState) -> RngState:

@@ -321,3 +321,35 @@ def test_a_backward_of_several_threads() -> None:
         return seen
 
     assert_identical(play(scenario, replay), play(scenario, lambda f, *args: f(*args)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recurrent_networks(dropout: float) -> None:
+    # cuDNN draws from a state of its own, so what it drops out is kept.
+    def train(run: Run) -> Any:
+        torch.manual_seed(3)
+        nets = [nn.LSTM(32, 32, 3, dropout=dropout, device="cuda") for _ in range(3)]
+        x = on_cuda(16, 8, 32)
+
+        def forward(x: Tensor) -> Tensor:
+            for net in nets:
+                x = x + net(x.tanh())[0].sin()
+            return x
+
+        seen = []
+        for _ in range(CALLS):
+            torch.manual_seed(3)
+            out = run(forward, x)
+            out.square().sum().backward()
+            seen.append(out)
+        if run is replay:
+            recording = slot_of(forward).recording
+            assert recording is not None
+            assert recording.reason is None
+            kept = {op.keep for op in recording.tape.ops if "_cudnn_rnn" in str(op.op)}
+            assert (kept == {None}) == (dropout == 0)
+        return [*seen, x.grad, *(p.grad for net in nets for p in net.parameters())]
+
+    plain = train(lambda f, *args: f(*args))
+    for ours, theirs in zip(train(replay), plain, strict=True):
+        torch.testing.assert_close(ours, theirs)

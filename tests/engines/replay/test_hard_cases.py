@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.engines.replay import record
 from recollect.engines.replay.library import _slots
+from recollect.selective.facts import facts_of
 from tests._support import assert_identical, collector_off
 
 replay = functools.partial(recollect.checkpoint, engine="replay")
@@ -117,6 +119,47 @@ def test_functions_of_others_have_constants_of_their_own(kind, library):
 
     for SCALE[0] in (2.0, 2.0, 5.0, 5.0):
         compare(function, ((4,),))
+
+
+def flat_product(x: Tensor, weights: list[Tensor]) -> Tensor:
+    whole = torch.empty(0).set_(weights[0].untyped_storage())
+    return x.tanh() @ whole.narrow(0, 0, 16).view(4, 4)
+
+
+def test_a_function_that_looks_at_all_weights_as_one_memory(monkeypatch):
+    # As torch.lstm does on CUDA devices. No function that runs here does so.
+    library = torch.library.Library("recollect_flat", "DEF")
+    library.define("product(Tensor x, Tensor[] weights) -> Tensor")
+    library.impl("product", flat_product, "CompositeImplicitAutograd")
+    product = torch.ops.recollect_flat.product
+    is_of_torch = record.is_of_torch
+    monkeypatch.setattr(record, "is_of_torch", lambda f: f is product or is_of_torch(f))
+    whole = torch.randn(32)
+    weights = [nn.Parameter(whole[:16]), nn.Parameter(whole[16:])]
+
+    def function(x: Tensor) -> Tensor:
+        return product(product(x * 2, weights).cos(), weights).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    run = recollect.checkpointed(function, engine="replay")
+    for _ in range(3):
+        out = run(x)
+        assert_identical(torch.autograd.grad(out.sum(), x), expected)
+    (slot,) = _slots[function.__code__].values()
+    assert slot.recording is not None
+    assert slot.recording.reason is None
+    again = {str(op.op) for op in slot.recording.tape.ops if op.keep is None}
+    assert "aten.tanh.default" in again
+
+
+@pytest.mark.parametrize(("dropout", "train"), [(0.0, True), (0.1, False), (0.1, True)])
+def test_dropout_of_a_library_is_known_by_its_arguments(dropout, train):
+    op = torch.ops.aten._cudnn_rnn.default
+    args = [None] * len(op._schema.arguments)
+    for position, argument in enumerate(op._schema.arguments):
+        args[position] = {"dropout": dropout, "train": train}.get(argument.name)
+    assert facts_of(op).draws_alone(tuple(args)) == (bool(dropout) and train)
 
 
 def test_a_write_through_a_view_of_unknown_place():

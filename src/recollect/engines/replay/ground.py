@@ -106,7 +106,14 @@ class Ground:
     def memory(self, tensor: _Tensor) -> Memory | None:
         """The memory of ``tensor``, if it is known."""
         key = memory_key(tensor)
-        memory = None if key is None else self._memories.get(key)
+        return None if key is None else self._alive(key)
+
+    def memory_of(self, storage: torch.UntypedStorage) -> Memory | None:
+        """The same, of a storage."""
+        return self._alive(key_of_storage(storage))
+
+    def _alive(self, key: int) -> Memory | None:
+        memory = self._memories.get(key)
         return memory if memory is not None and memory.storage() is not None else None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> Memory:

@@ -33,6 +33,7 @@ class Kind:
         "call",
         "changes_looks",
         "facts",
+        "gives_storage",
         "has_dynamic_shape",
         "is_attention",
         "is_index",
@@ -59,6 +60,7 @@ class Kind:
             self.stops = f"{op}: conjugate and negative views"
         elif changes_memory(op):
             self.stops = f"{op} gives a tensor another memory"
+        self.gives_storage = op is torch.ops.aten.set_.source_Storage
         self.takes_number = takes_number(op)
         #: Whether the shape of its result may depend on data, and then whether it picks elements.
         self.has_dynamic_shape = has_dynamic_shape(op)

@@ -58,7 +58,8 @@ class OpRecorder(DispatchMode):
     def _note(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
         ground = self._ground
         if kind.stops is not None:
-            ground.stop(kind.stops)
+            if not self._is_look(kind, args):
+                ground.stop(kind.stops)
             return kind.call(*args, **kwargs)
         if kind.is_view:
             if (ground.is_casting or ground.step is None) and kind.facts.is_alias:
@@ -87,7 +88,7 @@ class OpRecorder(DispatchMode):
             self._note_overwritten(op, kind, written)
         if ground.is_idle():
             return kind.call(*args, **kwargs)
-        if kind.facts.is_random:
+        if kind.facts.is_random and not kind.facts.is_recurrent:
             out = self._draw(op, kind, args, kwargs)
         else:
             out = kind.call(*args, **kwargs)
@@ -105,6 +106,15 @@ class OpRecorder(DispatchMode):
         for tensor in tensors_in(args):
             if self._ground.memory(tensor) is None:
                 self._ground.find(tensor)
+
+    def _is_look(self, kind: Kind, args: _Args) -> bool:
+        """Whether an op makes of a new tensor a look at known memory.
+
+        So recurrent layers of libraries look at all of their weights as one.
+        """
+        if not kind.gives_storage or args[0].numel():
+            return False
+        return self._ground.memory_of(args[1]) is not None
 
     # --- what goes in -----------------------------------------------------------------------------
 
@@ -183,12 +193,15 @@ class OpRecorder(DispatchMode):
             op.never_again(OPAQUE, None)
             return
         ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
-        if type(ruling) is Direction and not kind.is_nondeterministic:
+        why_kept = "nondeterministic" if kind.is_nondeterministic else None
+        if kind.facts.draws_alone(args):
+            why_kept = "random, by a state of its library"
+        if type(ruling) is Direction and why_kept is None:
             return  # it may run again, for results that are not held
         if ruling.keeps and kind.facts.can_be_kept:
             op.never_again(ruling.reason, ruling)
-        elif kind.is_nondeterministic:
-            op.never_again("nondeterministic", ruling)
+        elif why_kept is not None:
+            op.never_again(why_kept, ruling)
 
     def _write(self, op: Op, written: _Written) -> None:
         """Go on to the next buffer of each memory that was written to."""
