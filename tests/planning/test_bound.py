@@ -119,6 +119,21 @@ def test_it_is_close_to_what_the_solver_finds(name: str) -> None:
         assert best <= 1.05 * lower_bound(graph, budget)
 
 
+@pytest.mark.parametrize("name", ["decoder", "encoder_decoder", "conv_net", "recurrent"])
+def test_it_is_close_to_what_the_solver_finds_with_a_link(name: str) -> None:
+    graph = GRAPHS[name]()
+    made = sum(graph.values[value].nbytes for op in graph.choices for value in graph.results[op])
+    rate = made / graph.plain_seconds  # about a third of it can leave while forward lasts
+    ops = [replace(op, can_send=op.can_keep) for op in graph.ops]
+    graph = replace(graph, ops=ops, link=Link(rate, rate))
+    found = Solver(graph, offload=True).frontier()
+    low, high = found[0].outcome.peak, simulate_plain(graph).peak
+    for part in (0.2, 0.4, 0.6, 0.8):
+        budget = round(low + part * (high - low))
+        best = min(each.outcome.seconds for each in found if each.outcome.peak <= budget)
+        assert best <= 1.05 * lower_bound(graph, budget, offload=True)
+
+
 def test_a_budget_below_what_is_always_there_cannot_be_met() -> None:
     assert lower_bound(decoder(1), 1000) == math.inf
 

@@ -117,21 +117,24 @@ def _without_link(graph: Graph, budget: int, known: float) -> float:
 def _with_link(lives: Lives, budget: int) -> float:
     """The same if values may be sent.
 
-    All that is sent crosses the link while the step lasts, both ways, and comes back after the
-    first ask. So if the step takes no more than some time, so many bytes can be sent at most, and
-    it takes at least the seconds that follow from that: the bound is where the two meet.
+    All that is sent has crossed the link when forward is over, in which nothing is made again, and
+    comes back after the first ask. So if the step takes no more than some time, so many bytes can
+    be sent at most, and it takes at least the seconds that follow from that: the bound is where the
+    two meet.
     """
     graph = lives.graph
     assert graph.link is not None
     first = next((n for n, each in enumerate(graph.moments) if each.asks), 0)
     ahead = sum(moment.seconds for moment in graph.moments[:first])
+    last = max((n for n, each in enumerate(graph.moments) if each.op >= 0), default=-1)
+    forward = sum(moment.seconds for moment in graph.moments[: last + 1])
     high = _Search(lives, Relaxation(lives), budget, link=True).run()
     search = _Search(lives, Relaxation(lives, offload=True), budget, link=True)
     low = best = search.run()
     for _ in range(_GUESSES):
         guess = (low + high) / 2
         whole = graph.plain_seconds + guess
-        room = min(graph.link.out_rate * whole, graph.link.in_rate * (whole - ahead))
+        room = min(graph.link.out_rate * (forward + guess), graph.link.in_rate * (whole - ahead))
         room = max(1.0, room)  # a step may have no time at all
         reached = search.run(room)
         best = max(best, min(guess, reached))
