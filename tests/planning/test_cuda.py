@@ -129,7 +129,7 @@ def state_after(made: Made) -> list[Tensor]:
 def test_the_peak_obeys_ten_budgets(each: Made, offload: Any) -> None:
     frontier = recollect.frontier(each.model, each.batch, loss=each.loss, offload=offload)
     low, high = frontier.least, frontier.plain_peak
-    assert low < high
+    assert low < 0.7 * high
     last = float("inf")
     for n in range(10):
         budget = low + (high - low) * n // 9

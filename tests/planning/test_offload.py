@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import choices, planner
@@ -23,17 +25,75 @@ from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
 from recollect.planning.simulate import Schedule, simulate
 from tests._support import assert_identical
-from tests.planning._models import CASES, Made, made
+from tests.planning._models import CASES, Case, Made
 from tests.store._fake import FakeLink, make_store
 
 _SCHEDULES = 5
 
 
+class Doubled(torch.autograd.Function):
+    """Writes in place, which is counted when all of it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Odd(nn.Module):
+    """Products, and something odd done to each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.odd(layer(x)).sin()
+        return x
+
+
+class WrittenByFunction(Odd):
+    def odd(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+class TurnedInPlace(Odd):
+    def odd(self, x: Tensor) -> Tensor:
+        x.transpose_(0, 1)
+        return x.t()
+
+
+class Looked(Odd):
+    """Takes a number out, by an op that a plan has no name for."""
+
+    def odd(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        return x * 2 if float(x.detach()[0, 0]) < 5 else x
+
+
+def _rows() -> Tensor:
+    return torch.randn(64, 48)
+
+
+STUDIED = CASES | {
+    "written_by_function": Case(WrittenByFunction, _rows),
+    "turned_in_place": Case(TurnedInPlace, _rows),
+    "looked": Case(Looked, _rows),
+}
+
+
 class Study:
     """A model, and a device that is not there."""
 
-    def __init__(self, name: str, links: list[FakeLink]) -> None:
-        self.made = made(name)
+    def __init__(self, case: Case, links: list[FakeLink]) -> None:
+        torch.manual_seed(0)
+        self.made = Made(case.make(), case.batch(), case.loss)
         self.links = links
         self.planner = Planner(self.made.model, self.made.batch, self.made.loss)
 
@@ -64,7 +124,7 @@ class Study:
         assert not told
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=STUDIED)
 def study(request: pytest.FixtureRequest) -> Iterator[Study]:
     links: list[FakeLink] = []
 
@@ -76,7 +136,7 @@ def study(request: pytest.FixtureRequest) -> Iterator[Study]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "measured_link", lambda device: Link(5e9, 5e9))
         patch.setattr(choices, "HostStore", store)
-        yield Study(request.param, links)
+        yield Study(STUDIED[request.param], links)
 
 
 def state_after(done: Made, seed: int) -> tuple[Any, Any]:
@@ -110,6 +170,6 @@ def test_the_simulated_peak_is_the_one_of_every_step(study: Study) -> None:
             peaks = [step.measured_peak() for _ in range(5)][2:]
         assert len(set(peaks)) == 1
         assert peaks[0] == pytest.approx(simulated, rel=0.05)
-        exact += peaks[0] == simulated
+        exact += peaks[0] == pytest.approx(simulated, rel=1e-3)
     # In which order the several results of one op are fetched is not known to the simulator.
     assert exact > _SCHEDULES / 2

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import recollect
+from recollect.state import surroundings
 from tests._support import Run, assert_identical, assert_transparent, leaf, plain, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
@@ -293,3 +294,32 @@ def test_a_region_that_draws_and_leaves_the_stream_where_it_was(function: Any, r
         return out, x.grad
 
     assert_transparent(train, run)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize("wrap", [Recurrent, lambda: Recurrent().lstm], ids=["inside", "itself"])
+@pytest.mark.parametrize("is_function", [True, False])
+def test_recurrent_layers_are_prepared_to_drop_out_the_same(
+    wrap: Any, is_function: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On CUDA devices, where they draw from a state of cuDNN's. Of others nothing is to be prepared.
+    prepared: list[torch.device] = []
+    monkeypatch.setattr(surroundings, "reseed_recurrent_layers", prepared.append)
+    model = wrap()
+    function = (lambda x: model(x.tanh())) if is_function else model
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    recollect.checkpoint(function, x)
+    assert prepared == [torch.device("cpu")]
+    recollect.checkpoint(function, x, preserve_rng_state=False)
+    recollect.checkpoint(nn.Linear(4, 4), x)
+    model.eval()
+    recollect.checkpoint(function, x)
+    assert prepared == [torch.device("cpu")]

@@ -138,7 +138,7 @@ class _Run:
         self.order = self._first_uses()
         for held, _ in self.order:
             self.holders[held] += 1
-        #: What goes to the host, by the moment in which it is made; what has not arrived there.
+        #: What has not arrived at the host; what goes there, by the last op of its function.
         self.leaving: deque[tuple[int, int, float]] = deque()
         self.leaving_bytes = 0
         self.out_clock = self.in_clock = 0.0
@@ -209,7 +209,7 @@ class _Run:
             self.clock += moment.seconds
             if moment.op in self.sent:
                 self._send(self.sent[moment.op])
-            if self.leaving and moment.op >= 0 and graph.ops[moment.op].last <= moment.op:
+            if self.leaving and moment.op >= 0 and self._can_arrive_after(moment.op):
                 self._let_arrive(moment.op)
             for number in moment.ends:
                 self._end(number)
@@ -355,6 +355,11 @@ class _Run:
             self.out_clock = start + value.nbytes / link.out_rate
             self.leaving.append((value.memory, value.nbytes, self.out_clock))
             self.leaving_bytes += value.nbytes
+
+    def _can_arrive_after(self, number: int) -> bool:
+        """Whether the engine can be told to: when a function is over, by an op that has a name."""
+        op = self.graph.ops[number]
+        return op.last <= number and (bool(op.key) or number == self.last_op)
 
     def _let_arrive(self, op: int) -> None:
         """After ``op``: let go of the oldest if too much is leaving, and of what is copied by now.

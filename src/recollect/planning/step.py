@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 _Tensor = torch.Tensor
-#: On CUDA devices a large tensor may be given a free block that is larger by as much as this. Which
-#: do depends on all that was freed before, so in another step it may be another one in so many.
+#: On CUDA devices a large tensor may be given a free block that is larger by as much as this, and
+#: all of it counts. It depends on what was freed before: room is left for one block in so many.
 _BLOCK_MORE = 1 << 20
 _ONE_BLOCK_IN = 16
 

@@ -34,7 +34,7 @@ from torch import nn
 from recollect.state.streams import generator_types
 from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, Tree, tree_of
 
-__all__ = ["Reach", "Slot", "Writes", "content_of", "simple_tree"]
+__all__ = ["Reach", "Slot", "Writes", "content_of", "recurrent_in", "simple_tree"]
 
 
 class Writes(Enum):
@@ -88,6 +88,7 @@ class Reach:
         "names",
         "owners",
         "parameters",
+        "recurrent",
         "tensors",
     )
 
@@ -103,6 +104,8 @@ class Reach:
         self.owners: list[dict[str, Any]] = []
         self.names: list[tuple[str, ...]] = []
         self.buffers: list[Slot] = []
+        #: The attributes of recurrent layers.
+        self.recurrent: list[dict[str, Any]] = []
         #: Tensors outside of modules.
         self.tensors: list[torch.Tensor] = []
         #: Random streams that are objects: of torch, numpy and ``random``.
@@ -149,6 +152,7 @@ class Reach:
             return
         content = module.__dict__
         self.content += content_of(module, tree)
+        self.recurrent += recurrent_in(module, tree)
         if content["_buffers"]:
             self._add_buffers(content, tree.kind)
         for each, kind in tree.with_buffers:
@@ -310,6 +314,11 @@ def content_of(module: Any, tree: Tree) -> list[dict[str, Any]]:
     """The attributes of ``module`` and of all below it."""
     content = module.__dict__
     return [content, *tree.content] if "training" in content else tree.content
+
+
+def recurrent_in(module: Any, tree: Tree) -> list[dict[str, Any]]:
+    """The attributes of the recurrent layers among ``module`` and all below it."""
+    return [module.__dict__, *tree.recurrent] if isinstance(module, nn.RNNBase) else tree.recurrent
 
 
 def _read_slot(slot: Any, value: Any) -> Any:

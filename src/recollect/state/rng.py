@@ -23,8 +23,8 @@ __all__ = [
     "RngState",
     "get_device_states",
     "read_rng",
-    "read_rng_for_rerun",
     "read_same_rng",
+    "reseed_recurrent_layers",
     "same_rng",
     "set_device_states",
     "settle_rng",
@@ -77,16 +77,15 @@ def read_rng() -> RngState:
     return _cpu.get_state(), None if _accelerator is None else _read_accelerator()
 
 
-def read_rng_for_rerun() -> RngState:
-    """Where all streams stand, from where a rerun shall draw what is drawn from now on.
+def reseed_recurrent_layers(device: torch.device) -> None:
+    """Have recurrent layers of cuDNN seed the state by which they drop out from torch's stream.
 
-    Recurrent layers of cuDNN drop out by a state of their own, and seed that from torch's stream
-    whenever the stream has been set since. A rerun sets it; so it must have been set before, too.
+    They do whenever the stream has been set since. A rerun sets it; so that it draws the same, it
+    must have been set before the call, too. No other stream is touched: it may be in use.
     """
-    state = read_rng()
-    if state[1] is not None:
-        _write_accelerator(state[1])
-    return state
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        generator.set_state(generator.get_state())
 
 
 def settle_rng(state: RngState) -> RngState:

@@ -23,7 +23,7 @@ from recollect.state.libraries import (
 from recollect.state.rng import (
     HAS_ACCELERATOR,
     RngState,
-    read_rng_for_rerun,
+    read_rng,
     read_same_rng,
     settle_rng,
     write_rng,
@@ -43,9 +43,9 @@ Streams = tuple[RngState, LibraryState | None, list[tuple[Any, Any]]]
 
 
 def read_streams(generators: Iterable[Any]) -> Streams:
-    """Where the streams stand now, those of ``generators`` too, for a rerun to start from."""
+    """Where the streams stand now, those of ``generators`` too."""
     objects = [(g, _read_generator(g)) for g in generators if not is_library_stream(g)]
-    return read_rng_for_rerun(), read_libraries(), objects
+    return read_rng(), read_libraries(), objects
 
 
 def settle_streams(streams: Streams) -> Streams:

@@ -23,7 +23,8 @@ from recollect.state.ambient import Ambient
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.guards import Guards, UseOfChanged
 from recollect.state.mutation import Watch
-from recollect.state.reach import Reach, content_of, simple_tree
+from recollect.state.reach import Reach, content_of, recurrent_in, simple_tree
+from recollect.state.rng import reseed_recurrent_layers
 from recollect.state.slots import Moved, Slots, put_in_place
 from recollect.state.streams import (
     Streams,
@@ -41,6 +42,13 @@ def _guard(owners: list[dict[str, Any]]) -> Guards | None:
     if not version_guard_enabled():
         return None
     return Guards([p for owner in owners for p in owner.values() if p is not None])
+
+
+def _reseed(recurrent: list[dict[str, Any]]) -> None:
+    """Prepare recurrent layers, given by their attributes, to draw the same in a rerun."""
+    layers = [each for each in recurrent if each["dropout"] and each["training"]]
+    for device in {each["_flat_weights"][0].device for each in layers}:
+        reseed_recurrent_layers(device)
 
 
 class Surroundings:
@@ -71,14 +79,20 @@ class Surroundings:
         if tree is None:
             self._init_from(Reach(function, others), preserve_rng_state)
         else:
-            self._streams = read_streams(()) if preserve_rng_state else None
+            self._streams = None
+            if preserve_rng_state:
+                _reseed(recurrent_in(function, tree))
+                self._streams = read_streams(())
             self._slots = Slots(tree.owners, tree.names, content_of(function, tree))
             self._guards = _guard(tree.parameters)
             self._variables = self._watch = self.collectives = None
         self._ambient = Ambient()
 
     def _init_from(self, reach: Reach, preserve_rng_state: bool) -> None:
-        self._streams = read_streams(reach.generators) if preserve_rng_state else None
+        self._streams = None
+        if preserve_rng_state:
+            _reseed(reach.recurrent)
+            self._streams = read_streams(reach.generators)
         self._slots = Slots(reach.owners, reach.names, reach.content)
         self._guards = _guard(reach.parameters)
         self._variables = None

@@ -96,6 +96,7 @@ class Tree:
         "own",
         "owners",
         "parameters",
+        "recurrent",
         "scripted",
         "with_buffers",
     )
@@ -115,6 +116,8 @@ class Tree:
         self.with_buffers: list[tuple[_Attributes, ModuleKind]] = []
         #: The attributes of modules that are not torch's layers.
         self.own: list[_Attributes] = []
+        #: The attributes of recurrent layers.
+        self.recurrent: list[_Attributes] = []
         #: What the attributes of ``own`` lead to, and the global variables that their functions
         #: name; None until somebody has looked.
         self.attached: list[Any] | None = None
@@ -157,6 +160,8 @@ class Tree:
             self.content.append(content)
         if content["_buffers"]:
             self.with_buffers.append((content, kind))
+        if isinstance(module, nn.RNNBase):
+            self.recurrent.append(content)
         if kind is OWN:
             self.own.append(content)
             self.functions += _functions_of(type(module))

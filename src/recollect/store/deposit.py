@@ -122,6 +122,15 @@ class Parcel:
             self._store.drop(handle)
             self._storage = None
 
+    def count_version(self) -> None:
+        """Take the tensor for unchanged, though its version is another: only that was counted."""
+        tensor = self._tensor()
+        if tensor is not None:
+            self._version = version_of(tensor)
+        count = getattr(self._store, "count_version", None)
+        if count is not None:
+            count(self._handle)
+
     def __del__(self) -> None:
         if hasattr(self, "_handle"):  # the store may have refused the tensor
             self._store.drop(self._handle)
@@ -182,7 +191,7 @@ class Deposit:
             alive = parcel()
             if release is not None and alive is not None:
                 release(alive.handle)
-        self._arrived = end
+        self._arrived = min(end, len(self._parcels))  # a call may send less than was planned
 
     def announce(self) -> None:
         """Say that the region is about to be recomputed."""

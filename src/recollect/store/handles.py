@@ -201,6 +201,11 @@ class Stored:
         self.ahead: Arrival | None = None
         self.given: Given | None = None
 
+    def count_version(self) -> None:
+        """Take the version that the source has by now for the one that it was put with."""
+        if self.source is not None and not self.spoilt:
+            self.version = version_of(self.source)
+
     def look(self) -> bool:
         """Whether the bytes are those that were put."""
         if self.source is not None and version_of(self.source) != self.version:

@@ -198,6 +198,17 @@ class HostStore:
                 traffic.wait_for(stored)
                 traffic.let_go(stored)
 
+    def count_version(self, handle: Any) -> None:
+        """The tensor that was put is as it was, though its version may be another by now."""
+        if isinstance(handle, Parts):
+            for each in handle.handles.values():
+                self.count_version(each)
+        elif isinstance(handle, Held):
+            handle.hold(_still_there(handle, check=False))
+        else:
+            with self._at_work():
+                _not_dropped(handle).count_version()
+
     def release(self, handle: Any) -> None:
         """Free the memory of the tensor that was put: the current stream waits for its copy."""
         for each in _copied_in([handle]):

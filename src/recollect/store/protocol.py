@@ -20,13 +20,15 @@ class Store(Protocol):
     from another thread than ``put``. ``drop`` says that the handle is not needed any more; it is
     called once for each ``put``, and may come at any time, from any thread.
 
-    Three more methods are called where a store has them:
+    More methods are called where a store has them:
 
     - ``prefetch(handles)``: these are asked for next, in this order;
     - ``release(handle)``: what the store still holds on the device of the tensor that was put is
       to be let go, and the current stream may wait for that;
     - ``before_write(handle)``: the tensor that was put is about to be written to in place, by the
-      current stream. A store that still reads it must make that safe.
+      current stream. A store that still reads it must make that safe;
+    - ``count_version(handle)``: the tensor that was put has another version now, but was not
+      written to. For stores that compare versions.
     """
 
     def put(self, tensor: Tensor) -> Any: ...

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from recollect.engines.replay import recall
 from recollect.engines.replay.direct import Decisions
 from recollect.engines.replay.engine import replay_region
 from recollect.store.deposit import Deposit
+from tests.store._fake import make_store
 
 
 class Layer(nn.Module):
@@ -242,3 +244,16 @@ def test_the_rest_of_a_call_that_differs_goes_by_the_same_decisions(model, x, mo
     assert_equal(gradients(model, x, lambda x: step(model, x, decisions)), expected)
     # The second sine is kept, so only the first runs again, for the cosine of the second.
     assert ran.count("aten.sin.default") == 1
+
+
+def test_what_is_sent_after_less_than_was_expected_is_let_go_in_time() -> None:
+    store, _ = make_store(_looks=False)
+    deposit = Deposit(host=store, last_first=True)
+    parcels, storages = [], []
+    for expected in (2, 1, 1):  # of the first call one result was not sent
+        tensor = torch.randn(100)
+        storages.append(ref(tensor.untyped_storage()))
+        parcels.append(deposit.put(tensor))
+        del tensor
+        deposit.arrive(expected)
+        assert storages[-1]() is None

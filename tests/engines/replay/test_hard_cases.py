@@ -403,3 +403,45 @@ def test_the_collector_ends_a_generator_in_the_midst_of_a_region():
     (slot,) = _slots[function.__code__].values()
     assert slot.recording is not None
     assert slot.difference is None
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_store_without_room_that_the_region_knows_how_to_do_without(failing: int):
+    class Store:
+        def __init__(self) -> None:
+            self.count, self.tensors = 0, {}
+
+        def put(self, tensor: Tensor) -> object:
+            self.count += 1
+            if self.count == failing:
+                raise MemoryError("no room")
+            self.tensors[self.count] = tensor.clone()
+            return self.count
+
+        def get(self, handle: int) -> Tensor:
+            return self.tensors[handle].clone()
+
+        def drop(self, handle: int) -> None:
+            del self.tensors[handle]
+
+    weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+
+    def function(x: Tensor) -> Tensor:
+        for weight in weights:
+            try:
+                y = x @ weight
+            except MemoryError:
+                y = (x @ weight) * 1.0
+            x = y.sin()
+        return x
+
+    x, store = torch.randn(8, 8, requires_grad=True), Store()
+    expected = torch.autograd.grad(function(x).sum(), [x, *weights])
+    run = recollect.checkpointed(
+        function, engine="replay", policy=recollect.policy.matmuls(), store=store
+    )
+    for _ in range(3):
+        out = run(x)
+        assert_identical(torch.autograd.grad(out.sum(), [x, *weights]), expected)
+        del out
+        assert not store.tensors

@@ -427,7 +427,7 @@ class Checker(TorchFunctionMode):
     def _count_versions(self) -> None:
         """A custom function counts what it says it has written to when it is over."""
         for held in self._written:
-            held.version = version_of(held.tensor)
+            held.count_version()
         self._written.clear()
 
     def _settle(self, expected: Expected, tickets: list[Ticket]) -> None:

@@ -62,7 +62,7 @@ class Direction(Ruling):
     """What becomes of the results of one op.
 
     ``results``: which of those that it makes are to be held; the others may be made again.
-    ``arrivals``: how many of those that were sent away before have arrived after it.
+    ``arrivals``: how many of those that were sent away before have arrived after its function.
     """
 
     __slots__ = ("arrivals", "key", "results")
@@ -104,7 +104,8 @@ class Decisions:
         kept: By key of an op: the numbers of its results that stay on the device.
         away: The same, of those that go to the host.
         store: Where they go to.
-        arrivals: By key of an op: how many of those that were sent first are let go after it.
+        arrivals: By key of an op: how many of those that were sent first are let go when its
+            function is over.
         begin: How many tickets are left when fetching ahead begins; None: it begins with backward.
     """
 

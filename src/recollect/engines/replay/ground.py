@@ -12,7 +12,6 @@ from recollect.engines.replay.held import Held
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, View, layout_of
-from recollect.store.handles import version_of
 from recollect.torch_private import (
     CAST,
     bare_op,
@@ -213,7 +212,7 @@ class Ground:
         for memory in self.written:
             self._note_spoilt(memory)
             held = self.recall.kept.get(memory.buffer.number)
-            if held is not None and held.away is None:
+            if held is not None:
                 self._new.append(held)  # a custom function counts its writes when it is over
         self.written.clear()
 
@@ -261,9 +260,13 @@ class Ground:
             self._new += [] if recall is None else recall.held_of(tensor)
 
     def end_function(self) -> None:
-        """The writes of the function have been counted: they are none that a store missed."""
+        """Send away what is to leave, and let go of what has arrived.
+
+        Now, since the writes of a function have been counted when it is over: a store would take
+        them for changes of what it was given.
+        """
         for held in self._new:
-            held.version = version_of(held.tensor)
+            held.count_version()
         self._new.clear()
         if not self._leaving and not self.arrivals:
             return

@@ -11,7 +11,7 @@ from recollect.engines.replay.tape import Layout, copy_of_memory, view_of
 from recollect.errors import InputChanged
 from recollect.store.deposit import Deposit, Parcel
 from recollect.store.handles import version_of
-from recollect.torch_private import has_history, without_history
+from recollect.torch_private import has_history, memory_key, without_history
 
 __all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of", "saved_in"]
 
@@ -46,12 +46,24 @@ class Held:
         self.tensor = tensor
         self.away: Parcel | None = None
 
+    @property
+    def memory(self) -> int | None:
+        """Which memory it is on, or was when it was sent away; None if that is gone."""
+        return memory_key(self.tensor) if self.away is None else self.away.address
+
     def send(self, deposit: Deposit, layout: Layout) -> None:
         """Have a store hold the tensor, whole: of this ``layout``."""
         if self.layout is not layout:
             self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
         self.away = deposit.put(self.tensor)
         del self.tensor
+
+    def count_version(self) -> None:
+        """What is held is as it was, though its version may be another by now."""
+        if self.away is None:
+            self.version = version_of(self.tensor)
+        else:
+            self.away.count_version()
 
     def become_copy(self) -> None:
         """Hold a copy: the memory is about to be changed, or may be."""

@@ -145,19 +145,19 @@ class Recall:
         self._order.insert(0, (number, 0))
 
     def held_of(self, tensor: torch.Tensor) -> list[Held]:
-        """What is held here of the memory of ``tensor``."""
+        """What is held of the memory of ``tensor``, or was sent away from there."""
         memory = memory_key(tensor)
-        held = [each for each in self.kept.values() if each.away is None]
-        return [each for each in held if memory is not None and memory_key(each.tensor) == memory]
+        if memory is None:
+            return []
+        return [each for each in self.kept.values() if each.memory == memory]
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Something writes to ``tensor``, whose memory may be held."""
-        memory = memory_key(tensor)
-        for held in self.kept.values():
-            if held.away is not None and memory is not None and held.away.address == memory:
-                held.away.before_write(tensor)
         for held in self.held_of(tensor):
-            held.become_copy()
+            if held.away is None:
+                held.become_copy()
+            else:
+                held.away.before_write(tensor)
 
     def let_go(self, uses: list[int]) -> None:
         """Let go of what is not wanted, as ``uses`` says."""

@@ -227,9 +227,14 @@ class Recorder(TorchFunctionMode):
     def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The function has returned: drop what it saved."""
         ground = self._ground
-        ground.end_function()
-        step.ops = (step.ops[0], len(ground.tape.ops))
         tickets, self._tickets = self._tickets, []
+        try:
+            ground.end_function()
+        except BaseException:
+            ground.stop("a store raised")
+            self._give_up(step, tickets)
+            raise
+        step.ops = (step.ops[0], len(ground.tape.ops))
         if ground.stopped is not None:
             self._give_up(step, tickets)
             return
