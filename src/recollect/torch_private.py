@@ -588,8 +588,8 @@ def changes_memory(op: Any) -> bool:
     return op_name(op) in _REPLACING
 
 
-def dropout_positions(op: Any) -> tuple[int, int] | None:
-    """Of recurrent layers of a library: which arguments are the dropout, and whether to apply it.
+def dropout_positions(op: Any) -> tuple[int, int, int] | None:
+    """Of recurrent layers of a library: where dropout, its switch and its state are in arguments.
 
     They draw from a state that the library has on the device. No generator knows of it, but it is
     seeded anew from one whose state has been set.
@@ -597,7 +597,7 @@ def dropout_positions(op: Any) -> tuple[int, int] | None:
     if op_name(op) not in ("aten::_cudnn_rnn", "aten::miopen_rnn"):
         return None
     names = [argument.name for argument in op._schema.arguments]
-    return names.index("dropout"), names.index("train")
+    return names.index("dropout"), names.index("train"), names.index("dropout_state")
 
 
 def takes_number(op: Any) -> bool:

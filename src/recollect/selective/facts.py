@@ -79,8 +79,18 @@ class Facts:
         """Whether a call of it draws from a state that no generator knows of."""
         if self._dropout is None:
             return False
-        dropout, train = (args[position] for position in self._dropout)
-        return bool(dropout and train)
+        dropout, train, _ = self._dropout
+        return bool(args[dropout] and args[train])
+
+    def without_idle_state(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, without the state of the library if the call does not draw from it.
+
+        It is given the one that other layers use.
+        """
+        if self._dropout is None or self.draws_alone(args):
+            return args
+        state = self._dropout[2]
+        return *args[:state], None, *args[state + 1 :]
 
 
 #: By id: ops live for good, and hash slowly.

@@ -158,8 +158,11 @@ def test_dropout_of_a_library_is_known_by_its_arguments(dropout, train):
     op = torch.ops.aten._cudnn_rnn.default
     args = [None] * len(op._schema.arguments)
     for position, argument in enumerate(op._schema.arguments):
-        args[position] = {"dropout": dropout, "train": train}.get(argument.name)
-    assert facts_of(op).draws_alone(tuple(args)) == (bool(dropout) and train)
+        args[position] = {"dropout": dropout, "train": train}.get(argument.name, argument.name)
+    facts, draws = facts_of(op), bool(dropout) and train
+    assert facts.draws_alone(tuple(args)) == draws
+    state = "dropout_state" if draws else None
+    assert facts.without_idle_state(tuple(args)) == (*args[:-1], state)
 
 
 def test_a_write_through_a_view_of_unknown_place():

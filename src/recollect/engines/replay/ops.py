@@ -77,6 +77,7 @@ class OpRecorder(DispatchMode):
 
     def _run(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
         ground = self._ground
+        args = kind.facts.without_idle_state(args)
         op = ground.new_op(kind.facts.op, kind.call)
         written: _Written = {}
         if kind.facts.writes:
