@@ -46,8 +46,10 @@ def _guard(owners: list[dict[str, Any]]) -> Guards | None:
 
 def _reseed(recurrent: list[dict[str, Any]]) -> None:
     """Prepare recurrent layers, given by their attributes, to draw the same in a rerun."""
-    layers = [each for each in recurrent if each["dropout"] and each["training"]]
-    for device in {each["_flat_weights"][0].device for each in layers}:
+    layers = [each for each in recurrent if each.get("dropout") and each.get("training")]
+    weights = [weight for each in layers for weight in each.get("_flat_weights", ())]
+    # One that is computed from others, by a parametrization, may not be there yet.
+    for device in {weight.device for weight in weights if weight is not None}:
         reseed_recurrent_layers(device)
 
 
