@@ -647,7 +647,9 @@ def training_position(op: Any) -> int | None:
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or an alias that shares its version, without the graph it comes from."""
-    if tensor.requires_grad and tensor.is_leaf:
+    # A view finds out by its base whether it is a leaf, which may fail; and torch may call this
+    # while it is at that, to wait for itself for good.
+    if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
         return tensor
     if not dispatch_mode_count() or _has_own_ways(type(tensor)):
         return tensor.detach()

@@ -47,8 +47,8 @@ def _guard(owners: list[dict[str, Any]]) -> Guards | None:
 def _reseed(recurrent: list[dict[str, Any]]) -> None:
     """Prepare recurrent layers, given by their attributes, to draw the same in a rerun."""
     layers = [each for each in recurrent if each.get("dropout") and each.get("training")]
-    weights = [weight for each in layers for weight in each.get("_flat_weights", ())]
-    # One that is computed from others, by a parametrization, may not be there yet.
+    weights = [weight for each in layers for weight in each.get("_flat_weights") or ()]
+    # A weight that a parametrization computes is None in that list until the first forward.
     for device in {weight.device for weight in weights if weight is not None}:
         reseed_recurrent_layers(device)
 

@@ -101,7 +101,7 @@ class Parcel:
                 f"{_described(self.looks)}: it has to give back the same tensor"
             )
         # A store may simply hold what it is given.
-        if tensor is self._tensor() and version_of(tensor) != self._version:
+        if tensor is self._tensor() and self._is_spoilt(tensor):
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(tensor.shape)} that {type(self._store).__name__} holds was "
@@ -109,15 +109,20 @@ class Parcel:
             )
         return tensor
 
+    def _is_spoilt(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and version_of(tensor) != self._version
+
     def before_write(self, tensor: torch.Tensor) -> None:
         """To be called before ``tensor``, on the memory of what was put, is changed in place."""
         prepare = getattr(self._store, "before_write", None)
         if prepare is not None:
             prepare(self._handle)
-        elif self._layout is not None and tensor.dtype == self._layout[3]:
+        elif self._layout is not None and not self._is_spoilt(self._tensor()):
             # The store may hold what it was given: have it hold a copy instead.
+            size, stride, offset, dtype = self._layout
             with raw_memory():
-                copy = tensor.as_strided(*self._layout[:3]).clone()
+                whole = torch.empty(0, dtype=dtype, device=tensor.device)
+                copy = whole.set_(tensor.untyped_storage(), offset, size, stride).clone()
             handle, self._handle = self._handle, self._store.put(copy)
             self._store.drop(handle)
             self._storage = None

@@ -17,6 +17,7 @@ from recollect.engines.replay import record
 from recollect.engines.replay.library import _slots
 from recollect.selective.facts import facts_of
 from tests._support import assert_identical, collector_off
+from tests.store._fake import make_store
 
 replay = functools.partial(recollect.checkpoint, engine="replay")
 
@@ -448,3 +449,114 @@ def test_a_store_without_room_that_the_region_knows_how_to_do_without(failing: i
         assert_identical(torch.autograd.grad(out.sum(), [x, *weights]), expected)
         del out
         assert not store.tensors
+
+
+class Holding:
+    """A store that holds what it is given."""
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def get(self, handle: Tensor) -> Tensor:
+        return handle
+
+    def drop(self, handle: Tensor) -> None:
+        pass
+
+
+STORES = pytest.mark.parametrize("store", [None, Holding(), make_store()[0]], ids=repr)
+
+
+@STORES
+def test_another_look_does_not_hide_a_write_that_nobody_saw(store: Any):
+    weight, does = nn.Parameter(torch.randn(8, 8)), []
+
+    def function(x: Tensor) -> Tensor:
+        y = x @ weight
+        out = (y + 1).sin() + (y + 2).sin()
+        if does:
+            with torch._C.DisableTorchFunction():
+                y.detach().mul_(2)
+            y.transpose_(0, 1)
+        return out.cos()
+
+    x = torch.randn(8, 8, requires_grad=True)
+    run = recollect.checkpointed(
+        function, engine="replay", policy=recollect.policy.matmuls(), store=store
+    )
+    for _ in range(2):
+        run(x).sum().backward()
+    does.append(1)
+    with pytest.raises(recollect.CheckpointError):
+        run(x).sum().backward()
+
+
+@STORES
+def test_looks_and_writes_to_what_was_kept(store: Any):
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def function(x: Tensor) -> Tensor:
+        y, z = x @ weight, (x * 2) @ weight
+        out = (y + 1).sin() + (y + 2).sin() + (z + 1).cos()
+        with torch.no_grad():
+            y.transpose_(0, 1)
+            z.detach().view(torch.int32).add_(1 << 23)  # by a view of another type
+        return out.cos()
+
+    compare_with_store(function, weight, store)
+
+
+class TwoParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x[0].mul_(2)
+        x[1:].mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@STORES
+def test_custom_functions_that_write_to_parts(store: Any):
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def function(x: Tensor) -> Tensor:
+        y = TwoParts.apply(x @ weight)
+        return ((y + 1).sin() + (y + 2).sin()).cos()
+
+    compare_with_store(function, weight, store)
+
+
+def test_a_custom_function_that_writes_to_a_view_in_another_call():
+    # Asked there whether a view is a leaf, torch would wait for itself.
+    weight, does = nn.Parameter(torch.randn(8, 8)), []
+
+    def function(x: Tensor) -> Tensor:
+        y = x @ weight
+        view = y.view(64)
+        out = (y + 1).sin()
+        TwoParts.apply(y)
+        return out + (TwoParts.apply(view).view(8, 8) if does else y @ weight)
+
+    x = torch.randn(8, 8, requires_grad=True)
+    run = recollect.checkpointed(function, engine="replay", policy=recollect.policy.matmuls())
+    for number in range(4):
+        if number == 2:
+            does.append(1)
+        assert_identical(
+            torch.autograd.grad(run(x * 1).sum(), [x, weight]),
+            torch.autograd.grad(function(x * 1).sum(), [x, weight]),
+        )
+
+
+def compare_with_store(function: Any, weight: nn.Parameter, store: Any) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    expected = torch.autograd.grad(function(x).sum(), [x, weight])
+    run = recollect.checkpointed(
+        function, engine="replay", policy=recollect.policy.matmuls(), store=store
+    )
+    for _ in range(3):
+        assert_identical(torch.autograd.grad(run(x).sum(), [x, weight]), expected)

@@ -164,6 +164,9 @@ class Checker(TorchFunctionMode):
         for op in expected.draws:
             assert op.generator is not None
             self._recall.states[op.number] = op.generator.get_state()
+        if expected.changes_looks:
+            for tensor in tensors_in(values):
+                self._written += self._recall.before_look(tensor)
         self._is_inside = True
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)

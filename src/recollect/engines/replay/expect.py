@@ -29,6 +29,7 @@ class Expected:
         "caught_args",
         "caught_packs",
         "caught_returns",
+        "changes_looks",
         "constants",
         "containers",
         "count",
@@ -76,10 +77,9 @@ class Expected:
                 (view for _, view in step.changed), recording, caught
             )
         ]
-        #: The tensors of which what is held may have another version after it.
+        #: The tensors that it writes to; whether it gives some another look, which counts as that.
         self.written = {number for number, _ in step.changed}
-        if step.changes_looks:
-            self.written.update(number for _, number, _ in self.tensors)
+        self.changes_looks = step.changes_looks
         first, last = step.ops
         #: How many of those that were sent away are let go after it.
         self.arrivals = sum(map(arrivals_after, recording.tape.ops[first:last]))

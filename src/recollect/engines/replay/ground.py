@@ -257,7 +257,7 @@ class Ground:
         if self.step is not None:
             self.step.changes_looks = True
         for recall in (self.recall, self.earlier):
-            self._new += [] if recall is None else recall.held_of(tensor)
+            self._new += [] if recall is None else recall.before_look(tensor)
 
     def end_function(self) -> None:
         """Send away what is to leave, and let go of what has arrived.

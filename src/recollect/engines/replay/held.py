@@ -58,6 +58,10 @@ class Held:
         self.away = deposit.put(self.tensor)
         del self.tensor
 
+    def is_unchanged(self) -> bool:
+        """Whether what is held here has not been written to."""
+        return version_of(self.tensor) == self.version
+
     def count_version(self) -> None:
         """What is held is as it was, though its version may be another by now."""
         if self.away is None:
@@ -74,7 +78,7 @@ class Held:
         """The tensor of the layout ``own``. ``is_guarded``: which must not have been changed."""
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
-        if is_guarded and version_of(self.tensor) != self.version:
+        if is_guarded and not self.is_unchanged():
             raise InputChanged(_CHANGED.format(name=name_of(self.tensor)))
         return view_of(self.tensor, self.layout, own)
 

@@ -159,6 +159,14 @@ class Recall:
             else:
                 held.away.before_write(tensor)
 
+    def before_look(self, tensor: torch.Tensor) -> list[Held]:
+        """``tensor`` gets another look, which counts as a write. What has to be counted anew."""
+        held = self.held_of(tensor)
+        for each in held:
+            if each.away is not None:
+                each.away.before_write(tensor)
+        return [each for each in held if each.away is None and each.is_unchanged()]
+
     def let_go(self, uses: list[int]) -> None:
         """Let go of what is not wanted, as ``uses`` says."""
         for number in [*self.kept]:
