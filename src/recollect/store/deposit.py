@@ -101,7 +101,7 @@ class Parcel:
                 f"{_described(self.looks)}: it has to give back the same tensor"
             )
         # A store may simply hold what it is given.
-        if tensor is self._tensor() and self._is_spoilt(tensor):
+        if tensor is self._tensor() and self._is_spoilt():
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(tensor.shape)} that {type(self._store).__name__} holds was "
@@ -109,7 +109,9 @@ class Parcel:
             )
         return tensor
 
-    def _is_spoilt(self, tensor: torch.Tensor | None) -> bool:
+    def _is_spoilt(self) -> bool:
+        """Whether the tensor that was put is still there, and was written to."""
+        tensor = self._tensor()
         return tensor is not None and version_of(tensor) != self._version
 
     def before_write(self, tensor: torch.Tensor) -> None:
@@ -117,7 +119,7 @@ class Parcel:
         prepare = getattr(self._store, "before_write", None)
         if prepare is not None:
             prepare(self._handle)
-        elif self._layout is not None and not self._is_spoilt(self._tensor()):
+        elif self._layout is not None and not self._is_spoilt():
             # The store may hold what it was given: have it hold a copy instead.
             size, stride, offset, dtype = self._layout
             with raw_memory():

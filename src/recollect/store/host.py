@@ -191,12 +191,7 @@ class HostStore:
         if isinstance(handle, Held):
             _keep_values(handle)
             return
-        with self._at_work():
-            stored = _not_dropped(handle)
-            if stored.source is not None:
-                traffic = self._traffic[stored.link]
-                traffic.wait_for(stored)
-                traffic.let_go(stored)
+        self.release(handle)
 
     def count_version(self, handle: Any) -> None:
         """The tensor that was put is as it was, though its version may be another by now."""
