@@ -18,6 +18,7 @@ MODERN = {
     "Frontier",
     "InfeasibleBudget",
     "Plan",
+    "PlanWarning",
     "checkpointed",
     "explain",
     "fit",

@@ -13,7 +13,7 @@ from recollect.engines.reentrant import (
     check_backward_validity,
     detach_variable,
 )
-from recollect.errors import CheckpointError, InfeasibleBudget
+from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
 from recollect.explain import explain
 from recollect.install import install, installed, uninstall
 from recollect.naming import tag
@@ -43,6 +43,7 @@ __all__ = [
     "GraphExecGroup",
     "InfeasibleBudget",
     "Plan",
+    "PlanWarning",
     "SelectiveCheckpointContext",
     "check_backward_validity",
     "checkpoint",

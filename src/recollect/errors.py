@@ -1,4 +1,4 @@
-"""What recollect raises, and the one signal it uses internally.
+"""What recollect raises and warns of, and the one signal it uses internally.
 
     RuntimeError
     └── torch.utils.checkpoint.CheckpointError
@@ -8,6 +8,8 @@
             ├── KeptTensorError         a tensor kept by selective checkpointing cannot be used
             ├── AlreadyUnpacked         a saved tensor was asked for again where that is not allowed
             └── InfeasibleBudget        no plan brings the step into the budget
+    UserWarning
+    └── PlanWarning                     a plan is not in effect, or a step went over its budget
     BaseException
     └── StopRecompute                   internal: everything needed has been recomputed
 
@@ -25,6 +27,7 @@ __all__ = [
     "InfeasibleBudget",
     "InputChanged",
     "KeptTensorError",
+    "PlanWarning",
     "RecomputeMismatch",
     "StopRecompute",
 ]
@@ -60,6 +63,10 @@ class InfeasibleBudget(CheckpointError):
         super().__init__(message)
         self.budget = budget
         self.least = least
+
+
+class PlanWarning(UserWarning):
+    """A plan is not in effect, or a step went over its budget: why, and what to do about it."""
 
 
 class StopRecompute(BaseException):

@@ -77,10 +77,10 @@ class Place:
         return " > ".join(_titled(part) for part in parts)
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the user's line that is running, however far from here it is."""
     file, line = Place(sys._getframe(1)).line
-    warnings.warn_explicit(message, UserWarning, file, line)
+    warnings.warn_explicit(message, category, file, line)
 
 
 def _module_called(frame: FrameType) -> nn.Module | None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
+from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.choices import Choices
 from recollect.planning.fake import CannotPredict
@@ -130,7 +131,8 @@ class Plan:
         except (CannotPredict, ValueError) as error:
             warn_user(
                 "the plan was made for a batch of another shape, and is used for this one as it "
-                f"is, whether it fits or not: {error}"
+                f"is, whether it fits or not: {error}",
+                PlanWarning,
             )
             return self
         same = other.choices is self.choices

@@ -10,6 +10,7 @@ import torch
 from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
 from recollect.engines.replay.engine import replay_region
+from recollect.errors import PlanWarning
 from recollect.planning.step import signature_of_batch
 from recollect.store.deposit import Deposit
 from recollect.torch_private import dynamo_is_watching, run_without_dynamo
@@ -60,7 +61,10 @@ def run_planned(
         reason = str(result)
         if reason not in told:
             told.add(reason)
-            warn_user(f"the plan is not in effect, and the step may exceed its budget: {reason}")
+            warn_user(
+                f"the plan is not in effect, and the step may exceed its budget: {reason}",
+                PlanWarning,
+            )
         return function(*args, **kwargs)
     if by.away:
         deposit.arrive()  # forward is over: what is leaving would only be in the way
@@ -117,7 +121,8 @@ class Runner:
             warn_user(
                 f"the plan was made for another batch, and this one needs "
                 f"{other.predicted_peak:,} bytes at least, which is more than its budget of "
-                f"{plan.budget:,}. Make a plan with the largest batch that there is"
+                f"{plan.budget:,}. Make a plan with the largest batch that there is",
+                PlanWarning,
             )
         return _decisions_of(other)
 
