@@ -442,7 +442,7 @@ def test_the_doctor_reports_whatever_goes_wrong(capsys, monkeypatch):
     def fail(*args):
         raise RuntimeError("no plan today")
 
-    monkeypatch.setattr(recollect, "plan", fail)
+    monkeypatch.setattr(recollect, "frontier", fail)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^WRONG +self-test +RuntimeError: no plan today", printed, re.MULTILINE)
@@ -457,6 +457,15 @@ def test_the_doctor_looks_at_the_gpu(capsys):
     printed = capsys.readouterr().out
     for name in ("pinned memory", "cuda:0", "link to host", "self-test"):
         assert re.search(rf"^ok +{name} ", printed, re.MULTILINE), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_doctor_passes_where_the_process_holds_other_memory(capsys):
+    held = torch.ones(1 << 30, device="cuda")  # 4 GiB, many times the model of the self-test
+    assert main(["doctor"]) == 0
+    assert "All is well" in capsys.readouterr().out
+    assert held.sum() == held.numel()
 
 
 # --- the command itself ---------------------------------------------------------------------------

@@ -63,6 +63,7 @@ __all__ = [
     "fake_on",
     "fake_tensors",
     "foreign_function_modes",
+    "free_cuda_workspaces",
     "function_mode_count",
     "function_modes",
     "get_graph_exec_group",
@@ -757,6 +758,13 @@ def _has_own_ways(kind: Any) -> bool:
 #: Of a build with CUDA.
 _get_device = getattr(torch._C, "_cuda_getDevice", None)
 _get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+
+
+def free_cuda_workspaces() -> None:
+    """Free the workspaces that cuBLAS holds: one for every stream it has ever run on."""
+    if _clear_workspaces is not None and torch.cuda.is_initialized():
+        _clear_workspaces()
 
 
 #: The current device, and what tells the stream on which this thread launches kernels from others.

@@ -37,7 +37,7 @@ from recollect.planning.step import Loss, Step, split_batch
 from recollect.report.curves import thinned
 from recollect.report.picture import Picture, Point
 from recollect.report.units import bytes_text
-from recollect.torch_private import is_compiled, profiler_is_on
+from recollect.torch_private import free_cuda_workspaces, is_compiled, profiler_is_on
 
 __all__ = ["Planner", "Progress"]
 
@@ -96,6 +96,10 @@ class Planner:
                 "it starts, or after it has ended"
             )
         progress("recording a step", 0.0)
+        if self.step.on_cuda:
+            # cuBLAS keeps a workspace for every stream. Those that the step does not use would
+            # count towards its peak, and no plan could go below them.
+            free_memory(self.step.device)
         self.profile: Profile = _profiled(self.step, link)
         progress("solving", 0.0)
         self.graph: Graph = self.profile.graph
@@ -330,9 +334,10 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a step has left that failed."""
+    """Free what earlier work has left on the device: garbage, caches, workspaces of cuBLAS."""
     gc.collect()
     if device.type == "cuda":
+        free_cuda_workspaces()
         torch.cuda.empty_cache()
 
 
