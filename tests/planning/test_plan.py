@@ -159,6 +159,23 @@ def test_the_frontier_has_plans_plain_and_peers(frontier: recollect.Frontier) ->
     assert [p.seconds for p in plans] == sorted((p.seconds for p in plans), reverse=True)
 
 
+def test_its_alternatives_are_from_the_quickest_to_the_least(
+    plan: recollect.Plan, frontier: recollect.Frontier
+) -> None:
+    graph = frontier.graph
+    outcomes = [simulate(graph, each.schedule_in(graph)) for each in plan.alternatives]
+    assert 2 < len(outcomes) <= 12
+    peaks = [outcome.peak for outcome in outcomes]
+    seconds = [outcome.seconds for outcome in outcomes]
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert seconds == sorted(set(seconds))
+    plans = [point.peak for point in frontier.points if point.kind == "plan"]
+    assert (peaks[0], peaks[-1]) == (max(plans), min(plans))
+    least = plan.alternatives[-1].decisions()
+    assert (plan.least_decisions.kept, plan.least_decisions.away) == (least.kept, least.away)
+    assert plan.least_decisions is plan.least_decisions  # which recordings know it by
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -195,7 +212,7 @@ def test_it_can_be_pickled_and_copied(plan: recollect.Plan, model: Decoder) -> N
 
 @pytest.mark.parametrize(
     "content",
-    ["", "garbage", "[]", "{}", "null", '{"format": 1}', '{"format": 999}', '"text"', "3"],
+    ["", "garbage", "[]", "{}", "null", '{"format": 1}', '{"format": 2}', '"text"', "3"],
 )
 def test_a_file_that_is_no_plan(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"

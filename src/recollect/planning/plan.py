@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Plan:
         plain_peak: Bytes without a plan.
         plain_time: Seconds without a plan.
         bound_time: Seconds that no plan of this budget can be below.
+        alternatives: Other choices for the same step, from the quickest to the one of least peak:
+            for steps that are not the one planned for.
     """
 
     budget: int
@@ -60,6 +62,7 @@ class Plan:
     model: str
     identity: Identity
     picture: Picture
+    alternatives: tuple[Choices, ...] = field(default=(), repr=False)
     loss: Loss | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -73,6 +76,12 @@ class Plan:
     def decisions(self) -> Decisions:
         """What the engine goes by."""
         return self.choices.decisions()
+
+    @cached_property
+    def least_decisions(self) -> Decisions:
+        """What the engine goes by where nothing is known of a step: the least peak of all."""
+        least = self.alternatives[-1] if self.alternatives else self.choices
+        return self.decisions if least == self.choices else least.decisions()
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -164,7 +173,8 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         # A function need not be one that can be pickled.
-        return {**{k: v for k, v in vars(self).items() if k != "decisions"}, "loss": None}
+        names = {each.name for each in fields(self)}
+        return {**{k: v for k, v in vars(self).items() if k in names}, "loss": None}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
@@ -187,10 +197,11 @@ class Plan:
 def _from_json(content: dict[str, Any]) -> dict[str, Any]:
     if content.pop("format") != _FORMAT:
         raise ValueError("another version of recollect wrote it")
-    picture, choices = content["picture"], content["choices"]
+    picture = content["picture"]
     return {
         **content,
-        "choices": Choices(**{name: _tuples(value) for name, value in choices.items()}),
+        "choices": _choices(content["choices"]),
+        "alternatives": tuple(map(_choices, content["alternatives"])),
         "signature": _tuples(content["signature"]),
         "identity": _tuples(content["identity"]),
         "picture": Picture(
@@ -205,6 +216,10 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
             }
         ),
     }
+
+
+def _choices(content: dict[str, Any]) -> Choices:
+    return Choices(**{name: _tuples(value) for name, value in content.items()})
 
 
 def _tuples(value: Any) -> Any:

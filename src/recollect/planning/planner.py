@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ _MORE_THAN_THERE_IS = 1.1
 _IF_SHAPES_VARY = 0.97
 #: How many points of a curve are kept.
 _POINTS = 1000
+#: How many other choices a plan carries, for batches of other shapes.
+_ALTERNATIVES = 12
 
 _PARTS = (
     "parameters, optimizer state",
@@ -232,10 +235,22 @@ class Planner:
             model=type(model).__name__,
             identity=identity_of(model),
             picture=self._picture(budget, schedule, outcome, peak, bound),
+            alternatives=self._alternatives,
             loss=self.step.loss,
         )
         plan.__dict__["decisions"] = decisions
         return plan
+
+    @cached_property
+    def _alternatives(self) -> tuple[Choices, ...]:
+        """Choices from the quickest to the one of least peak, at peaks that are evenly apart."""
+        found = self.solver.frontier()
+        low, high = found[0].outcome.peak, found[-1].outcome.peak
+        wanted = [high - (high - low) * n // (_ALTERNATIVES - 1) for n in range(_ALTERNATIVES)]
+        # The quickest that is within each. The last is the least, and is always among them.
+        solutions = [self.solver.solve(peak) for peak in wanted]
+        schedules = {s.schedule: None for s in solutions if s is not None}
+        return tuple(self.choices(trimmed(self.graph, each))[0] for each in schedules)
 
     def _bound(self, budget: int, seconds: float) -> float:
         """What no plan can be below, with ``seconds`` known to work; less with more memory."""
