@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import recollect
 from tests._support import assert_identical
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+example, given, settings = hypothesis.example, hypothesis.given, hypothesis.settings
 
 aten = torch.ops.aten
 
@@ -499,7 +501,10 @@ def with_examples(number: int) -> settings:
         database=None,
         deadline=None,
         max_examples=number,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.data_too_large,
+        ],
     )
 
 

@@ -2,10 +2,13 @@
 
 import random
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
 from recollect.report.curves import thinned
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+given = hypothesis.given
 
 
 def test_a_short_curve_stays_as_it_is():

@@ -1,10 +1,12 @@
 """Bytes and seconds, read and written."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+given = hypothesis.given
 
 
 @pytest.mark.parametrize(

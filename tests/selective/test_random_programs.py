@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import recollect
 from recollect import policy
@@ -33,6 +31,10 @@ from tests.test_properties import (
     region,
     with_examples,
 )
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+example, given = hypothesis.example, hypothesis.given
 
 #: All but the one that plain autograd may refuse.
 ALLOWED = [name for name in BACKWARDS if name != "one_by_one_and_free"]

@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import recollect
@@ -57,6 +55,10 @@ from tests.test_properties import (
     weighted,
     with_examples,
 )
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+example, given = hypothesis.example, hypothesis.given
 
 pytestmark = [
     # A rule that finds nothing in a random program says so.
