@@ -28,9 +28,17 @@ help: ## Show this help
 demo: $(VENV)/.installed ## Train a small transformer within three budgets of memory, and compare
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# Two processes, however many cores there are: every process collects all tests and compiles for
+# itself, so that more of them gain little and take the memory of others.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 .PHONY: test
-test: check ## Run the checks and all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: check ## Run the checks and the tests that need no GPU, but for those marked slow
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+.PHONY: test-all
+test-all: check ## Run the checks and all tests that need no GPU: the full proof, in twice the time
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 # Chromium must run, so a machine without is given Debian's. Its driver is that of the same package;
 # for a Chrome from elsewhere selenium fetches one.

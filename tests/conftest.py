@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils import _python_dispatch
 
+from recollect.torch_private import free_cuda_workspaces
+
 # The tensors of the tests are small: a second thread costs more than it gives, and on a busy
 # machine the two wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_is_not_scanned() -> None:
+    """Spare the garbage collector what was imported and collected: half a million objects.
+
+    Many tests collect garbage, or look for a module among all objects. They see what was made since
+    their file began.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let no test that needs a GPU find in memory what those before it have left there."""
+    if item.get_closest_marker("gpu") is not None and torch.cuda.is_initialized():
+        _free_device_memory()
+
+
+def _free_device_memory() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    free_cuda_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture(autouse=True)

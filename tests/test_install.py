@@ -265,6 +265,8 @@ def test_distributed_checkpointing_is_routed(make):
     plain(torch.ones(2, 4)).sum().backward()
 
     step()  # the modules are imported now
+    with recollect.installed():
+        step()  # and torch has noted what it looks up once
     before = snapshot()
     with recollect.installed():
         runs, grad = step()

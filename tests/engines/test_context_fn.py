@@ -189,7 +189,7 @@ def test_context_that_fails_on_leaving(name: str, events: list[str]) -> None:
 @pytest.mark.parametrize(
     "returned",
     [None, (), "ab", (None, None), lambda events: (Noted("f", events),), lambda events: 3],
-    ids=repr,
+    ids=["none", "empty", "text", "nones", "one context", "number"],
 )
 def test_bad_return_is_refused(run: Run, debug: bool, returned: Any, events: list[str]) -> None:
     value = returned(events) if callable(returned) else returned

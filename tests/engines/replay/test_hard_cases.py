@@ -464,7 +464,7 @@ class Holding:
         pass
 
 
-STORES = pytest.mark.parametrize("store", [None, Holding(), make_store()[0]], ids=repr)
+STORES = pytest.mark.parametrize("store", [None, Holding(), make_store()[0]])
 
 
 @STORES
