@@ -436,3 +436,71 @@ def test_with_inductor(policy):
     for _ in range(2):
         for ours, theirs in zip(gradients(compiled, inputs), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+class Registers(nn.Module):
+    """Gives itself a module in each call, as some models do with rotary embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.act = nn.ReLU()
+        return self.act(self.linear(x))
+
+
+def compilations(model, run):
+    """How many graphs are compiled for twelve equal steps."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled = torch.compile(model, backend=counter)
+        for _ in range(12):
+            run(compiled)
+    return counter.frame_count
+
+
+def region_elsewhere():
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    recollect.checkpoint(block, torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_a_region_elsewhere_causes_no_recompilation():
+    def run(model):
+        model(torch.ones(2, 4)).sum().backward()
+
+    expected = compilations(Registers(), run)
+    region_elsewhere()
+    assert compilations(Registers(), run) == expected
+
+
+def test_a_region_between_two_calls_causes_no_recompilation():
+    def run(model):
+        model(torch.ones(2, 4)).sum().backward()
+
+    def run_with_region(model):
+        run(model)
+        region_elsewhere()
+
+    assert compilations(Registers(), run_with_region) == compilations(Registers(), run)
+
+
+def test_a_region_elsewhere_causes_no_recompilation_of_llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    ids = torch.arange(8).reshape(2, 4)
+
+    def run(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    expected = compilations(transformers.LlamaForCausalLM(config), run)
+    region_elsewhere()
+    assert compilations(transformers.LlamaForCausalLM(config), run) == expected

@@ -378,6 +378,49 @@ def test_what_a_schema_says_an_op_does():
     assert private.effects_of(torch.ops.higher_order.cond) is None
 
 
+def test_forward_hooks_are_where_they_are_looked_for():
+    def hook(*args):
+        pass
+
+    module = torch.nn.Linear(2, 2)
+    handles = [
+        module.register_forward_pre_hook(hook),
+        module.register_forward_hook(hook),
+        module.register_forward_pre_hook(hook, with_kwargs=True),
+        module.register_forward_hook(hook, with_kwargs=True),
+        module.register_forward_hook(hook, always_call=True),
+    ]
+    places = [vars(module)[name] for name in private.FORWARD_HOOKS]
+    assert [[*place] for place in places] == [
+        [handles[0].id, handles[2].id],
+        [handles[1].id, handles[3].id, handles[4].id],
+        [handles[2].id],
+        [handles[3].id],
+        [handles[4].id],
+    ]
+
+
+def test_forward_hooks_of_all_modules_are_where_they_are_looked_for():
+    def hook(*args):
+        pass
+
+    register = torch.nn.modules.module
+    handles = [
+        register.register_module_forward_pre_hook(hook),
+        register.register_module_forward_hook(hook),
+        register.register_module_forward_hook(hook, with_kwargs=True),
+        register.register_module_forward_hook(hook, always_call=True),
+    ]
+    try:
+        places = [[*place] for place in private.GLOBAL_FORWARD_HOOKS]
+    finally:
+        for handle in handles:
+            handle.remove()
+            private.GLOBAL_FORWARD_HOOKS[2].pop(handle.id, None)  # which `remove` leaves behind
+    first, *others = [handle.id for handle in handles]
+    assert places == [[first], others, [others[1]], [others[2]]]
+
+
 def test_a_call_of_a_module_is_known_by_its_code():
     class Module(torch.nn.Module):
         def forward(self):

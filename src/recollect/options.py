@@ -14,6 +14,7 @@ from recollect.checks.determinism import Describe, default_check, resolve_check,
 from recollect.engines.rerun import Contexts
 from recollect.policy.rules import Policy, as_policy
 from recollect.selective import create_selective_checkpoint_contexts, selective_contexts
+from recollect.state.reach import leads_nowhere
 from recollect.store import Store, check_store
 
 __all__ = ["DEFAULTS", "Options", "noop_context_fn", "usual_options"]
@@ -138,6 +139,10 @@ class Options:
             "store": self.store,
         }
         return _unpickle, (keywords,)
+
+
+# Which contexts a part of a region runs in is decided anew in a rerun.
+leads_nowhere(Options)
 
 
 def usual_options(engine: Any, policy: Any) -> Options:

@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "CAST",
     "FLAGS",
+    "FORWARD_HOOKS",
+    "GLOBAL_FORWARD_HOOKS",
     "MODULE_CALL",
     "STRANGE",
     "DispatchMode",
@@ -482,6 +484,24 @@ def hook_module(
     module._forward_pre_hooks[key] = before
     module._forward_hooks[key] = after
     module._forward_hooks_always_called[key] = True
+
+
+#: The attributes of a module under which its forward hooks are, and how each is to be called.
+FORWARD_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+#: The same for the hooks of all modules.
+GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_hooks_with_kwargs,
+    torch.nn.modules.module._global_forward_hooks_always_called,
+)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

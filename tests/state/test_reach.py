@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.state.inputs import Inputs
-from recollect.state.reach import Reach, Writes
+from recollect.state.reach import Reach, Writes, simple_tree
 
 np = pytest.importorskip("numpy")
 
@@ -190,3 +191,87 @@ def test_a_global_that_becomes_a_generator_later(monkeypatch: pytest.MonkeyPatch
     generator = torch.Generator()
     monkeypatch.setitem(globals(), "GENERATOR", generator)
     assert Reach(_uses_global).generators == [generator]
+
+
+def _with_a_method_on_a_child(model: Any) -> None:
+    model[0].run = model[0].forward
+
+
+def _with_methods_of_others(model: Any) -> None:
+    model[1].calls = [model.forward, {"first": model[0].forward}, model[1].forward]
+
+
+def _with_a_compiled_child(model: Any) -> None:
+    model[0].compile(backend="eager")
+
+
+def _with_a_wrapped_forward(model: Any) -> None:
+    for child in model:
+        child.before = child.forward
+        child.forward = functools.update_wrapper(
+            functools.partial(lambda module, *args: module.before(*args), child), child.forward
+        )
+
+
+def _with_a_parent(model: Any) -> None:
+    for child in model:
+        child.parents = (model,)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        _with_a_method_on_a_child,
+        _with_methods_of_others,
+        _with_a_compiled_child,
+        _with_a_wrapped_forward,
+        _with_a_parent,
+    ],
+)
+def test_attributes_that_lead_back_to_modules(prepare: Callable[[Any], None]) -> None:
+    model = nn.Sequential(Block(), Block())
+    prepare(model)
+    for _ in range(2):
+        reach = Reach(model)
+        found = {id(p) for owner in reach.parameters for p in owner.values() if p is not None}
+        assert found == {id(p) for p in model.parameters()}
+        assert {id(g) for g in reach.generators} == {id(block.generator) for block in model}
+
+
+ADDED: dict[str, Callable[[Any, Any], Any]] = {
+    "to a list": lambda block, thing: block.things.append(thing),
+    "in the place of another": lambda block, thing: block.things.__setitem__(0, thing),
+    "to a dict in an object": lambda block, thing: block.holder.parts.update(new=thing),
+    "in the place of nothing": lambda block, thing: setattr(block, "later", [thing]),
+    "in the place of a number": lambda block, thing: setattr(block, "number", (thing,)),
+    "as a new attribute": lambda block, thing: setattr(block, "new", {"a": thing}),
+}
+
+
+class Collects(nn.Module):
+    """Holds modules in places that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.things: list[Any] = [0]
+        self.holder = types.SimpleNamespace(parts={})
+        self.later = None
+        self.number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_what_attributes_lead_to_is_looked_up_each_time(add: Callable[[Any, Any], Any]) -> None:
+    norm, generator = nn.BatchNorm1d(2), torch.Generator()
+    block = Collects()
+    model = nn.Sequential(block)
+    assert simple_tree(model) is not None
+    assert Reach(model).buffers == []
+    add(block, [norm, generator])
+    assert simple_tree(model) is None
+    reach = Reach(model)
+    assert [name for _, name, _ in reach.buffers] == [*norm._buffers]
+    assert reach.generators == [generator]

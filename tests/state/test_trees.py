@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_file
+from torch.nn.utils import parametrize
 
 from recollect.state.trees import tree_of
 
@@ -41,6 +43,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         weight=nn.Parameter(torch.ones(2, 2))
     ),
     "a child deleted": lambda m: m.__delitem__(0),
+    "a child of a layer": lambda m: m[0].add_module("inner", nn.Linear(2, 2)),
+    "a child of a layer without telling": lambda m: m[0]._modules.update(inner=nn.Linear(2, 2)),
+    "a child replaced without telling": lambda m: m._modules.update({"0": nn.Linear(2, 2)}),
+    "a parameter of a layer without telling": lambda m: m[2]._parameters.update(
+        p=nn.Parameter(torch.ones(2))
+    ),
+    "a parametrization": lambda m: parametrize.register_parametrization(m[0], "weight", nn.Tanh()),
 }
 
 
@@ -58,6 +67,38 @@ def test_a_tree_is_remembered() -> None:
     tree = tree_of(module)
     module.eval()
     assert tree_of(module) is tree
+
+
+def test_a_name_for_another_is_noticed() -> None:
+    module = model()
+    tree = tree_of(module)
+    weight = module[0].weight
+    del module[0].weight
+    module[0].register_parameter("other", weight)
+    assert tree_of(module) is not tree
+    assert ("bias", "other") in tree_of(module).names
+
+
+def test_another_class_is_noticed() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    tree = tree_of(module)
+    module[0].__class__ = type("Linear", (nn.Linear,), {"__module__": __name__})
+    assert tree_of(module) is not tree
+    assert tree_of(module).own
+
+
+def test_modules_that_are_made_elsewhere_change_no_tree() -> None:
+    module = model()
+    tree = tree_of(module)
+    nn.Sequential(nn.BatchNorm1d(2)).register_buffer("more", torch.ones(2))
+    assert tree_of(module) is tree
+
+
+def test_nobody_is_asked_to_tell_of_registrations() -> None:
+    # The compiler would guard on it, in all code that registers a module.
+    tree_of(model())
+    for kind in ("module", "parameter", "buffer"):
+        assert not getattr(module_file, f"_global_{kind}_registration_hooks")
 
 
 def test_buffers_are_noticed() -> None:

@@ -4,8 +4,8 @@ A region's state is found by looking where a function keeps things: the module i
 the cells of its closure, its defaults, the arguments of a ``functools.partial``, the globals that
 its code names, and from each of these one step further (a list of modules, an attribute of an
 object, a function called by the function). It is looked up at every call, since any of these may be
-another one then. Remembered are which names a piece of code uses, and what is below a module, until
-a module anywhere gets another child, parameter or buffer.
+another one then. Remembered are which names a piece of code uses, and what is below a module, as
+long as it has the same children, parameters and buffers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,32 @@ from types import (
     ModuleType,
 )
 from typing import Any
-from weakref import ProxyTypes, ref
+from weakref import ProxyTypes, WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from recollect.state.streams import generator_types
-from recollect.state.trees import BARE, OWN, STATISTICS, ModuleKind, Tree, tree_of
+from recollect.state.trees import (
+    BARE,
+    OWN,
+    STATISTICS,
+    Attributes,
+    ModuleKind,
+    Tree,
+    tree_of,
+)
 
-__all__ = ["Reach", "Slot", "Writes", "content_of", "recurrent_in", "simple_tree"]
+__all__ = [
+    "Reach",
+    "Slot",
+    "Writes",
+    "callers_of",
+    "content_of",
+    "leads_nowhere",
+    "recurrent_in",
+    "simple_tree",
+]
 
 
 class Writes(Enum):
@@ -79,6 +96,7 @@ class Reach:
         "_count",
         "_seen",
         "buffers",
+        "callers",
         "cells",
         "communicates",
         "content",
@@ -90,14 +108,18 @@ class Reach:
         "parameters",
         "recurrent",
         "tensors",
+        "trees",
     )
 
     def __init__(self, function: Callable[..., Any], others: Iterable[Any] = ()) -> None:
         """Look from ``function``, and from ``others``: what else it can get at."""
         #: Modules at which a walk began.
         self.modules: list[nn.Module] = []
+        self.trees: list[Tree] = []
         #: The attributes of these and of all below.
         self.content: list[dict[str, Any]] = []
+        #: The same with those of compiled modules.
+        self.callers: list[dict[str, Any]] = []
         #: The dictionaries in which modules have their parameters.
         self.parameters: list[dict[str, Any]] = []
         #: The dictionaries in which modules have parameters, buffers and children; their names.
@@ -137,6 +159,7 @@ class Reach:
         self._seen.add(id(module))
         self.modules.append(module)
         tree = tree_of(module)
+        self.trees.append(tree)
         if tree.is_unfinished:
             raise ValueError(
                 f"a checkpointed region uses {type(module).__name__} with parameters that are not "
@@ -152,49 +175,30 @@ class Reach:
             return
         content = module.__dict__
         self.content += content_of(module, tree)
+        self.callers += callers_of(module, tree)
         self.recurrent += recurrent_in(module, tree)
         if content["_buffers"]:
             self._add_buffers(content, tree.kind)
         for each, kind in tree.with_buffers:
             self._add_buffers(each, kind)
         self.communicates |= tree.communicates
-        own = [content, *tree.own] if tree.kind is OWN else tree.own
-        for each in own:
-            self._look_at_attributes(each)
-        if tree.attached is None:
-            tree.attached = []  # for a module that leads to itself
-            tree.attached = self._attached(own)
+        leading = _leading_from(content, tree)
+        if leading:
+            self._follow(leading)
+        if tree.named is None:
             tree.named = [named for f in tree.functions if (named := _globals_of(f))]
-        for reference in tree.attached:
-            self._look(reference(), 1)
         for named in tree.named:
             self._look_at_globals(named)
 
-    def _look_at_attributes(self, content: dict[str, Any]) -> None:
-        """Generators, and tensors that are no buffers, among the attributes of a module."""
-        kinds = {*map(type, content.values())} - _dull
-        if not kinds:
-            return
-        wanted = (torch.Tensor, *generator_types())
-        _dull.update([kind for kind in kinds if not issubclass(kind, wanted)])
-        for value in content.values():
-            if type(value) in kinds and isinstance(value, wanted):
-                found = self.tensors if isinstance(value, torch.Tensor) else self.generators
-                self._add(found, value)
-
-    @classmethod
-    def _attached(cls, own: list[dict[str, Any]]) -> list[Any]:
-        """Modules and generators that attributes of modules lead to, though not registered there.
-
-        As something to call: a module may lead to the one that holds it, and none is kept alive.
-        """
-        found = cls(len)
-        for content in own:
-            for name, value in content.items():
-                if name not in BARE and not isinstance(value, (nn.Module, torch.Tensor)):
-                    found._look(value, _DEPTH)
-        modules: list[Any] = [ref(module) for module in found.modules]
-        return modules + [partial(_identity, generator) for generator in found.generators]
+    def _follow(self, leading: list[Any]) -> None:
+        """Look at attributes of modules: for tensors and generators, and for what they lead to."""
+        for tensor in _tensors_in(leading):
+            self._add(self.tensors, tensor)
+        attached = _Attached(leading)
+        for generator in attached.generators:
+            self._add(self.generators, generator)
+        for module in attached.modules:
+            self._walk(module)
 
     def _add_buffers(self, content: dict[str, Any], kind: ModuleKind) -> None:
         training = content.get("training")  # a compiled module has it elsewhere
@@ -204,58 +208,60 @@ class Reach:
         elif kind is STATISTICS and training:
             writes = Writes.HIDDEN
         buffers = content["_buffers"]
-        self.buffers += [(buffers, name, writes) for name in buffers]
+        self.buffers += [(buffers, name, writes) for name in [*buffers]]
 
     def _look(self, value: Any, depth: int) -> None:
         # By type: to ask the value itself what it is may run code of the user's (weak references).
         kind = type(value)
-        if depth == 0 or issubclass(kind, _UNINTERESTING) or id(value) in self._seen:
+        if depth == 0 or kind in _blank or id(value) in self._seen:
             return
-        if issubclass(kind, torch.Tensor):
+        way = _ways.get(kind) or _way_for(kind)
+        if way is _Way.TENSOR:
             self._add(self.tensors, value)
-        elif issubclass(kind, nn.Module):
+        elif way is _Way.MODULE:
             self._walk(value)
-        elif issubclass(kind, generator_types()):
+        elif way is _Way.GENERATOR:
             self._add(self.generators, value)
-        elif self._count < _THINGS:
+        elif way is _Way.INSIDE and self._count < _THINGS:
             self._count += 1
             self._seen.add(id(value))
-            self._look_inside(value, kind, depth - 1)
+            self._look_inside(value, kind, depth)
 
     def _look_inside(self, value: Any, kind: type, depth: int) -> None:
         if kind is FunctionType:
-            self._look_at_function(value, depth + 1)
+            self._look_at_function(value, depth)
         elif kind is MethodType:
-            self._look(value.__self__, depth + 1)
-            self._look(value.__func__, depth + 1)
+            self._look(value.__self__, depth)
+            self._look(value.__func__, depth)
         elif issubclass(kind, partial):
             for item in (value.func, *value.args, *value.keywords.values()):
-                self._look(item, depth + 1)
+                self._look(item, depth)
         elif issubclass(kind, (list, tuple, set, frozenset, deque)):
-            self._look_at_items(value, depth)
+            self._look_at_items(value, depth - 1)
         elif issubclass(kind, dict):
-            self._look_at_items(value.values(), depth)
+            self._look_at_items(value.values(), depth - 1)
         else:
-            self._look_at_object(value, kind, depth)
+            self._look_at_object(value, kind, depth - 1)
 
     def _look_at_items(self, values: Iterable[Any], depth: int) -> None:
         items = [*islice(values, _ITEMS)]
-        kinds = {*map(type, items)}
-        if all(issubclass(kind, _UNINTERESTING) for kind in kinds):
+        if _lead_nowhere(items):
             return  # a long list of numbers, say
         for item in items:
-            self._look(item, depth)
+            if type(item) not in _blank:
+                self._look(item, depth)
 
     def _look_at_object(self, value: Any, kind: type, depth: int) -> None:
-        attributes = getattr(value, "__dict__", None)
+        try:
+            attributes = _read_attribute(value, "__dict__")
+        except AttributeError:
+            attributes = None
         if type(attributes) is dict:
             self._look_at_items(attributes.values(), depth)
-        for owner in kind.__mro__:
-            for slot in vars(owner).values() if "__slots__" in vars(owner) else ():
-                if type(slot) is MemberDescriptorType:
-                    self._look(_read_slot(slot, value), depth)
-        call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
-        if type(call) is FunctionType:
+        slots, call = _known_parts.get(kind) or _parts_of(kind)
+        for slot in slots:
+            self._look(_read_slot(slot, value), depth)
+        if call is not None:
             self._look_at_function(call, depth)
 
     def _look_at_function(self, function: FunctionType, depth: int) -> None:
@@ -269,7 +275,7 @@ class Reach:
         for default in function.__defaults__ or ():
             self._look(default, depth)
         if function.__kwdefaults__:
-            for default in function.__kwdefaults__.values():
+            for default in [*function.__kwdefaults__.values()]:
                 self._look(default, depth)
         self._look_at_globals(_globals_of(function))
 
@@ -282,6 +288,36 @@ class Reach:
                     self._look(value, 2)
 
 
+class _Attached(Reach):
+    """Modules and generators that attributes of modules lead to, though not registered there."""
+
+    __slots__ = ()
+
+    def __init__(self, leading: list[Any]) -> None:
+        super().__init__(len)
+        for value in leading:
+            self._look(value, _DEPTH)
+
+    def _walk(self, module: nn.Module) -> None:
+        self._add(self.modules, module)
+
+
+def _leading_from(content: Attributes, tree: Tree) -> list[Any]:
+    """Attributes of modules that are, or may lead to, tensors, generators and other modules.
+
+    ``content``: the attributes of the module of which ``tree`` is.
+    """
+    own = [(content, tree.bare), *tree.own] if tree.kind is OWN else tree.own
+    found: list[Any] = []
+    for attributes, bare in own:
+        # At every call and for every module: most have nothing but numbers.
+        if not _blank.issuperset(map(type, islice(attributes.values(), bare, None))):
+            others = [value for name, value in [*attributes.items()] if name not in BARE]
+            if not _lead_nowhere(others):
+                found += [each for each in others if not issubclass(type(each), _NOWHERE)]
+    return found
+
+
 def simple_tree(function: Any) -> Tree | None:
     """What is below ``function`` if that is a module, and nothing but parameters is reached by it.
 
@@ -292,17 +328,18 @@ def simple_tree(function: Any) -> Tree | None:
     tree = tree_of(function)
     if tree.is_simple is None:
         tree.is_simple = _is_simple(Reach(function))
-    if not tree.is_simple or (tree.kind is OWN and not _is_dull(function.__dict__)):
+    if not tree.is_simple:
         return None
-    for content in tree.own:
-        if not _is_dull(content):
+    leading = _leading_from(function.__dict__, tree)
+    if leading:
+        attached = _Attached(leading)
+        if attached.modules or attached.generators or _tensors_in(leading):
             return None
     return tree
 
 
-def _is_dull(content: dict[str, Any]) -> bool:
-    """Whether there are neither generators nor tensors among the attributes of a module."""
-    return _dull.issuperset(map(type, content.values()))
+def _tensors_in(values: list[Any]) -> list[torch.Tensor]:
+    return [value for value in values if issubclass(type(value), torch.Tensor)]
 
 
 def _is_simple(reach: Reach) -> bool:
@@ -316,9 +353,17 @@ def content_of(module: Any, tree: Tree) -> list[dict[str, Any]]:
     return [content, *tree.content] if "training" in content else tree.content
 
 
+def callers_of(module: Any, tree: Tree) -> list[dict[str, Any]]:
+    """The same with those of compiled modules, which have no mode."""
+    return [module.__dict__, *tree.callers]
+
+
 def recurrent_in(module: Any, tree: Tree) -> list[dict[str, Any]]:
     """The attributes of the recurrent layers among ``module`` and all below it."""
     return [module.__dict__, *tree.recurrent] if isinstance(module, nn.RNNBase) else tree.recurrent
+
+
+_read_attribute = object.__getattribute__
 
 
 def _read_slot(slot: Any, value: Any) -> Any:
@@ -328,12 +373,70 @@ def _read_slot(slot: Any, value: Any) -> Any:
         return None
 
 
-def _identity(value: Any) -> Any:
-    return value
+_Parts = tuple[list[MemberDescriptorType], FunctionType | None]
+
+#: By type, if there are none: the slots of its objects, and what runs when one is called.
+_known_parts: WeakKeyDictionary[type, _Parts] = WeakKeyDictionary()
 
 
-#: Types of attributes that are no generators and no tensors.
-_dull: set[type] = set()
+def _parts_of(kind: type) -> _Parts:
+    spaces = [vars(owner).copy() for owner in kind.__mro__]
+    members = [member for space in spaces if "__slots__" in space for member in space.values()]
+    slots = [member for member in members if type(member) is MemberDescriptorType]
+    call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
+    parts = slots, call if type(call) is FunctionType else None
+    if not slots and parts[1] is None:  # else it would hold its own key
+        _known_parts[kind] = parts
+    return parts
+
+
+class _Way(Enum):
+    """What to do with a value."""
+
+    TENSOR = auto()
+    MODULE = auto()
+    GENERATOR = auto()
+    INSIDE = auto()
+    NOTHING = auto()
+
+
+#: By type.
+_ways: WeakKeyDictionary[type, _Way] = WeakKeyDictionary()
+
+
+def _way_for(kind: type) -> _Way:
+    if issubclass(kind, _UNINTERESTING):
+        _blank.add(kind)
+        return _Way.NOTHING
+    way = _Way.INSIDE
+    if issubclass(kind, torch.Tensor):
+        way = _Way.TENSOR
+    elif issubclass(kind, nn.Module):
+        way = _Way.MODULE
+    elif issubclass(kind, generator_types()):
+        way = _Way.GENERATOR
+    _ways[kind] = way
+    return way
+
+
+#: Types of values that lead to nothing, as far as they have been met.
+_blank: set[type] = {Tree}
+
+_NOWHERE = (nn.Module, *_UNINTERESTING)
+
+
+def leads_nowhere(kind: type) -> None:
+    """Say that nothing is to be found in the values of a type."""
+    _blank.add(kind)
+
+
+def _lead_nowhere(values: Iterable[Any]) -> bool:
+    """Whether there is nothing to be found in ``values``."""
+    kinds = {*map(type, values)} - _blank
+    dull = [kind for kind in kinds if issubclass(kind, _UNINTERESTING)]
+    _blank.update(dull)
+    return len(dull) == len(kinds)
+
 
 _Globals = list[tuple[tuple[str, ...], dict[str, Any]]]
 

@@ -44,12 +44,17 @@ class Slots:
         self._content = content
         self._training = [*map(_training, content)]
 
-    def moved(self) -> list[Moved]:
-        """What is not in its place now; nothing, almost always."""
+    def is_present(self) -> bool:
+        """Whether everything is in its place; almost always."""
         now = [*chain.from_iterable(map(_values, self._owners))]
-        same_values = len(now) == len(self._then) and all(map(is_, now, self._then))
-        if same_values and [*map(_training, self._content)] == self._training:
-            return []
+        return (
+            len(now) == len(self._then)
+            and all(map(is_, now, self._then))
+            and [*map(_training, self._content)] == self._training
+        )
+
+    def moved(self) -> list[Moved]:
+        """What is not in its place now."""
         return self._moved_values() + [
             (attributes, "training", mode)
             for attributes, mode in zip(self._content, self._training, strict=True)

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.guards import Guards, UseOfChanged
+from recollect.state.hooks import Calls
 from recollect.state.mutation import Watch
-from recollect.state.reach import Reach, content_of, recurrent_in, simple_tree
+from recollect.state.reach import Reach, callers_of, content_of, recurrent_in, simple_tree
 from recollect.state.rng import reseed_recurrent_layers
-from recollect.state.slots import Moved, Slots, put_in_place
+from recollect.state.slots import Slots, put_in_place
 from recollect.state.streams import (
     Streams,
     read_same_streams,
@@ -41,7 +43,8 @@ __all__ = ["Surroundings"]
 def _guard(owners: list[dict[str, Any]]) -> Guards | None:
     if not version_guard_enabled():
         return None
-    return Guards([p for owner in owners for p in owner.values() if p is not None])
+    parameters = [*chain.from_iterable(map(dict.values, owners))]
+    return Guards([parameter for parameter in parameters if parameter is not None])
 
 
 def _reseed(recurrent: list[dict[str, Any]]) -> None:
@@ -58,6 +61,7 @@ class Surroundings:
 
     __slots__ = (
         "_ambient",
+        "_calls",
         "_guards",
         "_slots",
         "_streams",
@@ -86,6 +90,7 @@ class Surroundings:
                 _reseed(recurrent_in(function, tree))
                 self._streams = read_streams(())
             self._slots = Slots(tree.owners, tree.names, content_of(function, tree))
+            self._calls = Calls((tree,), callers_of(function, tree))
             self._guards = _guard(tree.parameters)
             self._variables = self._watch = self.collectives = None
         self._ambient = Ambient()
@@ -96,6 +101,7 @@ class Surroundings:
             _reseed(reach.recurrent)
             self._streams = read_streams(reach.generators)
         self._slots = Slots(reach.owners, reach.names, reach.content)
+        self._calls = Calls(reach.trees, reach.callers)
         self._guards = _guard(reach.parameters)
         self._variables = None
         if reach.cells or reach.globals:
@@ -132,12 +138,17 @@ class Surroundings:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function`` with everything as it was, and leave everything as it is."""
-        moved = self._slots.moved()
-        if moved or self._variables is not None or self._watch is not None or self.collectives:
-            with ExitStack() as stack:
-                self._restore(moved, stack)
-                return self._run(function, args)
-        return self._run(function, args)
+        modules_are_same = self._slots.is_present() and self._calls.is_present()
+        if (
+            modules_are_same
+            and self._variables is None
+            and self._watch is None
+            and self.collectives is None
+        ):
+            return self._run(function, args)
+        with ExitStack() as stack:
+            self._restore(stack, modules=not modules_are_same)
+            return self._run(function, args)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         streams = self._streams
@@ -152,12 +163,14 @@ class Surroundings:
             if outside is not None:
                 write_streams(outside)
 
-    def _restore(self, moved: list[Moved], stack: ExitStack) -> None:
-        """What few regions need, until ``stack`` closes."""
+    def _restore(self, stack: ExitStack, *, modules: bool) -> None:
+        """What few regions need, until ``stack`` closes; that of ``modules`` even fewer."""
         if self._watch is not None:
             self._watch.recall(stack)
         if self.collectives is not None:
             stack.enter_context(CollectivePlayer(self.collectives))
-        stack.callback(put_in_place, put_in_place(moved))
+        if modules:
+            self._calls.restore(stack)
+            stack.callback(put_in_place, put_in_place(self._slots.moved()))
         if self._variables is not None:
             self._variables.restore(stack)
