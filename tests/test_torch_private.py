@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -254,6 +255,79 @@ def test_a_flag_takes_back_what_it_gives(flag):
     value = read()
     write(value)
     assert read() == value
+
+
+def test_arguments_are_found_by_schema():
+    aten = torch.ops.aten
+    assert private.generator_position(aten.poisson.default) == (1, "generator")
+    assert private.generator_position(aten.normal_.default) == (3, "generator")
+    assert private.generator_position(aten.mm.default) is None
+    assert private.generator_position(torch.ops.higher_order.cond) is None
+    assert private.offset_position(aten.as_strided.default) == (3, "storage_offset")
+    assert private.offset_position(aten.as_strided_.default) == (3, "storage_offset")
+    assert private.offset_position(aten.view.default) is None
+    place = private.dropout_of(aten._scaled_dot_product_flash_attention.default)
+    assert place == (3, "dropout_p")
+
+
+def test_pointwise_ops_are_known():
+    aten = torch.ops.aten
+    assert private.is_pointwise(aten.sin.default)
+    assert not private.is_pointwise(aten.mm.default)
+    assert not private.is_pointwise(aten.bernoulli.default)  # pointwise, and random
+    assert not private.is_pointwise(torch.ops.higher_order.cond)
+
+
+def test_ops_that_write_unseen_are_known():
+    assert private.writes_unseen(torch.ops.c10d.allreduce_.default)
+    assert private.writes_unseen(torch.ops.higher_order.cond)
+    assert not private.writes_unseen(torch.ops.higher_order.flex_attention)
+    assert not private.writes_unseen(torch.ops.aten.mul_.Tensor)
+
+
+def test_factories_make_tensors_on_the_cpu():
+    assert private.default_device_type() == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_ad_is_seen():
+    assert not private.forward_ad_active()
+    with forward_ad.dual_level():
+        assert private.forward_ad_active()
+        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        private.copy_tensors([torch.zeros(2)], [x])
+    assert not private.forward_ad_active()
+
+
+def test_a_custom_function_that_is_applied_is_seen():
+    found = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(private.is_in_custom_function(sys._getframe()))
+            return x.clone()
+
+    Looks.apply(torch.ones(1))
+    assert found == [True]
+    assert not private.is_in_custom_function(sys._getframe())
+
+
+def test_denormal_numbers_are_seen_to_be_flushed():
+    flags = dict(private.FLAGS)
+    (read,) = [each for each in flags if each.__name__ == "_flushes_denormals"]
+    assert not read()
+    try:
+        assert torch.set_flush_denormal(True)
+        assert read()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_tensor_of_zeros_without_memory_is_not_plain():
+    zeros = torch._efficientzerotensor(2)
+    assert not private.is_plain_tensor(zeros)
+    assert private.strangeness_of(zeros) == "a tensor of zeros without memory"
 
 
 def test_autocast_of_any_device_is_seen():

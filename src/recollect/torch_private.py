@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import CodeType, FunctionType, TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ import torch.fx.traceback
 from torch._C._dynamo.guards import TensorGuards
 from torch._functorch import pyfunctorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -55,10 +57,12 @@ __all__ = [
     "current_node",
     "current_operation",
     "current_stream_key",
+    "default_device_type",
     "detach_below_autograd",
     "dispatch_mode_count",
     "dispatch_modes",
     "dispatch_modes_active",
+    "dropout_of",
     "dropout_positions",
     "dynamo_is_watching",
     "effects_of",
@@ -66,8 +70,10 @@ __all__ = [
     "fake_tensors",
     "foreign_function_modes",
     "free_cuda_workspaces",
+    "forward_ad_active",
     "function_mode_count",
     "function_modes",
+    "generator_position",
     "get_graph_exec_group",
     "has_dynamic_shape",
     "has_history",
@@ -82,11 +88,13 @@ __all__ = [
     "is_current_stream",
     "is_form_of",
     "is_functorch_wrapped",
+    "is_in_custom_function",
     "is_nondeterministic",
     "is_nonstrict_tracing",
     "is_of_torch",
     "is_op_of_others",
     "is_plain_tensor",
+    "is_pointwise",
     "is_random",
     "is_tracing",
     "is_transforming",
@@ -99,6 +107,7 @@ __all__ = [
     "never_traced",
     "no_dispatch_modes",
     "no_function_modes",
+    "offset_position",
     "op_name",
     "overwrites",
     "packed_by",
@@ -133,6 +142,7 @@ __all__ = [
     "view_base",
     "without_history",
     "write_precisions",
+    "writes_unseen",
     "writes_argument",
     "written_arguments",
 ]
@@ -409,6 +419,59 @@ def is_random(op: Any) -> bool:
     return type(op) is OpOverload and torch.Tag.nondeterministic_seeded in op.tags
 
 
+def _argument_of(op: Any, is_wanted: Callable[[Any], bool]) -> tuple[int, str] | None:
+    """Position and name of the first argument of ``op`` that is wanted."""
+    if type(op) is not OpOverload:
+        return None
+    found = enumerate(op._schema.arguments)
+    return next(((n, each.name) for n, each in found if is_wanted(each)), None)
+
+
+def generator_position(op: Any) -> tuple[int, str] | None:
+    """Where ``op`` takes the generator that it draws from: position and name of the argument."""
+    return _argument_of(op, lambda argument: "Generator" in str(argument.type))
+
+
+def dropout_of(op: Any) -> tuple[int, str] | None:
+    """Where ``op`` takes the probability by which it drops: position and name of the argument."""
+    return _argument_of(op, lambda argument: argument.name in ("dropout_p", "dropout", "p"))
+
+
+#: Where factories make tensors that were given no device.
+default_device_type: Callable[[], str] = torch._C._get_default_device
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether each element of what ``op`` makes is a function of one element of each argument."""
+    if type(op) is not OpOverload or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return torch.Tag.pointwise in op.tags
+
+
+#: Views of a part of the whole memory, wherever in it their argument begins.
+_ABSOLUTE = ("aten::as_strided", "aten::as_strided_")
+
+
+def offset_position(op: Any) -> tuple[int, str] | None:
+    """Where a view takes the place in memory at which it begins: position and name."""
+    if op_name(op) not in _ABSOLUTE:
+        return None
+    return _argument_of(op, lambda argument: argument.name == "storage_offset")
+
+
+#: Namespaces of ops that write to their arguments, of which their schemas say nothing.
+_WRITING_UNSEEN = ("c10d::", "symm_mem::")
+#: The higher-order op that is known to write to none.
+_FLEX_ATTENTION = "flex_attention"
+
+
+def writes_unseen(op: Any) -> bool:
+    """Whether ``op`` may write to any of its arguments, and nothing says to which."""
+    if type(op) is OpOverload:
+        return op._schema.name.startswith(_WRITING_UNSEEN)
+    return str(op) != _FLEX_ATTENTION
+
+
 #: The op by which autocast converts a tensor.
 CAST = torch.ops.aten._to_copy.default
 
@@ -465,7 +528,10 @@ def metadata_ops() -> frozenset[Any]:
 
 def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
     """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
-    if targets:
+    if not targets:
+        return
+    # Their values alone: torch knows no tangents of a copy of several.
+    with forward_ad._set_fwd_grad_enabled(False) if forward_ad_active() else nullcontext():
         torch._foreach_copy_(targets, sources)
 
 
@@ -694,6 +760,7 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
         and not is_functorch_wrapped(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 
@@ -761,6 +828,7 @@ def strangeness_of(tensor: torch.Tensor) -> str:
         "that is nested": tensor.is_nested,
         "that is quantized": tensor.is_quantized,
         "on the meta device": tensor.is_meta,
+        "of zeros without memory": tensor._is_zerotensor(),
         "that is conjugated or negated": True,
     }
     return STRANGE + next(text for text, applies in kinds.items() if applies)
@@ -817,6 +885,26 @@ _functorch = torch._C._functorch
 def is_transforming() -> bool:
     """Whether a transform of ``torch.func`` is running."""
     return _functorch.peek_interpreter_stack() is not None
+
+
+def forward_ad_active() -> bool:
+    """Whether tensors may have tangents: forward-mode AD is on, in some thread."""
+    return forward_ad._current_level >= 0
+
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def is_in_custom_function(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is called by a ``torch.autograd.Function`` that is being applied.
+
+    It counts what it marks as written to when it is over.
+    """
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class below_autograd:  # noqa: N801 - used like a function
@@ -1054,11 +1142,34 @@ def _set_sdp_priority_order(order: tuple[int, ...]) -> None:
         _C._set_sdp_priority_order(list(order))
 
 
-_Flag = tuple[Callable[[], Any], Callable[[Any], None]]
+_Flag = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _sdp_priority_order() -> tuple[int, ...]:
     return tuple(_C._get_sdp_priority_order())  # which gives a list
+
+
+#: The least number that processors do not count as denormal.
+_NORMAL = sys.float_info.min
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes what is nearer to zero for zero. torch does not say."""
+    return _NORMAL / 2 == 0.0
+
+
+def _precision(backend: str, op: str) -> _Flag:
+    """The float32 precision of ops that the older switches do not speak of."""
+
+    def get() -> str:
+        precision: str = _C._get_fp32_precision_getter(backend, op)
+        return precision
+
+    def set_(precision: str) -> None:
+        _C._set_fp32_precision_setter(backend, op, precision)
+
+    get.__name__ = f"fp32_precision_{backend}_{op}"
+    return get, set_
 
 
 _COMMON_FLAGS: tuple[_Flag, ...] = (
@@ -1074,6 +1185,13 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    _precision("mkldnn", "conv"),
+    _precision("mkldnn", "rnn"),
+    # Sums are taken in as many parts as there are threads.
+    (torch.get_num_threads, torch.set_num_threads),
+    (_flushes_denormals, torch.set_flush_denormal),
 )
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
@@ -1085,6 +1203,10 @@ _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    _precision("cuda", "rnn"),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
+    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
 )
 
 #: Process-wide switches that decide which kernel an op runs, or what it makes: how to read each,

@@ -242,7 +242,7 @@ def _repeatable(
         with torch.random.fork_rng():
             return func(*args, **kwargs)
 
-    return None if kwargs.get("generator") is not None else draw
+    return None if kind.generator(args, kwargs) is not None else draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect.torch_private import is_random, op_name
+from recollect.torch_private import is_pointwise, is_random, op_name
 
-__all__ = ["ATTENTION", "MATMULS", "allocates", "not_to_be_repeated"]
+__all__ = ["ATTENTION", "MATMULS", "allocates", "is_function", "not_to_be_repeated"]
 
 #: Products of matrices.
 MATMULS = frozenset(
@@ -99,6 +99,24 @@ def not_to_be_repeated(op: Any) -> str | None:
     if is_random(op) and not name.startswith(_OF_TORCH):
         return "random, by another library"
     return None
+
+
+#: Whose ops give the same from the same arguments, or say by a tag if they draw: those of torch and
+#: of its own libraries.
+_FUNCTIONS = (
+    *_OF_TORCH,
+    *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),
+    *("torch_attn::", "torchvision::"),
+)
+
+
+def is_function(op: Any) -> bool:
+    """Whether ``op`` is known to depend on its arguments alone, but for draws that a tag tells.
+
+    An op of anybody may have a state of its own, or draw random numbers without a word.
+    """
+    name = op_name(op)
+    return name.startswith(_FUNCTIONS) or name in ATTENTION or is_pointwise(op)
 
 
 def allocates(op: Any) -> bool:

@@ -10,6 +10,7 @@ This runs at every function of every step, and is written for speed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -21,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from recollect.engines.replay.expect import Expected
+from recollect.engines.replay.ground import start_of
 from recollect.engines.replay.held import Held, Ticket, hold_for_good, saved_in
 from recollect.engines.replay.moods import mood
 from recollect.engines.replay.protect import Protector
@@ -39,12 +41,14 @@ from recollect.engines.replay.steps import (
     tensors_in,
 )
 from recollect.engines.replay.tape import Buffer
+from recollect.state.flags import read_flags
 from recollect.store.handles import version_of
 from recollect.torch_private import any_autocast_enabled as autocast_enabled
 from recollect.torch_private import (
     current_stream_key,
     dispatch_mode_count,
     is_current_stream,
+    is_in_custom_function,
     no_function_modes,
     storage_key,
     tree_leaves,
@@ -157,6 +161,7 @@ class Checker(TorchFunctionMode):
             and (list(kwargs) if kwargs else None) == expected.keys
             and dispatch_mode_count() == self._modes
             and (self._stream is None or is_current_stream(self._stream))
+            and (expected.flags is None or read_flags() == expected.flags)
             and len(values) == expected.arity
             and self._fits(expected, values)
         ):
@@ -262,9 +267,12 @@ class Checker(TorchFunctionMode):
         number = self._number_of(value)
         if number is None:
             return self._bind(value, expected.number)
-        before, now = self._versions[number], version_of(value)
-        writes = None if before is None or now is None else now - before
-        return number == expected.number and writes == expected.writes
+        return number == expected.number and self._writes_to(value, number) == expected.writes
+
+    def _writes_to(self, tensor: _Tensor, number: int) -> int | None:
+        """How often the tensor of this number was written to; None if nobody counts."""
+        before, now = self._versions[number], version_of(tensor)
+        return None if before is None or now is None else now - before
 
     def _fits_items(self, value: Any, expected: Items) -> bool:
         """Whether a container is as it was."""
@@ -300,6 +308,7 @@ class Checker(TorchFunctionMode):
             or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
             or self._number_of(tensor) is not None
             or (recording.shares_memory and not self._is_placed(tensor, number))
+            or (outside.start is not None and start_of(tensor) != outside.start)
             or (outside.host is not None and not self._is_on(tensor, outside.host))
         ):
             return False
@@ -320,7 +329,7 @@ class Checker(TorchFunctionMode):
         twin = self._recording.outsides[number].twin
         key = storage_key(tensor)
         assert key is not None
-        start = int(tensor.storage_offset()) * tensor.element_size()
+        start = start_of(tensor)
         first = self._memories.setdefault(key, (number, start))
         return first == ((number, start) if twin is None else (twin[0], start - twin[1]))
 
@@ -346,7 +355,11 @@ class Checker(TorchFunctionMode):
             hold_for_good(ticket)
             return
         pack = expected.step.packs[0]
-        if pack.view is not None and self._number_of(tensor) != pack.number:
+        number = self._number_of(tensor)
+        is_same = number is not None and number == pack.number
+        if pack.view is not None and not (
+            is_same and self._writes_to(tensor, cast(int, number)) == pack.writes
+        ):
             self._differ("another tensor is saved")
             hold_for_good(ticket)
             return
@@ -425,7 +438,11 @@ class Checker(TorchFunctionMode):
                 if known == number:
                     self._recall.keep(buffer, without_history(tensor), layout, away=away)
             if known in expected.written:
-                self._written += self._recall.held_of(tensor)
+                held = self._recall.held_of(tensor)
+                if held and is_in_custom_function(sys._getframe(1)):
+                    self._written += held
+                for each in held:
+                    each.count_version()
 
     def _count_versions(self) -> None:
         """A custom function counts what it says it has written to when it is over."""

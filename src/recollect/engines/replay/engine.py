@@ -46,6 +46,7 @@ from recollect.store.deposit import Deposit
 from recollect.torch_private import (
     STRANGE,
     foreign_function_modes,
+    forward_ad_active,
     is_capturing,
     is_compiling,
     is_transforming,
@@ -73,13 +74,14 @@ _running = _Running()
 def _must_rerun() -> bool:
     """Whether something around the call is beyond this engine."""
     # Inside of another region it has to save the same tensors every time, and to be checked or
-    # recorded is not the same. A function mode may do anything. To read where a generator stands
-    # is not allowed while a graph is captured.
+    # recorded is not the same. A function mode may do anything. What has a tangent cannot be told
+    # from what has none. To read where a generator stands is not allowed while a graph is captured.
     return (
         saved_tensor_hooks_active()
         or foreign_function_modes()
         or is_compiling()
         or is_transforming()
+        or forward_ad_active()
         or is_capturing()
     )
 

@@ -10,9 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from recollect.engines.replay.direct import arrivals_after
+from recollect.engines.replay.kinds import kind_of
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Constant, Items, Number, Step, equal_type
-from recollect.engines.replay.tape import Buffer, Layout, View
+from recollect.engines.replay.tape import Buffer, Layout, Op, View
 
 __all__ = ["Expected", "expected_of"]
 
@@ -37,6 +38,7 @@ class Expected:
         "dropped",
         "dtypes",
         "first_out",
+        "flags",
         "following",
         "function",
         "held",
@@ -81,8 +83,11 @@ class Expected:
         self.written = {number for number, _ in step.changed}
         self.changes_looks = step.changes_looks
         first, last = step.ops
+        ops = recording.tape.ops[first:last]
+        #: The switches that it ran under, if they may matter to it.
+        self.flags = step.flags if not step.is_opaque and any(map(_heeds_switches, ops)) else None
         #: How many of those that were sent away are let go after it.
-        self.arrivals = sum(map(arrivals_after, recording.tape.ops[first:last]))
+        self.arrivals = sum(map(arrivals_after, ops))
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
 
     def _split_arguments(self, step: Step) -> None:
@@ -123,6 +128,12 @@ class Expected:
         self.dropped = [
             (place, view) for place, view in enumerate(views) if view and not is_held[place]
         ]
+
+
+def _heeds_switches(op: Op) -> bool:
+    """Whether a switch may decide how ``op`` computes, or in which dtype."""
+    is_floating = any(buffer.layout[3].is_floating_point for buffer in op.reads)
+    return not is_floating or kind_of(op.op).heeds_switches
 
 
 def _catch(views: Iterable[View | None], recording: Recording, caught: set[int]) -> list[Catch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -12,11 +13,14 @@ from recollect.engines.replay.held import Held
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, View, layout_of
+from recollect.state.flags import Flags
+from recollect.store.handles import version_of
 from recollect.torch_private import (
     CAST,
     bare_op,
     cast_weight,
     detach_below_autograd,
+    is_in_custom_function,
     is_plain_tensor,
     key_of_storage,
     memory_key,
@@ -40,19 +44,63 @@ def start_of(tensor: _Tensor) -> int:
 class Memory:
     """A memory that is alive: what it holds now, and where the first tensor seen of it began."""
 
-    __slots__ = ("buffer", "has_data", "is_exposed", "is_outside", "saved", "start", "storage")
+    __slots__ = (
+        "buffer",
+        "counts_late",
+        "has_data",
+        "is_exposed",
+        "is_placed",
+        "outside",
+        "saved",
+        "start",
+        "storage",
+        "versions",
+    )
 
     def __init__(self, storage: Any, buffer: Buffer, start: int) -> None:
         self.storage: ReferenceType[Any] = ref(storage)
         self.buffer = buffer
         self.start = start
-        self.is_outside = buffer.outside is not None
+        #: The number of the tensor by which it was first seen, if the region did not make it.
+        self.outside = buffer.outside
+        #: Whether the first tensor seen of it begins in the same place in every call.
+        self.is_placed = False
         #: Tensors that autograd saved, with the version and the buffer they were then.
         self.saved: list[tuple[ReferenceType[_Tensor], int, Buffer]] = []
         #: Whether there is a tensor by which to write to it without autograd's knowledge.
         self.has_data = False
         #: Whether somebody unseen has a way to it.
         self.is_exposed = False
+        #: By id: the tensors on it, each with how often it had been written to when that was seen.
+        self.versions: dict[int, tuple[ReferenceType[_Tensor], int]] = {}
+        #: Whether its last write is counted once more, by a custom function that is not over yet.
+        self.counts_late = False
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the region did not make it."""
+        return self.outside is not None
+
+    def watch(self, tensor: _Tensor) -> None:
+        """Know ``tensor`` by its version from now on."""
+        version = version_of(tensor)
+        if version is not None:
+            self.versions[id(tensor)] = (ref(tensor), version)
+
+    def count_versions(self) -> None:
+        """What was written to it by now is known."""
+        found = [reference() for reference, _ in self.versions.values()]
+        self.versions = {id(t): (ref(t), t._version) for t in found if t is not None}
+
+    def is_changed(self, tensor: _Tensor) -> bool:
+        """Whether ``tensor`` has been written to by somebody who was not seen."""
+        reference, version = self.versions.get(id(tensor), (None, 0))
+        if reference is None or reference() is not tensor or tensor._version == version:
+            return False
+        is_counted = self.counts_late and tensor._version == version + 1
+        self.counts_late = False
+        self.count_versions()
+        return not is_counted
 
 
 class Ground:
@@ -76,6 +124,12 @@ class Ground:
         self.writes_outside = False
         #: What the function has written to.
         self.written: set[Memory] = set()
+        #: What was looked at otherwise, which counts as a write.
+        self._looked_at: set[Memory] = set()
+        #: The switches of the function that is running, if they are not those of the region.
+        self.flags: Flags | None = None
+        #: By number of a tensor outside: where it begins in its memory, if that matters.
+        self.places: dict[int, int] = {}
         #: What an opaque function has made so far. Only what it returns will be read again.
         self.inner: set[Memory] = set()
         self._memories: dict[int, Memory] = {}
@@ -164,7 +218,7 @@ class Ground:
 
     def new_op(self, op: Any, call: Any) -> Op:
         """An op that runs now."""
-        made = Op(len(self.tape.ops), op, call)
+        made = Op(len(self.tape.ops), op, call, self.flags)
         self.tape.ops.append(made)
         return made
 
@@ -212,7 +266,7 @@ class Ground:
         for memory in self.written:
             self._note_spoilt(memory)
             held = self.recall.kept.get(memory.buffer.number)
-            if held is not None:
+            if held is not None and memory.counts_late:
                 self._new.append(held)  # a custom function counts its writes when it is over
         self.written.clear()
 
@@ -222,6 +276,39 @@ class Ground:
             tensor = reference()
             if not buffer.is_last and tensor is not None and tensor._version != version:
                 buffer.is_spoilt = True
+
+    def find_changes(self, tensor: _Tensor) -> None:
+        """Look for writes to ``tensor`` that no op was seen to make.
+
+        Those of another thread, or of code that a compiler made. What the memory held before is
+        gone: where it cannot be made again, backward says so.
+        """
+        memory = self.memory(tensor)
+        if memory is None or not memory.is_changed(tensor):
+            return
+        old = memory.buffer
+        self.writes_outside |= memory.is_outside
+        held = self.recall.kept.get(old.number)
+        maker = self.tape.maker_of(old)
+        if held is not None and held.away is None:
+            if maker is not None and maker.keep is None:
+                del self.recall.kept[old.number]
+            else:
+                held.spoil()
+        memory.is_exposed = True
+        memory.buffer = self.tape.after(old)
+        memory.buffer.unsure = OPAQUE
+        self._note_spoilt(memory)
+
+    def note_place(self, tensor: _Tensor) -> None:
+        """A view is made that counts from the beginning of the memory of ``tensor``."""
+        memory = self.memory(tensor) or self.find(tensor)
+        if memory is None:
+            return
+        if memory.outside is not None:
+            self.places[memory.outside] = memory.start
+        elif self.step is not None and not memory.is_placed:
+            self.step.is_opaque = True
 
     def end_inner(self) -> None:
         """The opaque function is over: what of its own is not held by now is not to be had."""
@@ -256,6 +343,9 @@ class Ground:
         """Another look at the memory of ``tensor`` counts as a write, and leaves it as it is."""
         if self.step is not None:
             self.step.changes_looks = True
+        memory = self.memory(tensor)
+        if memory is not None:
+            self._looked_at.add(memory)
         for recall in (self.recall, self.earlier):
             self._new += [] if recall is None else recall.before_look(tensor)
 
@@ -268,6 +358,12 @@ class Ground:
         for held in self._new:
             held.count_version()
         self._new.clear()
+        if self.written or self._looked_at:
+            is_inside = is_in_custom_function(sys._getframe(1))
+            for memory in self.written | self._looked_at:
+                memory.counts_late = is_inside
+                memory.count_versions()
+            self._looked_at.clear()
         if not self._leaving and not self.arrivals:
             return
         leaving, self._leaving = self._leaving, []

@@ -69,6 +69,10 @@ class Held:
         else:
             self.away.count_version()
 
+    def spoil(self) -> None:
+        """What is held is not what it was: have that told when it is wanted."""
+        self.version = -1
+
     def become_copy(self) -> None:
         """Hold a copy: the memory is about to be changed, or may be."""
         self.tensor = copy_of_memory(self.tensor)

@@ -7,34 +7,50 @@ from typing import Any
 import torch
 
 from recollect.engines.replay.steps import tensors_in
-from recollect.policy.op_sets import ATTENTION
+from recollect.policy.op_sets import ATTENTION, is_function
 from recollect.selective.facts import facts_of
 from recollect.torch_private import (
     OpOverload,
     changes_looks,
     changes_memory,
+    dropout_of,
+    generator_position,
     has_dynamic_shape,
     is_nondeterministic,
+    is_op_of_others,
+    is_pointwise,
     makes_lazy_view,
+    offset_position,
     op_name,
     overwrites,
     takes_number,
     training_position,
+    writes_unseen,
 )
 
 __all__ = ["Kind", "kind_of"]
+
+#: Beside those that are pointwise: ops of which no switch decides how they are computed.
+_HEEDLESS = frozenset({"aten::_to_copy", "aten::cat", "aten::clone", "aten::copy_"})
+#: Pointwise ops that libraries do otherwise.
+_HEEDFUL = frozenset({"aten::gelu", "aten::gelu_"})
 
 
 class Kind:
     """About one op."""
 
     __slots__ = (
+        "_dropout",
+        "_generator",
+        "_is_function",
+        "_offset",
         "_training",
         "call",
         "changes_looks",
         "facts",
         "gives_storage",
         "has_dynamic_shape",
+        "heeds_switches",
         "is_attention",
         "is_index",
         "is_known",
@@ -45,6 +61,7 @@ class Kind:
         "stops",
         "takes_number",
         "updates",
+        "writes_unseen",
     )
 
     def __init__(self, op: Any) -> None:
@@ -62,6 +79,16 @@ class Kind:
             self.stops = f"{op} gives a tensor another memory"
         self.gives_storage = op is torch.ops.aten.set_.source_Storage
         self.takes_number = takes_number(op)
+        #: Whether it may write to any of its arguments.
+        self.writes_unseen = writes_unseen(op)
+        name = op_name(op)
+        #: Whether a switch may decide how it is computed.
+        self.heeds_switches = name in _HEEDFUL or not (name in _HEEDLESS or is_pointwise(op))
+        self._is_function = is_function(op)
+        #: The arguments that say what it draws from, how much it drops, where in memory it looks.
+        self._generator = generator_position(op)
+        self._dropout = dropout_of(op) if is_op_of_others(op) else None
+        self._offset = offset_position(op)
         #: Whether the shape of its result may depend on data, and then whether it picks elements.
         self.has_dynamic_shape = has_dynamic_shape(op)
         self.is_index = op_name(op) in ("aten::index", "aten::_unsafe_index")
@@ -74,15 +101,23 @@ class Kind:
         #: Whether it may write to running statistics, of which its results are independent.
         self.updates = self._training is not None
 
+    def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+        """The generator that a call of it is given."""
+        return _value(self._generator, args, kwargs)  # type: ignore[no-any-return]
+
+    def looks_anywhere(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of it makes a view that counts from the beginning of a memory."""
+        return self._offset is not None and _value(self._offset, args, kwargs) is not None
+
+    def is_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the same call gives the same, but for draws from a generator that is known."""
+        return self._is_function and not _value(self._dropout, args, kwargs)
+
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call of it writes to."""
         if self.updates and not self._is_updating(args, kwargs):
             return []
-        values = [
-            args[position] if position < len(args) else kwargs.get(name)
-            for position, name in self.facts.written
-        ]
-        return tensors_in(values)
+        return tensors_in([_value(place, args, kwargs) for place in self.facts.written])
 
     def _is_updating(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of an op that may does write to running statistics."""
@@ -90,6 +125,14 @@ class Kind:
         if position is None or position < 0:
             return position is not None
         return bool(args[position] if position < len(args) else kwargs.get("training", True))
+
+
+def _value(place: tuple[int, str] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument at a position, or of a name; None if it was not given."""
+    if place is None:
+        return None
+    position, name = place
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
 #: By id: ops live for good, and hash slowly.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.backends import opt_einsum
 
-from recollect.state.flags import read_flags
 from recollect.state.rng import HAS_ACCELERATOR
 from recollect.torch_private import any_autocast_enabled
 
@@ -18,8 +17,6 @@ _DEVICES = ["cpu"]
 if HAS_ACCELERATOR:
     _DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
 
-_CHOOSES_A_KERNEL = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-
 
 def casts() -> Any:
     """For each type of device, whether autocast is on and to which dtype; None if it is off."""
@@ -29,8 +26,10 @@ def casts() -> Any:
 
 
 def mood(function: Any) -> Any:
-    """Grad mode and autocast; for some functions, the switches too."""
+    """Grad mode and autocast; for one function, in which order it computes products."""
     base: Any = _is_grad_enabled()
     if any_autocast_enabled():
         base = base, casts()
-    return (base, read_flags()) if function in _CHOOSES_A_KERNEL else base
+    if function is torch.einsum and opt_einsum.is_available():
+        base = base, (opt_einsum.enabled, opt_einsum.strategy)
+    return base

@@ -12,20 +12,25 @@ from recollect.engines.replay.ground import OPAQUE, Ground, Memory
 from recollect.engines.replay.kinds import Kind, kind_of
 from recollect.engines.replay.steps import tensors_in
 from recollect.engines.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
+from recollect.policy.decisions import CheckpointPolicy
 from recollect.selective.rulings import Ruling
 from recollect.state.devices import device_module
 from recollect.torch_private import (
     DispatchMode,
+    default_device_type,
     is_form_of,
     is_plain_tensor,
     no_dispatch_modes,
     no_function_modes,
+    tree_leaves,
 )
 
 __all__ = ["OpRecorder"]
 
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
+#: Why an op is kept of which nothing is known.
+FOREIGN = "of another library"
 #: The memories that an op writes to, each with the tensor by which it does.
 _Written = dict[Memory, _Tensor]
 
@@ -64,6 +69,8 @@ class OpRecorder(DispatchMode):
         if kind.is_view:
             if (ground.is_casting or ground.step is None) and kind.facts.is_alias:
                 self._find_casts(args)
+            if kind.looks_anywhere(args, kwargs):
+                ground.note_place(args[0])
             if kind.changes_looks:
                 ground.note_looks(args[0])
             return kind.call(*args, **kwargs)
@@ -84,6 +91,10 @@ class OpRecorder(DispatchMode):
             written = self._written(kind, args, kwargs)
             for memory, tensor in written.items():
                 ground.before_change(memory, tensor)
+        if kind.writes_unseen:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Tensor):
+                    ground.expose(leaf)
         self._read(op, args, kwargs)
         if written:
             self._note_overwritten(op, kind, written)
@@ -174,7 +185,7 @@ class OpRecorder(DispatchMode):
 
     def _draw(self, op: Op, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run an op that may draw random numbers."""
-        generator = kwargs.get("generator") or _default_generator(args, kwargs)
+        generator = kind.generator(args, kwargs) or _default_generator(args, kwargs)
         state = generator.get_state()
         out = kind.call(*args, **kwargs)
         with no_dispatch_modes():
@@ -197,6 +208,9 @@ class OpRecorder(DispatchMode):
         why_kept = "nondeterministic" if kind.is_nondeterministic else None
         if kind.facts.draws_alone(args):
             why_kept = "random, by a state of its library"
+        insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
+        if not insists and not kind.is_function(args, kwargs):
+            why_kept = FOREIGN
         if type(ruling) is Direction and why_kept is None:
             return  # it may run again, for results that are not held
         if ruling.keeps and kind.facts.can_be_kept:
@@ -230,13 +244,18 @@ class OpRecorder(DispatchMode):
     def _note_results(self, op: Op, kind: Kind, out: Any) -> None:
         ground = self._ground
         for path, tensor in tensors_of(out):
-            if ground.memory(tensor) is not None:
-                continue  # an argument, a view of one, or a view of another result
+            known = ground.memory(tensor)
+            if known is not None:  # an argument, a view of one, or a view of another result
+                if op.keep == FOREIGN and not kind.facts.is_alias:
+                    # A memory of the library's own, that it has filled again.
+                    ground.expose(tensor)
+                continue
             if not is_plain_tensor(tensor):
                 ground.stop_at(tensor)
                 return
             memory = ground.add(tensor)
             op.make(path, memory.buffer)
+            memory.is_placed = memory.start == 0 and op.keep not in (OPAQUE, FOREIGN)
             if ground.step is not None and ground.step.is_opaque:
                 ground.inner.add(memory)
             elif _holds(op, len(op.makes) - 1):
@@ -248,6 +267,8 @@ class OpRecorder(DispatchMode):
         """Have a tensor kept that was given a name."""
         ground = self._ground
         memory = None if ground.is_idle() else ground.memory(tensor)
+        if memory is not None:
+            ground.find_changes(tensor)
         if memory is None or memory.buffer.unsure is not None:
             return
         op = ground.tape.maker_of(memory.buffer)
@@ -285,7 +306,8 @@ def _picks_by_mask(kind: Kind, args: _Args) -> bool:
 def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
     """What an op draws from that was given no generator."""
     tensors = tensors_in([*args, *kwargs.values()])
-    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+    where = kwargs.get("device") or (tensors[0].device if tensors else default_device_type())
+    device = torch.device(where)
     if device.type == "cpu":
         return torch.default_generator
     module = device_module(device.type)

@@ -348,14 +348,16 @@ class Recall:
                 memo[buffer.number] = _at(out, path, op)
 
     def _run_with_care(self, passed: _Pass, op: Op) -> None:
-        """Run an op that writes to memory, draws, takes lists, or goes by the default dtype."""
-        default = torch.get_default_dtype()
-        if default is not op.default_dtype:
-            torch.set_default_dtype(op.default_dtype)
+        """Run an op that writes to memory, draws, takes lists, or has switches of its own."""
+        if op.flags is None:
+            self._run_writing(passed, op)
+            return
+        flags = read_flags()
+        write_flags(op.flags)
         try:
             self._run_writing(passed, op)
         finally:
-            torch.set_default_dtype(default)
+            write_flags(flags)
 
     def _run_writing(self, passed: _Pass, op: Op) -> None:
         bases = {old.number: self._writable(passed, op, old) for old, _ in op.writes}

@@ -43,6 +43,7 @@ from recollect.engines.replay.steps import (
     tensors_in,
 )
 from recollect.engines.replay.tape import Buffer, View
+from recollect.state.flags import read_flags
 from recollect.torch_private import (
     any_autocast_enabled,
     cast_weight,
@@ -134,6 +135,8 @@ class Recorder(TorchFunctionMode):
             must_stay = number in saved and buffer.unsure is None
             if buffer.is_output and held.away is None and not must_stay:
                 held.become_copy()
+        for number, start in ground.places.items():
+            self._outsides[number].start = start
         return Recording(
             ground.tape,
             self._steps,
@@ -185,7 +188,9 @@ class Recorder(TorchFunctionMode):
             ground.stop("several streams")
         if ground.is_idle():
             return func(*args, **kwargs)
-        step = Step(func, mood(func), len(ground.tape.ops))
+        flags = read_flags()
+        ground.flags = None if flags == self._recall.flags else flags
+        step = Step(func, mood(func), len(ground.tape.ops), ground.flags or self._recall.flags)
         # Somebody has entered a mode inside the region, which may do anything; or a function looks
         # at memory itself, and at how it is called.
         step.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
@@ -252,7 +257,7 @@ class Recorder(TorchFunctionMode):
         for tensor in returned:
             number = self._objects.number_of(tensor)
             step.returns.append(self._returned(tensor, step))
-            step.outs.append(self._objects.add(tensor) if number is None else number)
+            step.outs.append(self._add(tensor) if number is None else number)
             step.is_new &= number is None
         if step.depends_on_data or step.is_opaque:
             step.looks = [looks_of(tensor) for tensor in returned]
@@ -331,6 +336,7 @@ class Recorder(TorchFunctionMode):
         if kind in _USUAL:
             return value
         if isinstance(value, _Tensor):
+            self._ground.find_changes(value)
             number = self._number(value)
             return Number(number, None if number < 0 else self._objects.writes_to(value))
         items = self._items(value, kind, step)
@@ -363,7 +369,7 @@ class Recorder(TorchFunctionMode):
         if not is_plain_tensor(tensor):
             ground.stop_at(tensor)
             return -1
-        number = self._objects.add(tensor)
+        number = self._add(tensor)
         outside = self._outsides[number] = Outside(number, looks_of(tensor))
         memory = ground.memory(tensor)
         if memory is None:
@@ -380,6 +386,14 @@ class Recorder(TorchFunctionMode):
             outside.host = hosts[0] if hosts[0] != number else None
             if outside.host is None:
                 ground.stop("memory of which nothing else is left")
+        return number
+
+    def _add(self, tensor: _Tensor) -> int:
+        """Give ``tensor`` the next number."""
+        number = self._objects.add(tensor)
+        memory = self._ground.memory(tensor)
+        if memory is not None:
+            memory.watch(tensor)
         return number
 
     # --- saved tensors ----------------------------------------------------------------------------
@@ -403,9 +417,13 @@ class Recorder(TorchFunctionMode):
     def _pack_between(self, ticket: Ticket, tensor: _Tensor) -> None:
         """A custom function saves a tensor, outside of all functions of torch."""
         number = self._objects.number_of(tensor)
-        view = None if number is None else self._saved(tensor, self._ground.memory(tensor))
+        view = writes = None
+        if number is not None:
+            self._ground.find_changes(tensor)
+            view = self._saved(tensor, self._ground.memory(tensor))
+            writes = self._objects.writes_to(tensor)
         between = Step(None, None, len(self._ground.tape.ops))
-        between.packs.append(Pack(view, number))
+        between.packs.append(Pack(view, number, writes))
         self._steps.append(between)
         self._settle(ticket, view)
 

@@ -108,7 +108,7 @@ def looks_of(tensor: _Tensor) -> Looks:
 class Outside:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
 
-    __slots__ = ("buffer", "host", "is_held", "is_surely_like", "looks", "number", "twin")
+    __slots__ = ("buffer", "host", "is_held", "is_surely_like", "looks", "number", "start", "twin")
 
     def __init__(self, number: int, looks: Looks) -> None:
         self.number = number
@@ -119,6 +119,8 @@ class Outside:
         self.host: int | None = None
         #: The number of an earlier one on the same memory, and how many bytes after that it begins.
         self.twin: tuple[int, int] | None = None
+        #: At how many bytes of its memory it begins, if that matters.
+        self.start: int | None = None
         #: Whether a call that is checked holds it.
         self.is_held = False
         #: A quick way to say yes, once there was one that is like it.
@@ -143,13 +145,16 @@ def _unsure(_: Any) -> bool:
 class Pack:
     """A tensor that autograd saved."""
 
-    __slots__ = ("number", "view")
+    __slots__ = ("number", "view", "writes")
 
-    def __init__(self, view: View | None, number: int | None = None) -> None:
+    def __init__(
+        self, view: View | None, number: int | None = None, writes: int | None = None
+    ) -> None:
         #: None: it is held as it is.
         self.view = view
-        #: Outside of all steps, the number of the tensor.
+        #: Outside of all steps, the number of the tensor, and how often it was written to.
         self.number = number
+        self.writes = writes
 
 
 class Step:
@@ -162,6 +167,7 @@ class Step:
         "depends_on_data",
         "draws",
         "first_buffer",
+        "flags",
         "function",
         "is_new",
         "is_opaque",
@@ -175,7 +181,7 @@ class Step:
         "returns",
     )
 
-    def __init__(self, function: Any, mood: Any, first_op: int) -> None:
+    def __init__(self, function: Any, mood: Any, first_op: int, flags: Any = None) -> None:
         #: None: tensors were saved outside of all functions.
         self.function = function
         #: What stands for the arguments.
@@ -184,6 +190,8 @@ class Step:
         self.first_buffer = 0
         #: Grad mode and autocast.
         self.mood = mood
+        #: The switches that it ran under.
+        self.flags = flags
         #: If it is not torch's: the function. An op of others should run no other op.
         self.own: Any = None
         #: Whether it has constants that cannot be compared.
@@ -212,6 +220,7 @@ class Step:
         return (
             self.function == other.function
             and self.mood == other.mood
+            and self.flags == other.flags
             and self.outs == other.outs
             and self.looks == other.looks
             and _same_template(self.args, other.args)
@@ -360,6 +369,8 @@ UNSUPPORTED: frozenset[Any] = frozenset(
 #: What reads more than it is given, or runs other ops where a mode looks on.
 UNREADABLE: frozenset[Any] = frozenset(
     {torch.tensor_split, _Tensor.tensor_split, torch.ctc_loss, F.ctc_loss}
+    # What a tensor is a view of is not to be seen from the tensor.
+    | _getters("_base")
     # What these run depends on the graph outside.
     | {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
     | {getattr(torch, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence")}

@@ -183,7 +183,7 @@ class Op:
     __slots__ = (
         "args",
         "call",
-        "default_dtype",
+        "flags",
         "fresh",
         "generator",
         "grad_enabled",
@@ -199,7 +199,7 @@ class Op:
         "writes",
     )
 
-    def __init__(self, number: int, op: Any, call: Any) -> None:
+    def __init__(self, number: int, op: Any, call: Any, flags: Any = None) -> None:
         self.number = number
         self.op = op
         self.call = call
@@ -213,8 +213,8 @@ class Op:
         self.writes: list[tuple[Buffer, Buffer]] = []
         #: Those of the former that it overwrites without a look.
         self.fresh: frozenset[int] = frozenset()
-        #: Some ops take their dtype from here.
-        self.default_dtype = torch.get_default_dtype()
+        #: The switches that it ran under, if they were not those of the region.
+        self.flags = flags
         #: Some kernels look at the grad mode.
         self.grad_enabled = torch.is_grad_enabled()
         #: What it draws from, if it does.
@@ -238,9 +238,9 @@ class Op:
         if (
             self.writes
             or self.generator is not None
+            or self.flags is not None
             or any(type(value) is Views for value in values)
             or any(type(value) is View for value in self.kwargs.values())
-            or not any(buffer.layout[3].is_floating_point for buffer in self.reads)
         ):
             self.slots = NEEDS_CARE
         else:
