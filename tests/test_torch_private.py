@@ -576,3 +576,38 @@ def test_what_is_excluded_does_not_depend_on_the_importer():
     x = torch.randn(3, requires_grad=True)
     with private.below_python():
         assert not (x * 2).requires_grad
+
+
+def test_the_hooks_of_a_tensor_are_taken_away():
+    parameter, calls = torch.nn.Parameter(torch.ones(2)), []
+    before = private.tensor_hooks(parameter)
+    assert before == (None, None)
+    for _ in range(2):
+        parameter.register_hook(lambda _: calls.append("gradient"))
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+        parameter.sum().backward()
+        assert calls == ["gradient", "after"]
+        private.write_tensor_hooks(parameter, before)
+        parameter.sum().backward()
+        assert calls == ["gradient", "after"]
+        assert private.tensor_hooks(parameter) == before
+        calls.clear()
+
+
+def test_hooks_for_all_modules_and_optimizers_are_found():
+    module, optimizer = (
+        sys.modules[cls.__module__] for cls in (torch.nn.Module, torch.optim.Optimizer)
+    )
+    handles = [
+        module.register_module_forward_pre_hook(print),
+        module.register_module_forward_hook(print),
+        module.register_module_full_backward_pre_hook(print),
+        module.register_module_full_backward_hook(print),
+        optimizer.register_optimizer_step_pre_hook(print),
+        optimizer.register_optimizer_step_post_hook(print),
+    ]
+    found = [list(hooks.values()) for hooks in private.global_hooks()]
+    for handle in handles:
+        handle.remove()
+    assert found == [[print]] * 6
+    assert [dict(hooks) for hooks in private.global_hooks()] == [{}] * 6

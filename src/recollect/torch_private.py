@@ -540,6 +540,41 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     _autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+#: The hooks of a tensor: on its gradient, and after that was accumulated.
+TensorHooks = tuple[Any, Any]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> TensorHooks:
+    """The dictionaries of the hooks of ``tensor``, each None if there are none."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
+    """Give ``tensor`` the dictionaries of hooks that it had."""
+    on_gradient, after = hooks
+    if tensor._backward_hooks is not on_gradient:
+        tensor._backward_hooks = on_gradient
+    if tensor._post_accumulate_grad_hooks is not after:
+        if tensor._post_accumulate_grad_hooks is not None:
+            tensor._post_accumulate_grad_hooks.clear()  # which goes on being called
+        tensor._post_accumulate_grad_hooks = after
+
+
+def global_hooks() -> list[Any]:
+    """The dictionaries of hooks that run for every module, and for every optimizer."""
+    # Of the latter the module is hidden behind a class of its package's.
+    modules: Any = torch.nn.modules.module
+    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
+    return [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    ]
+
+
 def hook_module(
     module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
 ) -> None:

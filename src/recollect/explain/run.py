@@ -16,9 +16,10 @@ from recollect.explain.region import Region
 from recollect.explain.regions import Observer
 from recollect.explain.replay import Slots
 from recollect.explain.rows import Call, Row
-from recollect.explain.unchanged import Unchanged
 from recollect.explain.watcher import Watcher
 from recollect.selective.explaining import explaining
+from recollect.state.reach import Reach
+from recollect.state.snapshot import Snapshot, check_arguments
 
 __all__ = ["explain"]
 
@@ -28,8 +29,8 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
 
     Says of the result of each op whether it is kept (and by which rule of a policy), offloaded,
     recomputed, or held as the input of a checkpointed region. Forward runs once, with grad enabled,
-    and once more if there are regions of the replay engine that it has not recorded yet; random
-    streams, buffers, gradients and attributes are put back afterwards, and no graph is left.
+    and once more if there are regions of the replay engine that it has not recorded yet; what it
+    changes is put back afterwards, and no graph is left.
 
     Args:
         function_or_module: What to run: the model, or a function that also computes the loss.
@@ -61,25 +62,19 @@ def _forward(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
 ) -> tuple[Observer, tuple[Row, ...]]:
     """Run forward, and put back what it changes."""
-    unchanged = Unchanged(function, args, kwargs)
-    roots = unchanged.reach.modules
-    watcher = Watcher(roots)
-    observer = Observer(watcher, roots, slots)
-    watcher.memories.add_foreign([*unchanged.tensors, *tensors_in((args, kwargs))])
-    with unchanged:
-        return observer, _watched(observer, function, args, kwargs)
-
-
-def _watched(
-    observer: Observer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Row, ...]:
-    with torch.inference_mode(False), torch.enable_grad(), _observed_by(observer):
-        result = copy_context().run(function, *args, **kwargs)
-    return rows_of(observer, result)
+    check_arguments(args, kwargs)
+    with Snapshot({"function": function, "arguments": (args, kwargs)}, None) as snapshot:
+        roots = Reach(function, [*args, *kwargs.values()]).modules
+        watcher = Watcher(roots)
+        observer = Observer(watcher, roots, slots)
+        watcher.memories.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
+        with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _by(observer):
+            result = copy_context().run(function, *args, **kwargs)
+        return observer, rows_of(observer, result)
 
 
 @contextmanager
-def _observed_by(observer: Observer) -> Iterator[None]:
+def _by(observer: Observer) -> Iterator[None]:
     before, explaining.explainer = explaining.explainer, observer
     try:
         with observer.watcher:

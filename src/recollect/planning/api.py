@@ -33,8 +33,9 @@ def plan(
 ) -> Plan:
     """Choose what to keep, recompute and offload for a training step to stay within a budget.
 
-    Runs the step a few times: plain, to record it, and under the plan, to measure it. Nothing of
-    the model is left changed: parameters, gradients, buffers, optimizer state, random streams.
+    Runs the step a few times: plain, to record it, and under the plan, to measure it. Nothing is
+    left changed: parameters, gradients, buffers, optimizers in hooks, what hooks and closures
+    remember, random streams. What cannot be put back is an error that names it.
 
     Args:
         model: What is trained. Its forward is called once in a step.

@@ -331,15 +331,14 @@ def _name_of(device: torch.device) -> str:
 
 def _profiled(step: Step, link: Link | None) -> Profile:
     """The step as it runs; if there is no room for it without a plan, as it would."""
-    if step.device.type == "meta":
-        return predict_step(step, link)
-    try:
-        with step.undone():
-            return profile_step(step, link)
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-    free_memory(step.device)
+    if step.device.type != "meta":
+        try:
+            with step.undone(rehearses=True):
+                return profile_step(step, link)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+        free_memory(step.device)
     with step.undone():
         return predict_step(step, link)
 

@@ -48,7 +48,8 @@ class Profile:
 
 def profile_step(step: Step, link: Link | None = None) -> Profile:
     """Run the step a few times, and write it down."""
-    step.run()  # what is made once (state of the optimizer, workspaces of libraries) is there now
+    # What is made once (state of the optimizer, workspaces of libraries) is there afterwards.
+    step.rehearse()
     plain_peak = step.peak_to_expect()
     seconds = _seconds_of(step)
     graph = trace_step(step, Rates(step.device), link)

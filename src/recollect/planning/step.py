@@ -1,27 +1,29 @@
 """The training step that is planned: a model, a batch, a loss, perhaps an optimizer.
 
-Running it here leaves no trace: parameters, gradients, buffers, optimizer state and random streams
-are put back.
+Running it here leaves no trace: whatever it can get at is put back, see `state.snapshot`.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect.explain.unchanged import Unchanged
+from recollect.checks.place import warn_user
+from recollect.errors import PlanWarning
 from recollect.planning.rates import allocated_by
-from recollect.torch_private import set_version, storage_key, tree_leaves
+from recollect.state.memories import Written
+from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
+from recollect.torch_private import storage_key, tree_leaves
 
 __all__ = [
     "Loss",
@@ -40,6 +42,12 @@ _BLOCK_MORE = 1 << 20
 _ONE_BLOCK_IN = 16
 
 Loss = Callable[[Any], _Tensor]
+
+_NOT_WHOLE = (
+    "more than {limit:,} objects can be reached from the model, its hooks, the loss, the optimizer "
+    "and the batch. What the step changes in those beyond is not put back: take references to data "
+    "sets and other large structures out of the model and its hooks while the plan is made"
+)
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -117,6 +125,9 @@ class Step:
         self.loss = loss
         self.optimizer = optimizer
         self.device = _device_of(model)
+        #: What it was seen to write to; None if nobody has looked.
+        self._written: list[Written] | None = None
+        self._was_warned = False
         #: Bytes of gradients that are there: set aside while the step is run, they stay.
         self._gradients = sum(sizes(p.grad for p in model.parameters() if p.grad is not None))
 
@@ -132,6 +143,10 @@ class Step:
 
     def run(self, before_backward: Callable[[], None] | None = None) -> None:
         """Forward, backward, and the optimizer's part."""
+        # In a copy of the context: what is set in that is gone afterwards.
+        copy_context().run(self._run, before_backward)
+
+    def _run(self, before_backward: Callable[[], None] | None) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             output = self.model(*self.args, **self.kwargs)
             loss = (self.loss or default_loss)(output)
@@ -156,15 +171,34 @@ class Step:
                 tensor.grad = None
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """A context after which all is as it was before."""
-        with ExitStack() as stack:
-            stack.enter_context(_OptimizerUndone(self.optimizer))
-            stack.enter_context(Unchanged(self.model, self.args, self.kwargs))
-            if self.loss is not None:
-                stack.enter_context(Unchanged(self.loss, (), {}))
-            yield
+    def undone(self, *, rehearses: bool = False) -> Iterator[None]:
+        """A context after which all is as it was before.
+
+        What it writes to is copied at the first write if it ``rehearses``, else before.
+        """
+        check_arguments(self.args, self.kwargs)
+        roots = {
+            "model": self.model,
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "batch": (self.args, self.kwargs),
+        }
+        written = () if rehearses else self._written
+        with Snapshot(roots, self.model.parameters(), written) as self._snapshot:
+            if not self._snapshot.is_whole and not self._was_warned:
+                self._was_warned = True
+                warn_user(_NOT_WHOLE.format(limit=LIMIT), PlanWarning)
             self.clear()
+            try:
+                yield
+            finally:
+                self.clear()
+
+    def rehearse(self) -> None:
+        """Run it for the first time, inside of `undone`, and note what it writes to."""
+        with self._snapshot.log():
+            self.run()
+        self._written = self._snapshot.written
 
     # --- memory and time --------------------------------------------------------------------------
 
@@ -252,64 +286,3 @@ def sizes(tensors: Iterable[_Tensor]) -> list[int]:
     """The bytes of the memories behind ``tensors``, each once."""
     storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     return [storage.nbytes() for storage in storages.values()]
-
-
-class _OptimizerUndone:
-    """Puts back what a step of an optimizer changes: the parameters, and its state."""
-
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self._optimizer = optimizer
-
-    def __enter__(self) -> None:
-        if self._optimizer is None:
-            return
-        groups = self._optimizer.param_groups
-        # On the host: the device may have no room for a second one of each.
-        parameters = [p for group in groups for p in group["params"]]
-        self._parameters = [(p, p.detach().cpu().clone()) for p in parameters]
-        self._versions = [(p, p._version) for p in parameters]
-        self._gradients = [(p, p.grad) for p in parameters]
-        self._was_called = vars(self._optimizer).get("_opt_called")
-        for parameter in parameters:
-            parameter.grad = None
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        self._state = {p: _to_host(state) for p, state in self._optimizer.state.items()}
-
-    def __exit__(self, *exc: object) -> None:
-        if self._optimizer is None:
-            return
-        with torch.no_grad():
-            for parameter, value in self._parameters:
-                parameter.copy_(value)
-            state = self._optimizer.state
-            for parameter in [p for p in state if p not in self._state]:
-                del state[parameter]
-            for parameter, before in self._state.items():
-                _put_back(state[parameter], before)
-        for parameter, version in self._versions:
-            set_version(parameter, version)  # a graph that was there before can still go backward
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        if self._was_called is None:
-            vars(self._optimizer).pop("_opt_called", None)
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(values)
-
-
-def _to_host(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return copy.deepcopy(state)
-    return {
-        name: value.detach().cpu().clone() if isinstance(value, _Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }
-
-
-def _put_back(state: Any, before: Any) -> None:
-    for name in [each for each in state if each not in before]:
-        del state[name]
-    for name, value in before.items():
-        if isinstance(value, _Tensor) and isinstance(state.get(name), _Tensor):
-            state[name].copy_(value)
-        else:
-            state[name] = value

@@ -24,7 +24,7 @@ from recollect.torch_private import (
     set_function_modes,
 )
 
-__all__ = ["Ambient"]
+__all__ = ["Ambient", "read_autocast", "write_autocast"]
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
 
@@ -43,7 +43,8 @@ def _knows_autocast(device_type: str) -> bool:
 _AUTOCAST_TYPES = tuple(filter(_knows_autocast, _DEVICE_TYPES))
 
 
-def _read_autocast() -> _Autocast:
+def read_autocast() -> _Autocast:
+    """Autocast of every type of device, now."""
     states = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in _AUTOCAST_TYPES
@@ -51,7 +52,8 @@ def _read_autocast() -> _Autocast:
     return tuple(states), torch.is_autocast_cache_enabled()
 
 
-def _write_autocast(autocast: _Autocast) -> None:
+def write_autocast(autocast: _Autocast) -> None:
+    """Set autocast of every type of device."""
     states, cache_enabled = autocast
     for kind, enabled, dtype in states:
         torch.set_autocast_enabled(kind, enabled)
@@ -66,17 +68,17 @@ def _switched_off(autocast: _Autocast) -> _Autocast:
 
 def _enter_autocast(autocast: _Autocast | None, stack: ExitStack) -> None:
     """Bring ``autocast`` about until ``stack`` closes; None stands for all off."""
-    before = _read_autocast()
+    before = read_autocast()
     stack.callback(_leave_autocast, before)
     torch.autocast_increment_nesting()
-    _write_autocast(_switched_off(before) if autocast is None else autocast)
+    write_autocast(_switched_off(before) if autocast is None else autocast)
 
 
 def _leave_autocast(before: _Autocast) -> None:
     # The outermost one to be left drops the cached casts, as torch's own context does.
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
-    _write_autocast(before)
+    write_autocast(before)
 
 
 class Ambient:
@@ -87,7 +89,7 @@ class Ambient:
     def __init__(self) -> None:
         self._context = copy_context()
         self._flags = read_flags()
-        self._autocast = _read_autocast() if any_autocast_enabled() else None
+        self._autocast = read_autocast() if any_autocast_enabled() else None
         self._modes = function_modes() if function_mode_count() else None
         self._nested_trace = nested_trace_policy() if is_nonstrict_tracing() else None
 

@@ -47,6 +47,9 @@ __all__ = [
     "Kinds",
     "SMALL_TENSOR",
     "TENSOR",
+    "UNSET",
+    "attribute_kinds",
+    "is_opaque",
     "kinds_of",
 ]
 
@@ -82,7 +85,7 @@ ATOMS: frozenset[type] = frozenset(
 
 
 #: In the place of what is not there.
-_UNSET = object()
+UNSET = object()
 
 
 class Kind:
@@ -192,7 +195,7 @@ class _Mapping(Kind):
             base.__delitem__(thing, key)
         present = dict(base.items(thing))
         for key, value in taken.items():
-            if present.get(key, _UNSET) is not value:
+            if present.get(key, UNSET) is not value:
                 base.__setitem__(thing, key, value)
         if not all(map(is_, base.__iter__(thing), taken)):
             base.clear(thing)
@@ -251,17 +254,17 @@ class _Slots(Kind):
 
     def put(self, thing: Any, taken: list[Any]) -> None:
         for slot, value in zip(self._descriptors(), taken, strict=True):
-            if value is not _UNSET:
+            if value is not UNSET:
                 slot.__set__(thing, value)
-            elif _read_slot(slot, thing) is not _UNSET:
+            elif _read_slot(slot, thing) is not UNSET:
                 slot.__delete__(thing)
 
     def items(self, taken: list[Any]) -> list[Any]:
-        return [value for value in taken if value is not _UNSET]
+        return [value for value in taken if value is not UNSET]
 
     def parts(self, taken: list[Any]) -> Iterable[tuple[str, Any]]:
         named = zip(self._slots, taken, strict=True)
-        return [(f".{name}", value) for (_, name), value in named if value is not _UNSET]
+        return [(f".{name}", value) for (_, name), value in named if value is not UNSET]
 
     def _descriptors(self) -> list[Any]:
         return [vars(owner())[name] for owner, name in self._slots]
@@ -271,7 +274,7 @@ def _read_slot(slot: Any, thing: Any) -> Any:
     try:
         return slot.__get__(thing)
     except AttributeError:
-        return _UNSET
+        return UNSET
 
 
 class _Fixed(Kind):
@@ -474,8 +477,8 @@ def _find_kinds(cls: type) -> Kinds:
     if hasattr(cls, "__next__") or hasattr(cls, "__anext__"):
         return ITERATOR
     kinds = [] if (kind := _content_kind(cls)) is None else [kind]
-    if not _is_opaque(cls):
-        kinds += _attribute_kinds(cls)
+    if not is_opaque(cls):
+        kinds += attribute_kinds(cls)
     return tuple(kinds)
 
 
@@ -489,7 +492,8 @@ def _content_kind(cls: type) -> Kind | None:
     return next((kind for base, kind in _BUILT_IN if issubclass(cls, base)), None)
 
 
-def _attribute_kinds(cls: type) -> list[Kind]:
+def attribute_kinds(cls: type) -> list[Kind]:
+    """The kinds of what an object of type ``cls`` has as attributes."""
     spaces = [(base, vars(base)) for base in cls.__mro__]
     described = next((space["__dict__"] for _, space in spaces if "__dict__" in space), None)
     slots = [
@@ -507,6 +511,7 @@ def _attribute_kinds(cls: type) -> list[Kind]:
     return kinds
 
 
-def _is_opaque(cls: type) -> bool:
+def is_opaque(cls: type) -> bool:
+    """Whether the objects of type ``cls`` are not to be looked into."""
     module = str(cls.__module__)  # anything, if a class sets it
     return module.partition(".")[0] in _OPAQUE and not module.startswith(_PLAIN_DATA)
