@@ -611,3 +611,12 @@ def test_hooks_for_all_modules_and_optimizers_are_found():
         handle.remove()
     assert found == [[print]] * 6
     assert [dict(hooks) for hooks in private.global_hooks()] == [{}] * 6
+
+
+def test_names_of_arguments():
+    aten = torch.ops.aten
+    assert private.argument_names(aten.view.default) == ["self", "size"]
+    assert private.argument_names(aten.slice_backward.default, lists=True) == ["input_sizes"]
+    assert private.argument_names(aten.full.default, lists=True) == ["size"]
+    assert private.argument_names(aten.unfold.default, lists=True) == []
+    assert private.argument_names(aten.upsample_nearest2d.default, lists=True) == ["output_size"]

@@ -43,6 +43,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "any_autocast_enabled",
+    "argument_names",
     "at_end_of_backward",
     "backward_allows_reentrant",
     "bare_op",
@@ -369,6 +370,20 @@ def bare_op(op: Any) -> Callable[..., Any]:
 def op_name(op: Any) -> str:
     """The name by which the dispatcher knows ``op``, without its overload: ``aten::mm``."""
     return op._schema.name if type(op) is OpOverload else str(op)
+
+
+def argument_names(op: Any, *, lists: bool = False) -> list[str]:
+    """The names of the arguments of ``op`` in their order; or of those that are lists of sizes."""
+    if type(op) is not OpOverload:
+        return []
+    arguments = op._schema.arguments
+    if lists:
+        return [each.name for each in arguments if str(each.type) in _LISTS_OF_SIZES]
+    return [each.name for each in arguments]
+
+
+#: How types of arguments are written that are lists of sizes.
+_LISTS_OF_SIZES = ("List[int]", "Optional[List[int]]", "List[SymInt]", "Optional[List[SymInt]]")
 
 
 def returns_alias(op: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,10 +15,10 @@ from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Pack
 from recollect.engines.replay.tape import Buffer, is_whole, results_of
 from recollect.engines.replay.tape import Op as TapeOp
-from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Value
+from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
 from recollect.planning.trace import Trace
 
-__all__ = ["build_graph"]
+__all__ = ["build_graph", "resized"]
 
 #: What the allocator of a CUDA device hands out are multiples of this.
 _BLOCK = 512
@@ -37,6 +39,7 @@ class _Builder:
         self._recording = recording
         self._tape = recording.tape
         self._on_device = on_device
+        self._block = _BLOCK if on_device else 1
         #: By number of an op of the region: the moment in which it ran.
         self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
         self._forced = recording.plan.kept
@@ -61,21 +64,23 @@ class _Builder:
         memories = [
             Memory(self._size(number), born, dies[number]) for number, born in self._memories
         ]
+        origins = self._origins()
         return Graph(
             ops=[self._op(op) for op in self._tape.ops],
             values=values,
             memories=memories,
             asks=list(asks.values()),
-            moments=self._make_moments({pack: n for n, pack in enumerate(asks)}),
+            moments=self._make_moments({pack: n for n, pack in enumerate(asks)}, origins),
             turn=next((n for n, e in enumerate(self._trace.events) if e.is_backward), 0),
             base=base,
             link=link,
             varies=bool(self._recording.shapes),
+            origins=origins,
         )
 
     def _size(self, number: int) -> int:
         nbytes = self._trace.sizes[number]
-        return -(-nbytes // _BLOCK) * _BLOCK if self._on_device else nbytes
+        return -(-nbytes // self._block) * self._block
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -235,38 +240,93 @@ class _Builder:
                     found[buffer.number] = moment
         return found
 
-    def _others(self) -> tuple[list[int], list[int]]:
-        """Bytes that are not for the plan to change: made in each moment, and freed before it."""
+    def _origins(self) -> Origins:
+        """What the bytes are made of."""
         events = self._trace.events
-        made = [self._size_of_others(event.made.values()) for event in events]
-        freed = [self._size_of_others(event.freed) for event in events]
+        made = [self._others(event.made.values()) for event in events]
+        freed = [self._others(event.freed) for event in events]
         for number, (event, following) in enumerate(pairwise(events)):
-            size = self._size_of_others([m for m in following.freed if m == event.sum_of])
-            if event.is_backward and size == made[number]:
+            summed = self._others(m for m in following.freed if m == event.sum_of)
+            if event.is_backward and self._total(summed) == self._total(made[number]):
                 # Autograd adds up gradients in place, but not where a mode looks on.
-                made[number] -= size
-                freed[number + 1] -= size
-        return made, freed
+                made[number] = ()
+                freed[number + 1] = tuple(m for m in freed[number + 1] if m not in summed)
+        return Origins(
+            tuple(number for number, _ in self._memories),
+            tuple(made),
+            tuple(freed),
+            tuple(event.call.workspace for event in events),
+            self._block,
+        )
 
-    def _size_of_others(self, memories: Iterable[int]) -> int:
-        return sum(self._size(memory) for memory in memories if memory not in self._managed)
+    def _others(self, memories: Iterable[int]) -> tuple[int, ...]:
+        """Those that are not for the plan to change."""
+        return tuple(memory for memory in memories if memory not in self._managed)
 
-    def _make_moments(self, numbers: dict[int, int]) -> list[Moment]:
+    def _total(self, memories: Iterable[int]) -> int:
+        return sum(map(self._size, memories))
+
+    def _make_moments(self, numbers: dict[int, int], origins: Origins) -> list[Moment]:
         trace = self._trace
         ends: list[list[int]] = [[] for _ in trace.events]
         for saved, moment in self._ends().items():
             if saved in numbers and moment >= 0:
                 ends[moment].append(numbers[saved])
-        made, freed = self._others()
         moments = []
-        alive = 0
-        for number, event in enumerate(trace.events):
-            alive -= freed[number]
-            before = alive
-            alive += made[number]
+        levels = _levels(origins, trace.sizes, origins.workspaces)
+        for number, (event, (before, during)) in enumerate(zip(trace.events, levels, strict=True)):
             asks = tuple(numbers[saved] for saved in event.asks if saved in numbers)
-            during = alive + event.call.workspace
             moments.append(
                 Moment(event.call.seconds, before, during, event.op, asks, tuple(ends[number]))
             )
         return moments
+
+
+def _levels(
+    origins: Origins, sizes: Sequence[int], workspaces: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """By moment: bytes not for the plan to change before it, and the most of them while it lasts.
+
+    ``sizes``: by number of a memory.
+    """
+
+    def total(memories: Iterable[int]) -> int:
+        return sum(origins.size(sizes[memory]) for memory in memories)
+
+    alive = 0
+    for made, freed, workspace in zip(origins.made, origins.freed, workspaces, strict=True):
+        alive -= total(freed)
+        before = alive
+        alive += total(made)
+        yield before, alive + workspace
+
+
+def resized(graph: Graph, sizes: Sequence[int], factors: Mapping[int, float]) -> Graph:
+    """The graph with memories of other sizes.
+
+    ``factors``: by moment: how much more its op has to do, if it has, for seconds and workspace.
+    """
+    origins = graph.origins
+    assert origins is not None
+    workspaces = [math.ceil(w * factors.get(n, 1.0)) for n, w in enumerate(origins.workspaces)]
+    memories = [
+        replace(memory, nbytes=origins.size(sizes[number]))
+        for memory, number in zip(graph.memories, origins.memories, strict=True)
+    ]
+    ops = list(graph.ops)
+    moments = []
+    levels = _levels(origins, sizes, workspaces)
+    for number, (moment, (before, during)) in enumerate(zip(graph.moments, levels, strict=True)):
+        factor = factors.get(number, 1.0)
+        seconds = moment.seconds * factor
+        moments.append(replace(moment, seconds=seconds, before=before, during=during))
+        if moment.op >= 0 and factor != 1.0:
+            op = ops[moment.op]
+            ops[moment.op] = replace(op, seconds=op.seconds * factor, workspace=workspaces[number])
+    return replace(
+        graph,
+        ops=ops,
+        values=[replace(v, nbytes=memories[v.memory].nbytes) for v in graph.values],
+        memories=memories,
+        moments=moments,
+    )

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from recollect.engines.replay.engine import Hooks
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder
-from recollect.errors import CheckpointError
 from recollect.planning.graph import Graph, Link
 from recollect.planning.profile import Profile, graph_of, observed
 from recollect.planning.rates import Rates
+from recollect.planning.rescale import CannotPredict
+from recollect.planning.script import Script
 from recollect.planning.simulate import simulate_plain
-from recollect.planning.step import Step, check_loss, default_loss, sizes
+from recollect.planning.step import Step, check_loss, default_loss, sizes, tensors_of_batch
 from recollect.planning.trace import Saved, Trace
 from recollect.torch_private import fake_on, fake_tensors, tree_leaves, tree_map_only
 
@@ -31,28 +32,25 @@ __all__ = ["CannotPredict", "predict_step", "trace_fake"]
 _Tensor = torch.Tensor
 
 
-class CannotPredict(CheckpointError):
-    """A step cannot be recorded without being run."""
-
-
 def predict_step(step: Step, link: Link | None = None) -> Profile:
     """What can be said of a step without running it."""
-    graph = trace_fake(step, link)
+    graph, script = _trace(step, link)
     plain = simulate_plain(graph)
     can_run = step.device.type != "meta"
-    return Profile(graph, plain.peak, plain.seconds, was_run=False, can_run=can_run)
+    return Profile(graph, plain.peak, plain.seconds, False, can_run, script)
 
 
-def trace_fake(step: Step, link: Link | None = None, *, base: int | None = None) -> Graph:
-    """Record the step on tensors without values.
+def trace_fake(step: Step, link: Link | None = None) -> Graph:
+    """Record the step on tensors without values."""
+    return _trace(step, link)[0]
 
-    ``base``: what is allocated throughout, if that is not what the model and the optimizer take.
-    """
+
+def _trace(step: Step, link: Link | None) -> tuple[Graph, Script]:
     rates = Rates(_device(step), fakes=True)
-    trace = _FakeTrace(rates)
     try:
         with fake_tensors() as mode, torch.enable_grad():
             fakes = _Fakes(step, mode)
+            trace = _FakeTrace(rates, Script(fakes.batch(), fakes.static()))
             recordings: list[Any] = []
             with observed(step.model, trace, recordings, trace.wrap), trace:
                 fakes.run(partial(setattr, trace, "is_backward", True))
@@ -64,8 +62,7 @@ def trace_fake(step: Step, link: Link | None = None, *, base: int | None = None)
             f"running it ({type(error).__name__}: {text})"
         ) from error
     rates.settle()
-    static = fakes.static_bytes() if base is None else base
-    return graph_of(step, trace, recordings, static, link)
+    return graph_of(step, trace, recordings, sum(sizes(fakes.static())), link)
 
 
 def _device(step: Step) -> torch.device:
@@ -131,11 +128,14 @@ class _Fakes:
         for tensor in self._tensors.values():
             tensor.grad = None
 
-    def static_bytes(self) -> int:
-        """What parameters, buffers and optimizer state take."""
+    def batch(self) -> list[_Tensor]:
+        """The tensors of the batch."""
+        return tensors_of_batch(self._args, self._kwargs)
+
+    def static(self) -> list[_Tensor]:
+        """Parameters, buffers and optimizer state."""
         states = [] if self._optimizer is None else tree_leaves([*self._optimizer.state.values()])
-        tensors = [*self._tensors.values(), *(s for s in states if isinstance(s, _Tensor))]
-        return sum(sizes(tensors))
+        return [*self._tensors.values(), *(s for s in states if isinstance(s, _Tensor))]
 
 
 def _twin(optimizer: Optimizer | None, fakes: dict[int, _Tensor]) -> Optimizer | None:

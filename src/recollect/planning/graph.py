@@ -12,10 +12,10 @@ Pure data: no torch here, nor in what simulates and solves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Value"]
+__all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Origins", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,29 @@ class Link:
     in_rate: float
 
 
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What the bytes of a graph are made of, for them to be found anew if memories take others.
+
+    Args:
+        memories: By number of a memory of the graph: its number among all that the step made.
+        made: By moment: which memories are made in it that are not for the plan to change.
+        freed: By moment: which of them are let go before it.
+        workspaces: By moment: the bytes that its op allocates besides.
+        block: What the allocator hands out are multiples of this.
+    """
+
+    memories: tuple[int, ...]
+    made: tuple[tuple[int, ...], ...]
+    freed: tuple[tuple[int, ...], ...]
+    workspaces: tuple[int, ...]
+    block: int = 1
+
+    def size(self, nbytes: int) -> int:
+        """As the allocator counts it."""
+        return -(-nbytes // self.block) * self.block
+
+
 @dataclass(frozen=True)
 class Graph:
     """One training step.
@@ -150,6 +173,7 @@ class Graph:
         rerun_cost: Seconds that it takes to run an op again, beside its own.
         link: The way to the host, if there is one.
         varies: Whether shapes depend on data, and may be others in the next step.
+        origins: What its bytes are made of, if that is known.
     """
 
     ops: Sequence[Op]
@@ -162,6 +186,7 @@ class Graph:
     rerun_cost: float = 0.0
     link: Link | None = None
     varies: bool = False
+    origins: Origins | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:

@@ -17,11 +17,11 @@ from recollect.engines.replay.direct import Decisions
 from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.choices import Choices
-from recollect.planning.fake import CannotPredict
 from recollect.planning.identity import Identity, difference, identity_of
-from recollect.planning.replan import replanned
+from recollect.planning.replan import Basis, replanned
+from recollect.planning.rescale import CannotPredict
 from recollect.planning.runner import Runner
-from recollect.planning.step import Loss
+from recollect.planning.step import tensors_of_batch
 from recollect.report.page import page
 from recollect.report.picture import Picture, Point, Row
 from recollect.report.table import table
@@ -63,7 +63,7 @@ class Plan:
     identity: Identity
     picture: Picture
     alternatives: tuple[Choices, ...] = field(default=(), repr=False)
-    loss: Loss | None = field(default=None, repr=False, compare=False)
+    basis: Basis | None = field(default=None, repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -77,11 +77,27 @@ class Plan:
         """What the engine goes by."""
         return self.choices.decisions()
 
-    @cached_property
+    @property
     def least_decisions(self) -> Decisions:
         """What the engine goes by where nothing is known of a step: the least peak of all."""
-        least = self.alternatives[-1] if self.alternatives else self.choices
-        return self.decisions if least == self.choices else least.decisions()
+        return self._decisions_of(self.alternatives[-1] if self.alternatives else self.choices)
+
+    def _decisions_of(self, choices: Choices) -> Decisions:
+        """The decisions for one of the alternatives; always the same, as recordings know them."""
+        known = self._decisions.get(choices)
+        if known is None:
+            known = self.decisions if choices == self.choices else choices.decisions()
+            self._decisions[choices] = known
+        return known
+
+    @cached_property
+    def _decisions(self) -> dict[Choices, Decisions]:
+        return {}
+
+    @cached_property
+    def _told(self) -> set[str]:
+        """What the user has been warned of."""
+        return set()
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -131,20 +147,25 @@ class Plan:
                 "recollect.plan(model, batch, budget)"
             )
 
-    def for_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan for another batch: of the same choices if they fit the budget."""
+    def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """The plan for a batch of another shape: the quickest choices of this one that fit."""
+        options = dict.fromkeys((self.choices, *self.alternatives))
         try:
-            other = replanned(
-                self.choices, self.budget, model, args, kwargs, loss=self.loss, base=self.base
-            )
-        except (CannotPredict, ValueError) as error:
-            warn_user(
-                "the plan was made for a batch of another shape, and is used for this one as it "
-                f"is, whether it fits or not: {error}",
-                PlanWarning,
-            )
-            return self
-        same = other.choices is self.choices
+            batch = tensors_of_batch(args, kwargs)
+            other = replanned(self.basis, self.budget, options, batch)
+        except CannotPredict as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                warn_user(
+                    "the plan was made for a batch of another shape, and what this one takes is "
+                    f"not known: {error}. It runs with the least memory that the plan knows a way "
+                    "to, whether that fits the budget or not. Make a plan with the largest batch",
+                    PlanWarning,
+                )
+            # Nobody knows that it would fit without a plan.
+            plan = replace(self, plain_peak=max(self.plain_peak, self.budget + 1))
+            plan.__dict__["decisions"] = self.least_decisions
+            return plan
         plan = replace(
             self,
             choices=other.choices,
@@ -152,8 +173,7 @@ class Plan:
             predicted_time=other.seconds,
             plain_peak=other.plain_peak,
         )
-        if same:
-            plan.__dict__["decisions"] = self.decisions
+        plan.__dict__["decisions"] = self._decisions_of(other.choices)
         return plan
 
     # --- show -------------------------------------------------------------------------------------
@@ -172,14 +192,14 @@ class Plan:
     # --- files ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # A function need not be one that can be pickled.
+        # The step leads to code and ops, which need not be such as can be pickled.
         names = {each.name for each in fields(self)}
-        return {**{k: v for k, v in vars(self).items() if k in names}, "loss": None}
+        return {**{k: v for k, v in vars(self).items() if k in names}, "basis": None}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
-        content = {"format": _FORMAT, **asdict(replace(self, loss=None))}
-        del content["loss"]
+        content = {"format": _FORMAT, **asdict(replace(self, basis=None))}
+        del content["basis"]
         Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     @classmethod

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -26,14 +27,17 @@ from recollect.planning.fake import predict_step
 from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
 from recollect.planning.links import measured_link
+from recollect.planning.literals import dense_strides
 from recollect.planning.peers import peers_of
 from recollect.planning.plan import Plan
 from recollect.planning.profile import Profile, profile_step
+from recollect.planning.replan import Basis
+from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.rows import rows_of
 from recollect.planning.runner import run_planned
 from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.solve import Solver
+from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, Step, split_batch
 from recollect.report.curves import thinned
 from recollect.report.picture import Picture, Point
@@ -55,8 +59,10 @@ _MORE_THAN_THERE_IS = 1.1
 _IF_SHAPES_VARY = 0.97
 #: How many points of a curve are kept.
 _POINTS = 1000
-#: How many other choices a plan carries, for batches of other shapes.
-_ALTERNATIVES = 12
+#: How many other choices a plan carries, for batches of other shapes: that are best for the batch
+#: that was planned, and as many that are for one which is so much larger.
+_ALTERNATIVES = 8
+_LARGER = 2
 
 _PARTS = (
     "parameters, optimizer state",
@@ -236,21 +242,61 @@ class Planner:
             identity=identity_of(model),
             picture=self._picture(budget, schedule, outcome, peak, bound),
             alternatives=self._alternatives,
-            loss=self.step.loss,
+            basis=self._basis(peak, outcome.peak),
         )
         plan.__dict__["decisions"] = decisions
         return plan
 
+    def _basis(self, peak: int, simulated: int) -> Basis | None:
+        """What is needed to plan for other batches, where a plan took ``peak`` bytes."""
+        script = self.profile.script
+        if script is None:
+            return None
+        plain = simulate_plain(self.graph).peak
+        excess = max(0.0, peak / simulated - 1, self.plain_peak / plain - 1)
+        return Basis(self.graph, script, excess)
+
     @cached_property
     def _alternatives(self) -> tuple[Choices, ...]:
-        """Choices from the quickest to the one of least peak, at peaks that are evenly apart."""
-        found = self.solver.frontier()
-        low, high = found[0].outcome.peak, found[-1].outcome.peak
-        wanted = [high - (high - low) * n // (_ALTERNATIVES - 1) for n in range(_ALTERNATIVES)]
-        # The quickest that is within each. The last is the least, and is always among them.
-        solutions = [self.solver.solve(peak) for peak in wanted]
-        schedules = {s.schedule: None for s in solutions if s is not None}
-        return tuple(self.choices(trimmed(self.graph, each))[0] for each in schedules)
+        """Choices from the quickest to the one of least peak, for this batch and larger ones.
+
+        What is least for this batch need not be for a larger one: where weights and their gradients
+        are the peak, it is all the same how much is kept elsewhere.
+        """
+        found = _thinned(self.solver.frontier())
+        larger = self._larger()
+        if larger is None:
+            order = self.graph
+        else:
+            order = larger
+            found += _thinned(Solver(larger, rough=True).frontier())
+        schedules = {trimmed(self.graph, each.schedule) for each in found}
+        # Descending in peaks, and those that are slower at the same are of no use.
+        outcomes = sorted(
+            ((simulate(order, each), each) for each in schedules),
+            key=lambda pair: (-pair[0].peak, pair[0].seconds),
+        )
+        best = {outcome.peak: each for outcome, each in reversed(outcomes)}
+        return tuple(self.choices(each)[0] for each in reversed(best.values()))
+
+    def _larger(self) -> Graph | None:
+        """The step with a larger batch, if it can be told what that would be."""
+        script = self.profile.script
+        if script is None:
+            return None
+        looks = [look for n in script.batch if (look := script.looks[n]) is not None]
+        shapes = [(size[0] * _LARGER, *size[1:]) if size else size for size, _, _ in looks]
+        try:
+            return rescaled(
+                self.graph,
+                script,
+                [
+                    (shape, dense_strides(shape, size, stride), dtype)
+                    for shape, (size, stride, dtype) in zip(shapes, looks, strict=True)
+                ],
+            ).graph
+        except CannotPredict:
+            return None
 
     def _bound(self, budget: int, seconds: float) -> float:
         """What no plan can be below, with ``seconds`` known to work; less with more memory."""
@@ -319,6 +365,14 @@ class Planner:
         if self.profile.was_run:
             return (measured,)
         return (measured, "There was no room for the plain step: its figures are predicted.")
+
+
+def _thinned(frontier: list[Solution]) -> list[Solution]:
+    """A few solutions at peaks that are evenly apart, the least always among them."""
+    low, high = frontier[0].outcome.peak, frontier[-1].outcome.peak
+    peaks = [low + (high - low) * n // (_ALTERNATIVES - 1) for n in range(_ALTERNATIVES)]
+    places = [bisect_right(frontier, peak, key=lambda each: each.outcome.peak) for peak in peaks]
+    return [frontier[place - 1] for place in sorted(set(places))]
 
 
 def _thin(outcome: Outcome) -> tuple[tuple[float, int], ...]:

@@ -18,7 +18,8 @@ from recollect.engines.replay.recording import Recording
 from recollect.planning.build import build_graph
 from recollect.planning.graph import Graph, Link
 from recollect.planning.rates import Rates
-from recollect.planning.step import Step
+from recollect.planning.script import Script
+from recollect.planning.step import Step, tensors_of_batch
 from recollect.planning.trace import Trace
 
 __all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_step"]
@@ -37,6 +38,7 @@ class Profile:
         seconds: What it takes then.
         was_run: Whether it did run; else all of this is predicted.
         can_run: Whether it can run under a plan: its tensors have memory.
+        script: The ops that it ran, for batches of other shapes.
     """
 
     graph: Graph
@@ -44,6 +46,7 @@ class Profile:
     seconds: float
     was_run: bool
     can_run: bool
+    script: Script | None = None
 
 
 def profile_step(step: Step, link: Link | None = None) -> Profile:
@@ -52,8 +55,8 @@ def profile_step(step: Step, link: Link | None = None) -> Profile:
     step.rehearse()
     plain_peak = step.peak_to_expect()
     seconds = _seconds_of(step)
-    graph = trace_step(step, Rates(step.device), link)
-    return Profile(_timed(graph, seconds), plain_peak, seconds, was_run=True, can_run=True)
+    graph, script = trace_step(step, Rates(step.device), link)
+    return Profile(_timed(graph, seconds), plain_peak, seconds, True, True, script)
 
 
 #: What a step of a model took, by what it was called with: asked twice, the answer is the same.
@@ -69,9 +72,9 @@ def _seconds_of(step: Step) -> float:
     return known[key]
 
 
-def trace_step(step: Step, rates: Rates, link: Link | None = None) -> Graph:
-    """Run the step once, watched."""
-    trace = Trace(rates)
+def trace_step(step: Step, rates: Rates, link: Link | None = None) -> tuple[Graph, Script]:
+    """Run the step once, watched. Keeps as little as can be."""
+    trace = Trace(rates, Script(tensors_of_batch(step.args, step.kwargs), step.static()))
     base = step.base()
     recordings: list[Recording] = []
 
@@ -87,8 +90,9 @@ def trace_step(step: Step, rates: Rates, link: Link | None = None) -> Graph:
 
 def graph_of(
     step: Step, trace: Trace, recordings: list[Recording], base: int, link: Link | None
-) -> Graph:
-    """The graph of a step that was watched."""
+) -> tuple[Graph, Script]:
+    """The graph of a step that was watched, and its script."""
+    trace.script.close(trace.sizes)
     if len(recordings) != 1:
         times = "not once" if not recordings else f"{len(recordings)} times"
         raise ValueError(
@@ -96,7 +100,8 @@ def graph_of(
             "whose forward runs once in a step: pass the part that does, such as its decoder"
         )
     on_device = trace.rates.device.type == "cuda"
-    return build_graph(trace, recordings[0], base=base, on_device=on_device, link=link)
+    graph = build_graph(trace, recordings[0], base=base, on_device=on_device, link=link)
+    return graph, trace.script
 
 
 @contextmanager

@@ -1,22 +1,39 @@
-"""What a plan comes to for a batch of another shape: the same choices if they fit, else others."""
+"""What a plan comes to for a batch of another shape, told in the midst of a step.
+
+None of the user's code runs, no memory is allocated and nothing is timed or solved: the graph of
+the planned step is rescaled, and the choices that the plan carries are simulated on it.
+"""
 
 from __future__ import annotations
 
-import copy
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
+import torch
 
-from recollect.modules import OPTIONS
-from recollect.planning.choices import Choices, trimmed
-from recollect.planning.fake import CannotPredict, trace_fake
-from recollect.planning.links import measured_link
+from recollect.planning.choices import Choices
+from recollect.planning.graph import Graph
+from recollect.planning.rescale import CannotPredict, rescaled
+from recollect.planning.script import Look, Script, look_of
 from recollect.planning.simulate import simulate, simulate_plain
-from recollect.planning.solving.solve import Solver
-from recollect.planning.step import Loss, Step
 
-__all__ = ["Replanned", "replanned"]
+__all__ = ["Basis", "Replanned", "replanned"]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The step that was planned.
+
+    Args:
+        graph: What is known of it.
+        script: The ops that it ran.
+        excess: How much more it took when it was run than was simulated, as a fraction of that.
+    """
+
+    graph: Graph
+    script: Script
+    excess: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,69 +47,46 @@ class Replanned:
 
 
 def replanned(
-    choices: Choices,
-    budget: int,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    loss: Loss | None,
-    base: int,
+    basis: Basis | None, budget: int, options: Iterable[Choices], batch: Sequence[torch.Tensor]
 ) -> Replanned:
-    """The choices for a batch of ``model``, which is in the midst of a call by a plan.
+    """The quickest of ``options`` that fits the budget for a batch, else that of the least peak.
 
-    The step is not run, but recorded on tensors without values, with ``loss`` or else the default
-    one. ``base``: bytes that are there throughout. Raises ``CannotPredict`` or ``ValueError`` if
-    it cannot be.
+    Raises `CannotPredict` if what they come to cannot be told.
     """
-    shadow = _shadow(model)
-    vars(shadow).pop(OPTIONS, None)  # to be called as it is without a plan
-    link = measured_link(Step(shadow, args, kwargs).device) if choices.away else None
-    try:
-        graph = trace_fake(Step(shadow, args, kwargs, loss), link, base=base)
-    except CannotPredict:
-        # A loss of the user's often has targets in it, of the shape of the batch that was planned.
-        if loss is None:
-            raise
-        graph = trace_fake(Step(shadow, args, kwargs), link, base=base)
-    outcome = simulate(graph, choices.schedule_in(graph))
-    plain = simulate_plain(graph)
-    if outcome.peak <= budget or plain.peak <= budget:
-        return Replanned(choices, min(outcome.peak, plain.peak), outcome.seconds, plain.peak)
-    solver = Solver(graph, offload=graph.link is not None)
-    solution = solver.solve(budget) or solver.least()
-    other = Choices.of(graph, trimmed(graph, solution.schedule))
-    return Replanned(other, solution.outcome.peak, solution.outcome.seconds, plain.peak)
+    if basis is None:
+        raise CannotPredict("the plan was loaded or copied, without the step that it is for")
+    if len(batch) != len(basis.script.batch):
+        raise CannotPredict("the batch has another number of tensors")
+    looks = [look_of(tensor) for tensor in batch]
+    known = [look for look in looks if look is not None]
+    if len(known) != len(looks):
+        raise CannotPredict("the batch has tensors that are no memory with strides")
+    step = rescaled(basis.graph, basis.script, known)
+    more = step.more + _growth(basis, known)
+
+    def expected(peak: int) -> int:
+        return math.ceil(peak * (1 + basis.excess)) + more
+
+    plain = simulate_plain(step.graph)
+    outcomes = [(each, simulate(step.graph, each.schedule_in(step.graph))) for each in options]
+    fitting = [pair for pair in outcomes if expected(pair[1].peak) <= budget]
+    if fitting:
+        choices, outcome = min(fitting, key=lambda pair: pair[1].seconds)
+    else:
+        choices, outcome = min(outcomes, key=lambda pair: pair[1].peak)
+    plain_peak = expected(plain.peak)
+    peak = plain_peak if plain_peak <= budget else expected(outcome.peak)
+    return Replanned(choices, peak, outcome.seconds, plain_peak)
 
 
-#: Where a module has its hooks.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _is_torchs(hook: Any) -> bool:
-    """Whether a hook is part of a module of torch's, as that of `weight_norm`.
-
-    Others look at what the model makes, and are to see what it makes of values alone.
-    """
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
-
-
-def _shadow(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The same modules once more, with the same parameters: other threads may use the model."""
-    known = {} if known is None else known
-    twin = known.get(id(module))
-    if twin is None:
-        twin = known[id(module)] = object.__new__(type(module))
-        attributes = vars(module)
-        for name, value in attributes.items():
-            # What forward notes in a list of the module's is not to be noted twice.
-            vars(twin)[name] = copy.copy(value) if type(value) in (list, dict, set) else value
-        for name in ("_parameters", "_buffers"):
-            vars(twin)[name] = dict(attributes[name])
-        for name in _HOOKS:
-            vars(twin)[name] = {n: hook for n, hook in attributes[name].items() if _is_torchs(hook)}
-        vars(twin)["_modules"] = {
-            name: None if child is None else _shadow(child, known)
-            for name, child in attributes["_modules"].items()
-        }
-    return twin
+def _growth(basis: Basis, looks: Sequence[Look]) -> int:
+    """How much more a batch takes, where the planned one was counted: on a device."""
+    origins = basis.graph.origins
+    if origins is None or origins.block == 1:
+        return 0
+    before = [basis.script.looks[number] for number in basis.script.batch]
+    sizes = [
+        sum(origins.size(math.prod(look[0]) * look[2].itemsize) for look in each if look)
+        for each in (before, looks)
+    ]
+    return max(0, sizes[1] - sizes[0])

@@ -40,7 +40,7 @@ class Planned(Protocol):
     @property
     def decisions(self) -> Decisions: ...
 
-    def for_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+    def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for another batch."""
 
 
@@ -96,7 +96,7 @@ class Runner:
         try:
             decisions = self._known[signature]
         except KeyError:
-            decisions = self._decide(signature, function, args, kwargs)
+            decisions = self._decide(signature, args, kwargs)
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[signature] = decisions
@@ -105,18 +105,13 @@ class Runner:
         return run_planned(function, args, kwargs, decisions, self._told)
 
     def _decide(
-        self,
-        signature: Any,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Decisions | None:
         """What to go by for a batch; None if it fits as it is."""
         plan = self.plan
         if signature == plan.signature or _is_smaller(signature, plan.signature):
             return _decisions_of(plan)
-        model = getattr(function, "__self__", None)
-        other = plan.for_batch(model, args, kwargs)
+        other = plan.for_batch(args, kwargs)
         if other.predicted_peak > plan.budget:
             warn_user(
                 f"the plan was made for another batch, and this one needs "

@@ -33,6 +33,7 @@ __all__ = [
     "signature_of_batch",
     "sizes",
     "split_batch",
+    "tensors_of_batch",
 ]
 
 _Tensor = torch.Tensor
@@ -61,11 +62,19 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What tells batches apart that take different memory: names, shapes, types."""
-    leaves = tree_leaves((args, sorted(kwargs.items())))
     return tuple(
         (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, _Tensor) else _told(leaf)
-        for leaf in leaves
+        for leaf in _leaves_of_batch(args, kwargs)
     )
+
+
+def _leaves_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return tree_leaves((args, sorted(kwargs.items())))
+
+
+def tensors_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Tensor]:
+    """The tensors in a batch, in the order of its signature."""
+    return [leaf for leaf in _leaves_of_batch(args, kwargs) if isinstance(leaf, _Tensor)]
 
 
 def _told(leaf: Any) -> str:
@@ -206,9 +215,10 @@ class Step:
         """Bytes that are allocated throughout, before the step begins."""
         if self.on_cuda:
             return torch.cuda.memory_allocated(self.device)
-        return sum(sizes(self._static())) + self._gradients
+        return sum(sizes(self.static())) + self._gradients
 
-    def _static(self) -> Iterator[_Tensor]:
+    def static(self) -> Iterator[_Tensor]:
+        """What is there throughout: parameters, buffers, the state of the optimizer."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         if self.optimizer is not None:

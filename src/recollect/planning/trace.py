@@ -17,6 +17,7 @@ import torch
 
 from recollect.engines.replay.tape import tensors_of
 from recollect.planning.rates import Call, Rates
+from recollect.planning.script import Script
 from recollect.torch_private import DispatchMode, no_function_modes, storage_key, tree_leaves
 
 __all__ = ["Event", "Saved", "Trace"]
@@ -60,11 +61,15 @@ class Saved:
 
 
 class Trace(DispatchMode):
-    """Notes the ops of a step. ``rates`` measures those that it has not met before."""
+    """Notes the ops of a step. ``rates`` measures those that it has not met before.
 
-    def __init__(self, rates: Rates) -> None:
+    ``script`` is written besides.
+    """
+
+    def __init__(self, rates: Rates, script: Script) -> None:
         super().__init__()
         self.rates = rates
+        self.script = script
         self.events: list[Event] = []
         #: By number of a memory: its bytes.
         self.sizes: list[int] = []
@@ -97,8 +102,10 @@ class Trace(DispatchMode):
         inputs = {
             storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tensor)
         }
+        entry = self.script.read(func, args, kwargs)
         call, out = self.rates.run(func, args, kwargs)
         if call is None:  # a view, which makes and costs nothing
+            self.script.wrote(entry, out, -1, {})
             return out
         event = Event(call, number, asks=self.asks, freed=self.freed, ends=self.ends)
         event.is_backward = self.is_backward
@@ -110,6 +117,7 @@ class Trace(DispatchMode):
                 event.made[path] = self._add(tensor, key)
         if func is torch.ops.aten.add.Tensor:
             event.sum_of = self._number(args[0])
+        self.script.wrote(entry, out, len(self.events) - 1, event.made)
         return out
 
     def _number(self, tensor: _Tensor) -> int | None:
@@ -123,13 +131,16 @@ class Trace(DispatchMode):
         storage = tensor.untyped_storage()
         self.sizes.append(storage.nbytes())
         self._known[key] = ref(storage, partial(self._free, key)), number
+        self.script.begin(key)
         return number
 
     def _free(self, key: int, _: Any) -> None:
+        self.script.end(key)
         self.freed.append(self._known.pop(key)[1])
 
     def pack(self, pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Saved:
         """The hook that is called when autograd saves a tensor."""
+        self.script.save(len(self.saved), tensor)
         saved = Saved(len(self.saved), pack(tensor))
         self.saved.append(self._number(tensor))
         self._watch(saved)
@@ -146,6 +157,8 @@ class Trace(DispatchMode):
         self.asks.append(saved.number)
         muted, self.muted = self.muted, True
         try:
-            return unpack(saved.packed)
+            tensor = unpack(saved.packed)
         finally:
             self.muted = muted
+        self.script.give(saved.number, tensor)
+        return tensor

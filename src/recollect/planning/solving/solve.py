@@ -51,6 +51,7 @@ class Solver:
     Args:
         graph: The step.
         offload: Whether results may go to the host, if the graph has a way there.
+        rough: Whether a tenth of the work will do: what the dynamic program finds, and the least.
         progress: Told how much of the work is done, from 0 to 1.
     """
 
@@ -59,10 +60,12 @@ class Solver:
         graph: Graph,
         *,
         offload: bool = False,
+        rough: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._graph = graph
         self._offload = offload and graph.link is not None
+        self._is_rough = rough
         self._progress = progress
         self._pool: Pool | None = None
 
@@ -117,7 +120,10 @@ class Solver:
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, _chain(graph, pins), choices, samples)
         self._tell(0.8)
-        _better(graph, pool, tries)
+        if self._is_rough:
+            Search(graph, pool, Line(graph)).lower(tries // 10)
+        else:
+            _better(graph, pool, tries)
 
 
 def _try_all(pool: Pool, choices: list[int]) -> None:

@@ -1,0 +1,365 @@
+"""The calls that an op may get with tensors of other shapes: its sizes, translated.
+
+Most ops are given no sizes. Of those that are, some make clear from their tensors what the sizes
+have to be; for the others `sizes` says what they may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+from recollect.planning.script import Look
+from recollect.planning.sizes import Dims, Shape
+from recollect.torch_private import argument_names, op_name
+
+__all__ = ["Call", "Like", "dense_strides", "has_sizes", "is_dense", "translations"]
+
+#: For one op: so many ways.
+_MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """Stands for a tensor of a look among arguments."""
+
+    look: Look
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of an op."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class _Arguments:
+    """Those of a call by name."""
+
+    def __init__(self, op: Any, call: Call) -> None:
+        self._names = argument_names(op)
+        self._call = call
+
+    def get(self, name: str) -> Any:
+        if name in self._call.kwargs:
+            return self._call.kwargs[name]
+        place = self._names.index(name) if name in self._names else len(self._names)
+        return self._call.args[place] if place < len(self._call.args) else None
+
+    def shape(self, name: str) -> Shape:
+        """Of a tensor."""
+        value = self.get(name)
+        assert type(value) is Like
+        return value.look[0]
+
+    def put(self, values: dict[str, Any]) -> Call:
+        """The same call with other values."""
+        args, kwargs = list(self._call.args), dict(self._call.kwargs)
+        for name, value in values.items():
+            place = self._names.index(name)
+            if name in kwargs or place >= len(args):
+                kwargs[name] = value
+            else:
+                args[place] = value
+        return Call(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One call of an op to be translated: its arguments now and before, and what it made then."""
+
+    now: _Arguments
+    before: _Arguments
+    outs: Sequence[Look | None]
+    dims: Dims
+
+    @property
+    def made(self) -> Shape:
+        """The shape that it made."""
+        out = self.outs[0]
+        assert out is not None
+        return out[0]
+
+
+#: Gives the sizes to try, each as arguments by name.
+_Rule = Callable[[_Case], Iterator[dict[str, Any]]]
+
+
+def translations(
+    op: Any, now: Call, before: Call, outs: Sequence[Look | None], dims: Dims
+) -> Iterator[Call]:
+    """What ``op`` may be called with: the tensors of ``now``, and the likeliest sizes first."""
+    rule = _rule_of(op)
+    if rule is None:
+        yield now
+        return
+    case = _Case(_Arguments(op, now), _Arguments(op, before), outs, dims)
+    for values in islice(rule(case), _MOST):
+        yield case.now.put(values)
+
+
+def has_sizes(op: Any) -> bool:
+    """Whether ``op`` is given sizes that may be others, with tensors that are as before."""
+    return _rule_of(op) is not None
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def _view(case: _Case) -> Iterator[dict[str, Any]]:
+    old, new = case.before.shape("self"), case.now.shape("self")
+    for found in case.dims.of_view(old, new, case.made):
+        yield {"size": list(found)}
+
+
+def _reshape_alias(case: _Case) -> Iterator[dict[str, Any]]:
+    for found in _view(case):
+        size, stride = case.made, tuple(case.before.get("stride"))
+        yield {**found, "stride": list(dense_strides(tuple(found["size"]), size, stride))}
+
+
+def _expand(case: _Case) -> Iterator[dict[str, Any]]:
+    old, new = case.before.shape("self"), case.now.shape("self")
+    for found in case.dims.of_expanded(old, new, case.made):
+        yield {"size": list(found)}
+
+
+def _as_strided(case: _Case) -> Iterator[dict[str, Any]]:
+    old, new = case.before.shape("self"), case.now.shape("self")
+    size, stride = tuple(case.before.get("size")), tuple(case.before.get("stride"))
+    if old == new:
+        yield {}
+    elif is_dense(size, stride) and math.prod(size) == math.prod(old):
+        for found in case.dims.of_shape(size):
+            if math.prod(found) == math.prod(new):
+                yield {"size": list(found), "stride": list(dense_strides(found, size, stride))}
+
+
+def _strided(case: _Case) -> Iterator[dict[str, Any]]:
+    size, stride = tuple(case.before.get("size")), tuple(case.before.get("stride"))
+    if is_dense(size, stride):
+        for found in case.dims.of_shape(size):
+            yield {"size": list(found), "stride": list(dense_strides(found, size, stride))}
+
+
+def _slice(case: _Case) -> Iterator[dict[str, Any]]:
+    old, new = case.before.shape("self"), case.now.shape("self")
+    yield from _ends(case, old, new)
+
+
+def _ends(case: _Case, old: Shape, new: Shape) -> Iterator[dict[str, Any]]:
+    """Begin and end, of a tensor of which a part is taken."""
+    dim = case.now.get("dim") or 0
+    ends = [case.dims.of_index(old[dim], new[dim], case.now.get(name)) for name in ("start", "end")]
+    for start, end in product(*ends):
+        yield {"start": start, "end": end}
+
+
+def _slice_backward(case: _Case) -> Iterator[dict[str, Any]]:
+    old = tuple(case.before.get("input_sizes"))
+    for found in case.dims.of_shape(old):
+        for ends in _ends(case, old, found):
+            yield {"input_sizes": list(found), **ends}
+
+
+def _split(case: _Case) -> Iterator[dict[str, Any]]:
+    dim = case.now.get("dim") or 0
+    old, new = case.before.shape("self")[dim], case.now.shape("self")[dim]
+    size, count = case.now.get("split_size"), len(case.outs)
+    found = [size] if old == new else [*case.dims.of(size), -(-new // count)]
+    for each in dict.fromkeys(found):
+        if each > 0 and -(-new // each) == count:
+            yield {"split_size": each}
+
+
+def _split_with_sizes(case: _Case) -> Iterator[dict[str, Any]]:
+    dim = case.now.get("dim") or 0
+    old, new = case.before.shape("self")[dim], case.now.shape("self")[dim]
+    for found in case.dims.of_parts(old, new, tuple(case.now.get("split_sizes"))):
+        yield {"split_sizes": list(found)}
+
+
+def _repeat(case: _Case) -> Iterator[dict[str, Any]]:
+    repeats = case.now.get("repeats")
+    each = [[n] if n == 1 and place else case.dims.of(n) for place, n in enumerate(repeats)]
+    for found in product(*each):
+        yield {"repeats": list(found)}
+
+
+def _arange(case: _Case) -> Iterator[dict[str, Any]]:
+    # What it goes from is hardly ever a size, and if it is, the end is too.
+    end = case.now.get("end")
+    start = case.now.get("start") or 0
+    whole = int(end) if isinstance(end, (int, float)) and end == int(end) else 0
+    found = case.dims.of(whole) if whole > 1 else [end]
+    for each in dict.fromkeys(found):
+        yield {"end": type(end)(each)}
+    if type(start) is int and start > 0:
+        length = whole - start
+        for begin, each in product(case.dims.of(start), case.dims.of(length)):
+            yield {"start": begin, "end": type(end)(begin + each)}
+
+
+def _group_norm(case: _Case) -> Iterator[dict[str, Any]]:
+    shape = case.now.shape("input")
+    yield {"N": shape[0], "C": shape[1], "HxW": math.prod(shape[2:])}
+
+
+def _layer_norm(case: _Case) -> Iterator[dict[str, Any]]:
+    count = len(case.now.get("normalized_shape"))
+    yield {"normalized_shape": list(case.now.shape("input")[-count:])}
+
+
+def _pad(case: _Case) -> Iterator[dict[str, Any]]:
+    yield {}
+    # Or what is padded is to be as long as it was.
+    old, new = case.before.shape("self"), case.now.shape("self")
+    pad = list(case.now.get("pad"))
+    for place in range(0, len(pad), 2):
+        dim = len(old) - 1 - place // 2
+        for side in (place + 1, place):
+            rest = pad[side] - (new[dim] - old[dim])
+            if new[dim] != old[dim] and rest >= 0:
+                yield {"pad": [*pad[:side], rest, *pad[side + 1 :]]}
+
+
+def _upsample(case: _Case) -> Iterator[dict[str, Any]]:
+    old, new = case.before.shape("self")[2:], case.now.shape("self")[2:]
+    sizes = tuple(case.now.get("output_size"))
+    yield {
+        "output_size": [
+            size if a == b else size * b // a for size, a, b in zip(sizes, old, new, strict=True)
+        ]
+    }
+    for found in case.dims.of_shape(sizes):
+        yield {"output_size": list(found)}
+
+
+def _upsample_backward(case: _Case) -> Iterator[dict[str, Any]]:
+    output = list(case.now.shape("grad_output")[2:])
+    for found in case.dims.of_shape(tuple(case.now.get("input_size"))):
+        yield {"output_size": output, "input_size": list(found)}
+
+
+def _shapes(*names: str) -> _Rule:
+    """Lists of sizes of which nothing else is known."""
+
+    def rule(case: _Case) -> Iterator[dict[str, Any]]:
+        lists = [tuple(case.now.get(name)) for name in names]
+        for found in product(*(list(case.dims.of_shape(sizes)) for sizes in lists)):
+            yield {name: list(sizes) for name, sizes in zip(names, found, strict=True)}
+
+    return rule
+
+
+def _numbers(*names: str) -> _Rule:
+    """Sizes one by one."""
+
+    def rule(case: _Case) -> Iterator[dict[str, Any]]:
+        values = [case.now.get(name) for name in names]
+        each = [case.dims.of(v) if type(v) is int else [v] for v in values]
+        for found in product(*each):
+            yield dict(zip(names, found, strict=True))
+
+    return rule
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "view_copy"), _view),
+    **dict.fromkeys(("_reshape_alias", "_reshape_alias_copy"), _reshape_alias),
+    **dict.fromkeys(("expand", "expand_copy"), _expand),
+    **dict.fromkeys(("as_strided", "as_strided_", "as_strided_copy"), _as_strided),
+    **dict.fromkeys(("empty_strided", "new_empty_strided"), _strided),
+    **dict.fromkeys(("slice", "slice_copy", "slice_scatter"), _slice),
+    "slice_backward": _slice_backward,
+    **dict.fromkeys(("split", "unsafe_split", "split_copy"), _split),
+    **dict.fromkeys(
+        ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy"), _split_with_sizes
+    ),
+    "repeat": _repeat,
+    "arange": _arange,
+    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
+    **dict.fromkeys(
+        (
+            *("native_layer_norm", "native_layer_norm_backward"),
+            *("_fused_rms_norm", "_fused_rms_norm_backward"),
+        ),
+        _layer_norm,
+    ),
+    "constant_pad_nd": _pad,
+    **dict.fromkeys(("eye",), _numbers("n", "m")),
+    **dict.fromkeys(("tril_indices", "triu_indices"), _numbers("row", "col")),
+    "randperm": _numbers("n"),
+    **dict.fromkeys(("linspace", "logspace"), _numbers("steps")),
+    "_fft_c2r": _numbers("last_dim_size"),
+    "repeat_interleave": _numbers("output_size"),
+}
+
+#: Names of arguments that are lists of sizes, of ops without a rule of their own.
+_LISTS = ("size", "sizes", "input_sizes", "self_sizes", "output_size", "input_size")
+
+
+#: By id: ops live for good, and hash slowly.
+_known: dict[int, _Rule | None] = {}
+
+
+def _rule_of(op: Any) -> _Rule | None:
+    if id(op) not in _known:
+        _known[id(op)] = _find_rule(op)
+    return _known[id(op)]
+
+
+def _find_rule(op: Any) -> _Rule | None:
+    name = op_name(op).removeprefix("aten::")
+    names = argument_names(op)
+    if name in _RULES:
+        rule = _RULES[name]
+        is_view = rule in (_view, _expand, _reshape_alias)
+        return None if is_view and "size" not in names else rule  # a view as another dtype
+    if name.startswith(("upsample_", "_upsample_")):
+        return _upsample_backward if "input_size" in names else _upsample
+    if "adaptive" in name or "fractional" in name:
+        return None  # of which the sizes are those of a layer
+    lists = [each for each in _LISTS if each in argument_names(op, lists=True)]
+    return _shapes(*lists) if lists else None
+
+
+# --- strides --------------------------------------------------------------------------------------
+
+
+def is_dense(size: Shape, stride: Shape) -> bool:
+    """Whether a tensor is all of its memory, in whatever order."""
+    expected = 1
+    for step, length in sorted(zip(stride, size, strict=True)):
+        if length != 1:
+            if step != expected:
+                return False
+            expected *= length
+    return True
+
+
+def dense_strides(size: Shape, like: Shape, stride: Shape) -> Shape:
+    """The strides of a dense tensor whose dimensions lie as those of another one do."""
+    order = sorted(range(len(like)), key=lambda dim: (-stride[dim], dim))
+    if _is_contiguous(like, stride):
+        order = list(range(len(like)))
+    found = [0] * len(size)
+    step = 1
+    for dim in reversed(order):
+        found[dim] = step
+        step *= max(size[dim], 1)
+    return tuple(found)
+
+
+def _is_contiguous(size: Shape, stride: Shape) -> bool:
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1:
+            if step != expected:
+                return False
+            expected *= length
+    return True

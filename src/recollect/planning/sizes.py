@@ -1,0 +1,213 @@
+"""What becomes of the sizes that an op was given, when tensors take other shapes.
+
+Code computes sizes from shapes, and of that only the result is seen: 192 was the batch times its
+length, or the width of a layer. Where the shapes of an op's arguments determine what the size
+must be, that is taken. Else it is what has become of other sizes of the same value, and a few
+simple sums of those of the batch; and if there are several such, all of them, the likeliest first.
+Whoever asks goes on to the next if one turns out not to fit. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from itertools import islice, product
+from typing import Any
+
+__all__ = ["Dims"]
+
+Shape = tuple[int, ...]
+
+#: So many ways are tried for one list of sizes at most.
+_MOST = 64
+#: A size of the batch from which on a number near to it is taken to be made from it.
+_TELLING = 8
+
+
+class Dims:
+    """What sizes have become, as far as it is known.
+
+    Args:
+        changes: The shapes of the tensors of the batch, before and now.
+        numbers: Those that code read from tensors: who knows what they are now.
+    """
+
+    def __init__(
+        self, changes: Sequence[tuple[Shape, Shape]], numbers: Container[int] = ()
+    ) -> None:
+        self._numbers = numbers
+        self._seen: dict[int, dict[int, int]] = {}
+        #: How often each was seen, the last one last.
+        self._shapes: dict[Shape, dict[Shape, int]] = {}
+        self._log: list[tuple[Shape, Shape]] = []
+        pairs = {pair for old, new in changes for pair in zip(old, new, strict=True)}
+        self._batch = sorted(pairs, reverse=True)
+        for old, new in changes:
+            self.note(old, new)
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    def note(self, old: Shape, new: Shape) -> None:
+        """A tensor of the shape ``old`` has the shape ``new``."""
+        if len(old) != len(new):
+            return
+        self._log.append((old, new))
+        shapes = self._shapes.setdefault(old, {})
+        shapes[new] = shapes.pop(new, 0) + 1
+        for before, now in zip(old, new, strict=True):
+            if before != now:
+                counts = self._seen.setdefault(before, {})
+                counts[now] = counts.get(now, 0) + 1
+
+    @property
+    def mark(self) -> int:
+        """How much is known; to be passed to `undo`."""
+        return len(self._log)
+
+    def undo(self, mark: int) -> None:
+        """Forget what was noted since."""
+        while len(self._log) > mark:
+            old, new = self._log.pop()
+            _less(self._shapes[old], new)
+            for before, now in zip(old, new, strict=True):
+                if before != now:
+                    _less(self._seen[before], now)
+
+    # --- single sizes -----------------------------------------------------------------------------
+
+    def of(self, size: int, *, is_first: bool = True) -> list[int]:
+        """What a size may be now. A one that is not the first of several is rather a one."""
+        if size <= 0:
+            return [size]
+        counts = self._seen.get(size, {})
+        seen = sorted(counts, key=lambda now: -counts[now])
+        if seen:
+            found = [size, *seen] if size == 1 and not is_first else [*seen, size]
+        elif size in self._numbers:
+            return []
+        else:
+            likely, unlikely = self._derived(size)
+            found = [*likely, size, *unlikely]
+        return list(dict.fromkeys(found))
+
+    def _derived(self, size: int) -> tuple[list[int], list[int]]:
+        """What a size may be that is no tensor's: made from those of the batch."""
+        likely: list[int] = []
+        unlikely: list[int] = []
+        changed = [(old, new) for old, new in self._batch if old != new and old > 1]
+        for old, new in changed:
+            near = size - old
+            if abs(near) <= 2:
+                (likely if old >= _TELLING else unlikely).append(new + near)
+            likely += [new * now for before, now in self._batch if 1 < before == size / old]
+            if size % old == 0:
+                unlikely.append(new * (size // old))
+            if old % size == 0 and size > 1 and new % (old // size) == 0:
+                unlikely.append(new // (old // size))
+        return likely, unlikely
+
+    # --- lists of sizes ---------------------------------------------------------------------------
+
+    def of_shape(self, sizes: Shape) -> Iterator[Shape]:
+        """What a list of sizes may be now."""
+        same = list(reversed(self._shapes.get(sizes, {})))
+        each = [self.of(size, is_first=not place) for place, size in enumerate(sizes)]
+        yield from same
+        yield from (found for found in islice(product(*each), _MOST) if found not in same)
+
+    def of_view(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
+        """The same, of a view: ``old`` had as many elements as ``sizes``, and is ``new``."""
+        groups = [self._of_group(*group) for group in _groups(old, new, sizes)]
+        for found in islice(product(*groups), _MOST):
+            yield tuple(size for group in found for size in group)
+
+    def _of_group(self, old: Shape, new: Shape, sizes: Shape) -> list[Shape]:
+        """What sizes may be whose product is that of ``new``, as it was that of ``old``."""
+        total = math.prod(new)
+        if old == new:
+            return [sizes]
+        if len(old) == len(sizes) and old == sizes:
+            return [new]
+        large = [place for place, size in enumerate(sizes) if size != 1]
+        if len(large) <= 1:
+            place = large[0] if large else 0
+            return [tuple(total if n == place else size for n, size in enumerate(sizes))]
+        options = product(*(self.of(sizes[place]) for place in large))
+        found = [each for each in islice(options, _MOST) if math.prod(each) == total]
+        for free in range(len(large)):
+            # All but one are as they were.
+            others = [sizes[place] for place in large]
+            rest = math.prod(others) // others[free]
+            if rest and total % rest == 0:
+                others[free] = total // rest
+                found.append(tuple(others))
+        return [
+            tuple(dict(zip(large, each, strict=True)).get(n, 1) for n in range(len(sizes)))
+            for each in dict.fromkeys(found)
+        ]
+
+    def of_expanded(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
+        """The same, of a tensor that is expanded."""
+        more = len(sizes) - len(old)
+        each = [self.of(size, is_first=not place) for place, size in enumerate(sizes[:more])]
+        for before, now, size in zip(old, new, sizes[more:], strict=True):
+            is_as_given = before == size or now != 1
+            each.append([now] if is_as_given else self.of(size, is_first=False))
+        for found in reversed(self._shapes.get(sizes, {})):
+            if all(size in options for size, options in zip(found, each, strict=True)):
+                yield found
+        yield from islice(product(*each), _MOST)
+
+    def of_index(self, length: int, now: int, index: int | None) -> list[int | None]:
+        """What the begin or end of a slice may be, of a dimension that was ``length`` long."""
+        if index is None or index <= 0:
+            return [index]
+        if index >= length:
+            return [max(index, now)]
+        found: list[int | None] = [*self.of(index, is_first=False)]
+        if now != length:
+            from_end = now - (length - index)
+            place = 0 if length - index <= 2 < index else len(found)
+            found.insert(place, from_end)
+        return list(dict.fromkeys(found))
+
+    def of_parts(self, length: int, now: int, parts: Shape) -> Iterator[Shape]:
+        """What the parts may be that a dimension is split into."""
+        if now == length:
+            yield parts
+            return
+        options = product(*(self.of(part) for part in parts))
+        yield from (each for each in islice(options, _MOST) if sum(each) == now)
+        for place in range(len(parts)):
+            rest = now - (sum(parts) - parts[place])
+            if rest >= 0:
+                yield (*parts[:place], rest, *parts[place + 1 :])
+
+
+def _less(counts: dict[Any, int], key: Any) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def _groups(old: Shape, new: Shape, sizes: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
+    """The smallest runs of dimensions of a tensor and a view of it that have as many elements."""
+    if not math.prod(old):
+        yield old, new, sizes
+        return
+    i = j = 0
+    while i < len(old) or j < len(sizes):
+        first, start = i, j
+        left = right = 1
+        if i < len(old):
+            left, i = left * old[i], i + 1
+        if j < len(sizes):
+            right, j = right * sizes[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * sizes[j], j + 1
+        if j == len(sizes):  # ones that the view does not have
+            i = len(old)
+        yield old[first:i], new[first:i], sizes[start:j]
