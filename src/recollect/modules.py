@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recollect.options import Options
 from recollect.region import run_region
 
-__all__ = ["OPTIONS", "unwrap_module", "wrap_module"]
+__all__ = ["OPTIONS", "bound_to", "unwrap_module", "wrap_module"]
 
 #: The attribute that marks what is checkpointed, and holds how.
 OPTIONS = "_recollect_options"
@@ -46,6 +47,20 @@ class _Checkpointed:
         return _remake, (base, vars(self).get(OPTIONS), make, plain), *rest
 
 
+def bound_to(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, the forward of ``module``, such that it is known whose it is.
+
+    That of an instance need not be a method.
+    """
+    if torch.compiler.is_dynamo_compiling() or getattr(function, "__self__", None) is module:
+        return function
+    return MethodType(partial(_call_own, function), module)
+
+
+def _call_own(function: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 _subclasses: dict[type, type] = {}
 
 
@@ -66,7 +81,7 @@ def _checkpointed_class(base: type) -> type:
             return function(*args, **kwargs)
         if type(how) is Options:
             return run_region(function, args, kwargs, how)
-        return how(function, args, kwargs)
+        return how(bound_to(self, function), args, kwargs)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
     _subclasses[base] = type(base.__name__, (_Checkpointed, base), names)

@@ -1301,9 +1301,13 @@ def hide_from_dynamo(function: F) -> F:
     return function
 
 
-def never_traced(function: F) -> F:
-    """Keep dynamo from looking into ``function`` at all: it is called as it is."""
+def never_traced(function: F, reason: str | None = None) -> F:
+    """Keep dynamo from looking into ``function`` at all: it is called as it is.
+
+    ``reason``: what it says where all has to be in one graph.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return hide_from_dynamo(function)
 
 

@@ -443,10 +443,10 @@ def test_a_compiled_planned_model_is_right(plan: recollect.Plan, model: Decoder)
     expected = _gradients(model)
     plan.apply(model)
     compiled = torch.compile(model, backend="eager", fullgraph=False)
-    for _ in range(3):
-        found = _gradients(compiled)
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs)
+    with pytest.warns(recollect.PlanWarning, match="torch.compile leaves its forward as it is"):
+        assert_identical(_gradients(compiled), expected)
+    for _ in range(2):
+        assert_identical(_gradients(compiled), expected)
     torch.compiler.reset()
 
 

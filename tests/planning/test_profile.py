@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.planning import rates
+from recollect.planning.batch import split_batch
 from recollect.planning.fake import CannotPredict, predict_step, trace_fake
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
 from recollect.planning.simulate import Schedule, simulate, simulate_plain
-from recollect.planning.step import Step, default_loss, split_batch
+from recollect.planning.step import Step, default_loss
 from tests._support import assert_identical, measure
 from tests.planning._models import (
     CASES,
@@ -121,7 +122,7 @@ def test_eval_mode_and_no_grad_around_are_left_as_they_are() -> None:
     case = made("conv")
     case.model.eval()
     before = _seen(case.model, None)
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(recollect.PlanWarning, match="ConvNet is in eval mode"):
         Planner(case.model, case.batch, case.loss)
         assert not torch.is_grad_enabled()
     with torch.inference_mode():

@@ -10,8 +10,8 @@ from recollect.cli.faults import UsageError
 from recollect.cli.screen import Status, say
 from recollect.cli.target import Target, load_target
 from recollect.planning.api import Frontier, planner_of
+from recollect.planning.batch import split_batch
 from recollect.planning.plan import Plan
-from recollect.planning.step import split_batch
 from recollect.report.columns import columns
 from recollect.report.units import bytes_text, seconds_text
 

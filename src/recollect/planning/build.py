@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 from recollect.engines.replay.direct import key_of
 from recollect.engines.replay.kinds import kind_of
-from recollect.engines.replay.plan import holdable
+from recollect.engines.replay.plan import forced_in, holdable
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Pack
 from recollect.engines.replay.tape import Buffer, is_whole, results_of
 from recollect.engines.replay.tape import Op as TapeOp
 from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
-from recollect.planning.trace import Trace
+from recollect.planning.trace import Event
 
 __all__ = ["build_graph", "resized"]
 
@@ -26,15 +27,24 @@ _BLOCK = 512
 _SMALLEST_TO_SEND = 1 << 20
 
 
+class Seen(Protocol):
+    """A step that was watched, or what stands for one: as `Trace`."""
+
+    events: list[Event]
+    sizes: list[int]
+    saved: list[int | None]
+    ends: list[int]
+
+
 def build_graph(
-    trace: Trace, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
+    trace: Seen, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
 ) -> Graph:
     """The graph of a step: ``trace`` saw all of it, ``recording`` is of the region."""
     return _Builder(trace, recording, on_device).graph(base, link)
 
 
 class _Builder:
-    def __init__(self, trace: Trace, recording: Recording, on_device: bool) -> None:
+    def __init__(self, trace: Seen, recording: Recording, on_device: bool) -> None:
         self._trace = trace
         self._recording = recording
         self._tape = recording.tape
@@ -42,7 +52,7 @@ class _Builder:
         self._block = _BLOCK if on_device else 1
         #: By number of an op of the region: the moment in which it ran.
         self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
-        self._forced = recording.plan.kept
+        self._forced = forced_in(recording.tape, recording.steps)
         #: The results of ops that must not run again, but for what opaque functions do not return.
         self._held = {
             buffer.number

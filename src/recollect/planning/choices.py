@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from recollect.engines.replay.direct import Decisions
+from recollect.engines.replay.direct import Alike, Decisions
 from recollect.planning.graph import Graph
 from recollect.planning.simulate import Schedule, simulate, uses_under
 from recollect.store.host import HostStore
@@ -57,23 +57,26 @@ class Choices:
             schedule.begin,
         )
 
-    def schedule_in(self, graph: Graph) -> Schedule:
+    def schedule_in(self, graph: Graph, alike: Alike | None = None) -> Schedule:
         """The schedule for another graph of the same model, by the names of its ops."""
         numbers = {op.key: number for number, op in enumerate(graph.ops) if op.can_keep}
         kept = frozenset(numbers[key] for key, _ in self.kept if key in numbers)
+        if alike is not None:
+            names = {key for key, _ in self.kept}
+            kept |= frozenset(n for key, n in numbers.items() if key and alike.of(key) in names)
         away = frozenset(numbers[key] for key, _ in self.away if key in numbers)
         if graph.link is None:  # it is where there is no other memory to send to
             return Schedule(kept | away)
         return Schedule(kept, away, self.limit, self.ahead, self.begin)
 
-    def decisions(self) -> Decisions:
+    def decisions(self, alike: Alike | None = None) -> Decisions:
         """What the engine goes by. Others at every call: recordings know them by identity."""
         store = None
         if self.away:  # what is free when is up to the plan, and not to how fast copies are
             store = HostStore(in_flight=self.limit, ahead=self.ahead, _looks=False)
         kept = {key: frozenset(results) for key, results in self.kept}
         away = {key: frozenset(results) for key, results in self.away}
-        return Decisions(kept, away, store, dict(self.arrivals), self.begin)
+        return Decisions(kept, away, store, dict(self.arrivals), self.begin, alike)
 
 
 def trimmed(graph: Graph, schedule: Schedule) -> Schedule:

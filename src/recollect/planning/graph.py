@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Origins", "Value"]
+__all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Origins", "Tally", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,23 @@ class Origins:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What one forward came to.
+
+    Args:
+        made: By module: the bytes that its ops made. No mapping, which could be changed.
+        saved: The bytes of that which autograd saved.
+        gradients: The bytes of the tensors from outside that require a gradient.
+        is_whole: Whether it was recorded to its end.
+    """
+
+    made: tuple[tuple[str, int], ...]
+    saved: int
+    gradients: int
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
 class Graph:
     """One training step.
 
@@ -174,6 +191,8 @@ class Graph:
         link: The way to the host, if there is one.
         varies: Whether shapes depend on data, and may be others in the next step.
         origins: What its bytes are made of, if that is known.
+        outline: The same step, as it is judged by the recording of its forward alone.
+        tally: What its forward came to.
     """
 
     ops: Sequence[Op]
@@ -187,6 +206,8 @@ class Graph:
     link: Link | None = None
     varies: bool = False
     origins: Origins | None = field(default=None, compare=False, repr=False)
+    outline: Graph | None = field(default=None, compare=False, repr=False)
+    tally: Tally | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:

@@ -16,15 +16,19 @@ from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
 from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.planning.batch import tensors_of_batch
 from recollect.planning.choices import Choices
+from recollect.planning.conditions import Conditions
+from recollect.planning.footprint import Footprint
+from recollect.planning.graph import Tally
 from recollect.planning.identity import Identity, difference, identity_of
 from recollect.planning.replan import Basis, replanned
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.runner import Runner
-from recollect.planning.step import tensors_of_batch
 from recollect.report.page import page
 from recollect.report.picture import Picture, Point, Row
 from recollect.report.table import table
+from recollect.torch_private import is_compiled
 
 __all__ = ["Plan"]
 
@@ -62,6 +66,8 @@ class Plan:
     model: str
     identity: Identity
     picture: Picture
+    conditions: Conditions
+    footprint: Footprint
     alternatives: tuple[Choices, ...] = field(default=(), repr=False)
     basis: Basis | None = field(default=None, repr=False, compare=False)
 
@@ -75,7 +81,7 @@ class Plan:
     @cached_property
     def decisions(self) -> Decisions:
         """What the engine goes by."""
-        return self.choices.decisions()
+        return self.choices.decisions(self.footprint.alike)
 
     @property
     def least_decisions(self) -> Decisions:
@@ -86,7 +92,11 @@ class Plan:
         """The decisions for one of the alternatives; always the same, as recordings know them."""
         known = self._decisions.get(choices)
         if known is None:
-            known = self.decisions if choices == self.choices else choices.decisions()
+            known = (
+                self.decisions
+                if choices == self.choices
+                else choices.decisions(self.footprint.alike)
+            )
             self._decisions[choices] = known
         return known
 
@@ -138,6 +148,12 @@ class Plan:
             raise ValueError(
                 f"model: a plan is applied to this {type(model).__name__} already; "
                 "plan.remove(model) it first"
+            )
+        if is_compiled(model):
+            raise ValueError(
+                "model: it is compiled, and a compiler does not go by a plan. Leave torch.compile "
+                "out, or apply the plan to the model that it was made from, of which the compiler "
+                "then leaves forward as it is"
             )
         how = difference(self.identity, identity_of(model))
         if how is not None:
@@ -224,6 +240,8 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
         "alternatives": tuple(map(_choices, content["alternatives"])),
         "signature": _tuples(content["signature"]),
         "identity": _tuples(content["identity"]),
+        "conditions": Conditions(**_tupled(content["conditions"])),
+        "footprint": _footprint(**content["footprint"]),
         "picture": Picture(
             **{
                 **picture,
@@ -239,7 +257,15 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choices(content: dict[str, Any]) -> Choices:
-    return Choices(**{name: _tuples(value) for name, value in content.items()})
+    return Choices(**_tupled(content))
+
+
+def _footprint(tally: dict[str, Any], factors: list[float], counts: list[Any]) -> Footprint:
+    return Footprint(Tally(**_tupled(tally)), tuple(factors), _tuples(counts))
+
+
+def _tupled(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: _tuples(value) for name, value in content.items()}
 
 
 def _tuples(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,11 +20,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect.engines.replay.direct import Decisions
-from recollect.errors import InfeasibleBudget
+from recollect.checks.place import warn_user
+from recollect.engines.replay.direct import Alike, Decisions
+from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.planning.batch import check_batch, split_batch
 from recollect.planning.choices import Choices, trimmed
+from recollect.planning.conditions import Conditions, differences, has_modes
 from recollect.planning.fake import predict_step
+from recollect.planning.footprint import Footprint, counted, estimated
 from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
 from recollect.planning.links import measured_link
@@ -34,11 +39,11 @@ from recollect.planning.profile import Profile, profile_step
 from recollect.planning.replan import Basis
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.rows import rows_of
-from recollect.planning.runner import run_planned
+from recollect.planning.runner import Runner, Told, run_planned
 from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.solve import Solution, Solver
-from recollect.planning.step import Loss, Step, split_batch
+from recollect.planning.step import Loss, Step
 from recollect.report.curves import thinned
 from recollect.report.picture import Picture, Point
 from recollect.report.units import bytes_text
@@ -91,6 +96,7 @@ class Planner:
         if offload not in (True, False, "auto"):
             raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
         _check_unplanned(model)
+        check_batch(batch)
         self.step = Step(model, *split_batch(batch), loss, optimizer)
         self._progress = progress
         link = measured_link(self.step.device) if offload else None
@@ -104,6 +110,8 @@ class Planner:
                 "a torch profiler is running, and memory is measured by one: make the plan before "
                 "it starts, or after it has ended"
             )
+        _warn_of_eval(model)
+        self._conditions, self._identity = Conditions.of(model), identity_of(model)
         progress("recording a step", 0.0)
         if self.step.on_cuda:
             # cuBLAS keeps a workspace for every stream. Those that the step does not use would
@@ -116,7 +124,7 @@ class Planner:
         self.solver = Solver(
             self.graph, offload=self._offload, progress=lambda done: progress("solving", done)
         )
-        self._told: set[str] = set()
+        self._told = Told()
         self._bounds: dict[int, float] = {}
         self._tried: dict[Schedule, int] = {}
         self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
@@ -183,7 +191,7 @@ class Planner:
         known = self._choices.get(schedule)
         if known is None:
             choices = Choices.of(self.graph, schedule)
-            known = self._choices[schedule] = choices, choices.decisions()
+            known = self._choices[schedule] = choices, choices.decisions(self._alike)
         return known
 
     def _measured(self, schedule: Schedule) -> int:
@@ -206,14 +214,40 @@ class Planner:
 
     def _run_under(self, schedule: Schedule) -> int:
         model, (_, decisions) = self.step.model, self.choices(schedule)
-        wrap_module(
-            model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, self._told)
-        )
-        try:
-            with self.step.undone():
-                return max(self._peaks())
-        finally:
+        with self._unplanned():
+            wrap_module(
+                model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, self._told)
+            )
+            try:
+                with self.step.undone():
+                    return max(self._peaks())
+            finally:
+                unwrap_module(model)
+
+    @contextmanager
+    def _unplanned(self) -> Iterator[None]:
+        """A context in which the plan is off that has been applied since, if there is one."""
+        model = self.step.model
+        how = vars(model).get(OPTIONS)
+        if how is not None and not isinstance(how, Runner):
+            raise ValueError(
+                f"model: this {type(model).__name__} has been checkpointed since it was recorded, "
+                "which hides what there is to plan: recollect.unwrap(model) first"
+            )
+        if how is not None:
             unwrap_module(model)
+        other = differences(self._conditions, self._identity, model)
+        try:
+            if other is not None:
+                raise ValueError(
+                    f"model: this {type(model).__name__} is not as it was when it was recorded, so "
+                    f"a plan cannot be tried: {'; '.join(other.texts)}. Record it anew: "
+                    "recollect.frontier(...) or recollect.plan(...)"
+                )
+            yield
+        finally:
+            if how is not None:
+                wrap_module(model, how)
 
     def _peaks(self) -> Iterator[int]:
         """Of steps that are recorded, checked against that, and known."""
@@ -239,8 +273,10 @@ class Planner:
             base=graph.base,
             signature=self.step.signature,
             model=type(model).__name__,
-            identity=identity_of(model),
+            identity=self._identity,
             picture=self._picture(budget, schedule, outcome, peak, bound),
+            conditions=self._conditions,
+            footprint=self._footprint(choices, peak),
             alternatives=self._alternatives,
             basis=self._basis(peak, outcome.peak),
         )
@@ -297,6 +333,23 @@ class Planner:
             ).graph
         except CannotPredict:
             return None
+
+    def _footprint(self, choices: Choices, peak: int) -> Footprint:
+        """What steps under the plan are compared with. ``peak``: under its own choices."""
+        graph = self.graph
+        outline, tally = graph.outline, graph.tally
+        assert outline is not None
+        assert tally is not None
+        peaks = [simulate(graph, each.schedule_in(graph)).peak for each in self._alternatives]
+        options = zip((choices, *self._alternatives), (peak, *peaks), strict=True)
+        factors = [
+            (taken - graph.base) / max(1, estimated(outline, each)) for each, taken in options
+        ]
+        return Footprint(tally, tuple(factors), counted(graph))
+
+    @cached_property
+    def _alike(self) -> Alike:
+        return Alike(dict(counted(self.graph)))
 
     def _bound(self, budget: int, seconds: float) -> float:
         """What no plan can be below, with ``seconds`` known to work; less with more memory."""
@@ -395,6 +448,18 @@ def _profiled(step: Step, link: Link | None) -> Profile:
         free_memory(step.device)
     with step.undone():
         return predict_step(step, link)
+
+
+def _warn_of_eval(model: nn.Module) -> None:
+    """Say that a model in eval mode will be another one in training."""
+    layer = None if model.training else has_modes(model)
+    if layer is not None:
+        warn_user(
+            f"this {type(model).__name__} is in eval mode, and so is the step that is planned. In "
+            f"train mode its {layer} does more, and the step takes more memory. If it is trained "
+            "in train mode: model.train(), then recollect.plan(...)",
+            PlanWarning,
+        )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

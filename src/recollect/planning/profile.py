@@ -15,11 +15,15 @@ from recollect.engines.replay.engine import Hooks, observe_region
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder
 from recollect.engines.replay.recording import Recording
+from recollect.modules import bound_to
+from recollect.planning.batch import tensors_of_batch
 from recollect.planning.build import build_graph
+from recollect.planning.footprint import tally_of
 from recollect.planning.graph import Graph, Link
+from recollect.planning.outline import outline_of
 from recollect.planning.rates import Rates
 from recollect.planning.script import Script
-from recollect.planning.step import Step, tensors_of_batch
+from recollect.planning.step import Step
 from recollect.planning.trace import Trace
 
 __all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_step"]
@@ -101,6 +105,7 @@ def graph_of(
         )
     on_device = trace.rates.device.type == "cuda"
     graph = build_graph(trace, recordings[0], base=base, on_device=on_device, link=link)
+    graph = replace(graph, outline=outline_of(recordings[0]), tally=tally_of(recordings[0]))
     return graph, trace.script
 
 
@@ -113,7 +118,7 @@ def observed(
 ) -> Iterator[None]:
     """Have the forward of ``model`` recorded."""
     own = model.__dict__.get("forward")
-    forward: Callable[..., Any] = model.forward
+    forward = bound_to(model, model.forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:

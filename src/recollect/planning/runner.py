@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
+from torch import nn
 
 from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
-from recollect.engines.replay.engine import replay_region
+from recollect.engines.replay.engine import Witness, replay_region
+from recollect.engines.replay.recall import Recall
 from recollect.errors import PlanWarning
-from recollect.planning.step import signature_of_batch
+from recollect.planning.batch import is_alike, is_smaller, signature_of_batch, told_apart
+from recollect.planning.choices import Choices
+from recollect.planning.conditions import Conditions, Differences, differences, facts_of
+from recollect.planning.footprint import Footprint
+from recollect.planning.identity import Identity
+from recollect.planning.variant import Variant
+from recollect.report.units import bytes_text
 from recollect.store.deposit import Deposit
-from recollect.torch_private import dynamo_is_watching, run_without_dynamo
+from recollect.torch_private import (
+    dynamo_is_watching,
+    hide_from_dynamo,
+    never_traced,
+    run_without_dynamo,
+)
 
-__all__ = ["Runner", "run_planned"]
+__all__ = ["Runner", "Told", "run_planned"]
 
 
 #: For how many shapes of batches it is remembered what to do.
 _REMEMBERED = 64
+#: How many forwards are remembered whose backward has not been.
+_WAITING = 64
 
 
 class Planned(Protocol):
@@ -35,13 +54,47 @@ class Planned(Protocol):
     def predicted_peak(self) -> int: ...
 
     @property
+    def base(self) -> int: ...
+
+    @property
     def signature(self) -> tuple[Any, ...]: ...
+
+    @property
+    def conditions(self) -> Conditions: ...
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def footprint(self) -> Footprint: ...
+
+    @property
+    def choices(self) -> Choices: ...
+
+    @property
+    def alternatives(self) -> tuple[Choices, ...]: ...
 
     @property
     def decisions(self) -> Decisions: ...
 
+    @property
+    def least_decisions(self) -> Decisions: ...
+
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for another batch."""
+
+
+class Told:
+    """What the user has been warned of. Once is enough."""
+
+    def __init__(self) -> None:
+        self._causes: set[str] = set()
+
+    def tell(self, cause: str, message: str) -> None:
+        """Warn at the user's line, unless it was done before for the same cause."""
+        if cause not in self._causes:
+            self._causes.add(cause)
+            warn_user(message, PlanWarning)
 
 
 def run_planned(
@@ -49,22 +102,18 @@ def run_planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     by: Decisions,
-    told: set[str],
+    told: Told,
+    witness: Witness | None = None,
 ) -> Any:
-    """Call ``function`` with what it makes kept, sent away or dropped as decided.
-
-    ``told``: the reasons for not doing so that the user has been warned of. One warning is enough.
-    """
+    """Call ``function`` with what it makes kept, sent away or dropped as decided."""
     deposit = Deposit(host=by.store, last_first=True)
-    is_done, result = replay_region(function, args, kwargs, by, deposit, False)
+    witness = Witness() if witness is None else witness
+    is_done, result = replay_region(function, args, kwargs, by, deposit, False, witness)
     if not is_done:
         reason = str(result)
-        if reason not in told:
-            told.add(reason)
-            warn_user(
-                f"the plan is not in effect, and the step may exceed its budget: {reason}",
-                PlanWarning,
-            )
+        told.tell(
+            reason, f"the plan is not in effect, and the step may exceed its budget: {reason}"
+        )
         return function(*args, **kwargs)
     if by.away:
         deposit.arrive()  # forward is over: what is leaving would only be in the way
@@ -76,8 +125,15 @@ class Runner:
 
     def __init__(self, plan: Planned) -> None:
         self.plan = plan
-        self._known: dict[Any, Decisions | None] = {}
-        self._told: set[str] = set()
+        self._known: dict[Any, Variant] = {}
+        self.told = Told()
+        #: What the model was like at the last call, and how that differs from what was planned;
+        #: all ways in which it ever did, by which variants are known.
+        self._facts: list[Any] | None = None
+        self._differences: Differences | None = None
+        #: Forwards whose backward may not have been yet: of which model, in which thread.
+        self._waiting: list[tuple[ReferenceType[Any] | None, int, ReferenceType[Recall]]] = []
+        self._peaks = _Peaks(plan.budget)
 
     def __reduce__(self) -> Any:
         return Runner, (self.plan,)
@@ -88,29 +144,71 @@ class Runner:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _run_uncompiled(self, function, args, kwargs)
         if dynamo_is_watching():
-            return run_without_dynamo(self, function, args, kwargs)
-        signature = signature_of_batch(args, kwargs)
-        try:
-            decisions = self._known[signature]
-        except KeyError:
-            decisions = self._decide(signature, args, kwargs)
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[signature] = decisions
+            self._tell_of_compiler()
+            return run_without_dynamo(self, _bound(function), args, kwargs)
+        model = getattr(function, "__self__", None)
+        self._look_back(model)
+        variant = self._variant(model, function, args, kwargs)
+        is_crowded = self._is_waiting(model)
+        decisions = variant.decisions
         if decisions is None:
             return function(*args, **kwargs)
-        return run_planned(function, args, kwargs, decisions, self._told)
+        if is_crowded:
+            self._tell_of_two()
+            decisions = self.plan.least_decisions
+        witness = Witness()
+        result = run_planned(function, args, kwargs, decisions, self.told, witness)
+        if witness.recall is not None:
+            entry = _reference(model), threading.get_ident(), ref(witness.recall)
+            self._waiting = [*self._waiting[1 - _WAITING :], entry]
+        if witness.recording is not None or witness.is_unrecorded:
+            variant.judge(witness)
+        return result
+
+    # --- which variant ----------------------------------------------------------------------------
+
+    def _variant(
+        self,
+        model: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Variant:
+        """What is known of calls with such a batch, of the model as it is now."""
+        if isinstance(model, nn.Module):
+            facts = facts_of(model)
+            if facts != self._facts:
+                plan = self.plan
+                self._differences = differences(plan.conditions, plan.identity, model)
+                self._facts = facts
+        signature = signature_of_batch(args, kwargs)
+        key = signature, self._differences
+        variant = self._known.get(key)
+        if variant is None:
+            variant = self._decide(signature, model, args, kwargs)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = variant
+        return variant
 
     def _decide(
-        self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Decisions | None:
-        """What to go by for a batch; None if it fits as it is."""
-        plan = self.plan
-        if signature == plan.signature or _is_smaller(signature, plan.signature):
-            return _decisions_of(plan)
+        self, signature: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant:
+        """What to go by for a batch, and for the model as it is now."""
+        plan, told = self.plan, self.told
+        if self._differences is not None:
+            return Variant.unknown(plan, self._differences, told)
+        if not is_alike(signature, plan.signature):
+            text = f"in the batch {told_apart(signature, plan.signature)}"
+            cure = "recollect.plan(...) with such a batch"
+            return Variant.unknown(plan, Differences((text,), (cure,)), told)
+        if is_smaller(signature, plan.signature):
+            return Variant.planned(plan, told)
         other = plan.for_batch(args, kwargs)
         if other.predicted_peak > plan.budget:
             warn_user(
@@ -119,25 +217,104 @@ class Runner:
                 f"{plan.budget:,}. Make a plan with the largest batch that there is",
                 PlanWarning,
             )
-        return _decisions_of(other)
+        return Variant.replanned(plan, other, told)
 
+    # --- what came of it --------------------------------------------------------------------------
 
-def _decisions_of(plan: Planned) -> Decisions | None:
-    return None if plan.plain_peak <= plan.budget else plan.decisions
+    def _look_back(self, model: Any) -> None:
+        over = self._peaks.risen_to(model)
+        if over is not None:
+            budget = self.plan.budget
+            self.told.tell(
+                "measured",
+                f"since the last forward under the plan {bytes_text(over)} were allocated on the "
+                f"device, {bytes_text(over - budget)} more than its budget of "
+                f"{bytes_text(budget)}. If not by something between the steps (evaluation, say), "
+                "the step is another one than was planned: make the plan with the loss, the "
+                "optimizer and the largest batch of the training, recollect.plan(model, batch, "
+                "budget, loss=..., optimizer=...)",
+            )
 
-
-def _is_smaller(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether a batch is like another, and no tensor in it is longer in any direction."""
-    if len(signature) != len(other):
+    def _is_waiting(self, model: Any) -> bool:
+        """Whether an earlier forward of the model holds what its backward will ask for."""
+        thread = threading.get_ident()
+        alive = [entry for entry in self._waiting if entry[2]() is not None]
+        self._waiting = alive
+        for owner, where, reference in alive:
+            recall = reference()
+            of = None if owner is None else owner()
+            if recall is not None and of is model and where == thread and recall.is_waiting():
+                return True
         return False
-    for mine, theirs in zip(signature, other, strict=True):
-        if isinstance(mine, str) or isinstance(theirs, str):
-            if mine != theirs:
-                return False
-            continue
-        (shape, dtype), (longest, as_before) = mine, theirs
-        if dtype != as_before or len(shape) != len(longest):
-            return False
-        if any(a > b for a, b in zip(shape, longest, strict=True)):
-            return False
-    return True
+
+    def _tell_of_compiler(self) -> None:
+        self.told.tell(
+            "compiled",
+            "this model is called by compiled code, and runs under a plan: torch.compile leaves "
+            "its forward as it is, and compiles what is around it. To have it compiled, "
+            "plan.remove(model); or compile parts of it before recollect.plan(...)",
+        )
+
+    def _tell_of_two(self) -> None:
+        plan = self.plan
+        if 2 * plan.predicted_peak - plan.base <= plan.budget:
+            return
+        self.told.tell(
+            "two forwards",
+            "a forward under the plan begins while an earlier one still waits for its backward: "
+            "what both hold is in memory at once, and the budget counts one of them. It runs with "
+            "the least memory that the plan knows of. Call backward before the next forward; let "
+            "go of outputs that have no backward, or make them under torch.no_grad(); or plan a "
+            "module whose forward makes both calls",
+        )
+
+
+def _reference(model: Any) -> ReferenceType[Any] | None:
+    return None if model is None else ref(model)
+
+
+def _run_uncompiled(
+    runner: Runner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run by the plan from within code that is compiled."""
+    return runner(_bound(function), args, kwargs)
+
+
+def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model as a method, which is another thing while dynamo looks on."""
+    if isinstance(function, partial) and isinstance(function.args[0], nn.Module):
+        return MethodType(function.func, function.args[0])
+    return function
+
+
+never_traced(
+    _run_uncompiled,
+    "the model runs under a plan of recollect, which a compiler cannot look into: leave out "
+    "fullgraph=True, or plan.remove(model)",
+)
+hide_from_dynamo(Runner.__call__)
+
+
+class _Peaks:
+    """What CUDA's allocator has counted, looked at before each forward under a plan."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._seen: int | None = None
+        self._device: torch.device | None = None
+
+    def risen_to(self, model: Any) -> int | None:
+        """The most that was allocated since the last look, if that is above the budget."""
+        if not torch.cuda.is_initialized() or not isinstance(model, nn.Module):
+            return None
+        if self._device is None:
+            devices = {parameter.device for parameter in model.parameters()}
+            on_cuda = [device for device in devices if device.type == "cuda"]
+            self._device = min(on_cuda, key=str, default=torch.device("cpu"))
+        if self._device.type != "cuda":
+            return None
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        peak: int = stats["allocated_bytes"]["all"]["peak"]
+        # Somebody may have had it counted anew meanwhile: it is less then, and has still risen.
+        seen, self._seen = self._seen, peak
+        return peak if seen is not None and peak != seen and peak > self._budget else None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
+from recollect.planning.batch import signature_of_batch
 from recollect.planning.rates import allocated_by
 from recollect.state.memories import Written
 from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
@@ -30,10 +31,7 @@ __all__ = [
     "Step",
     "check_loss",
     "default_loss",
-    "signature_of_batch",
     "sizes",
-    "split_batch",
-    "tensors_of_batch",
 ]
 
 _Tensor = torch.Tensor
@@ -49,38 +47,6 @@ _NOT_WHOLE = (
     "and the batch. What the step changes in those beyond is not put back: take references to data "
     "sets and other large structures out of the model and its hooks while the plan is made"
 )
-
-
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``batch`` stands for."""
-    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        return batch, {}
-    if type(batch) is dict or (isinstance(batch, dict) and all(map(str.isidentifier, batch))):
-        return (), dict(batch)
-    return (batch,), {}
-
-
-def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells batches apart that take different memory: names, shapes, types."""
-    return tuple(
-        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, _Tensor) else _told(leaf)
-        for leaf in _leaves_of_batch(args, kwargs)
-    )
-
-
-def _leaves_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return tree_leaves((args, sorted(kwargs.items())))
-
-
-def tensors_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Tensor]:
-    """The tensors in a batch, in the order of its signature."""
-    return [leaf for leaf in _leaves_of_batch(args, kwargs) if isinstance(leaf, _Tensor)]
-
-
-def _told(leaf: Any) -> str:
-    # A number may be another one in every step, such as that of the step.
-    is_switch = isinstance(leaf, (str, bool, type(None)))
-    return repr(leaf) if is_switch else type(leaf).__name__
 
 
 def default_loss(output: Any) -> _Tensor:

@@ -93,7 +93,10 @@ class Checker(TorchFunctionMode):
         #: Why the call is not the recorded one, once it is not.
         self.difference: str | None = None
         #: How many ops came before.
-        self._done = 0
+        self.done = 0
+        #: What was recorded of the rest, and whether it could not be, and is held.
+        self.recorded: Recording | None = None
+        self.is_unrecorded = False
         #: What makes the recording of what comes then, None once it was asked; and the recording.
         self._record_rest: Callable[[Recall, int], Rest | None] | None = record_rest
         self._rest: Rest | None = None
@@ -129,18 +132,18 @@ class Checker(TorchFunctionMode):
                 if isinstance(leaf, _Tensor):
                     self._recall.before_write(leaf)
         if self._rest is not None:
-            self._rest.finish(result)
+            self.recorded = self._rest.finish(result)
         self._recall.is_running = False
         self._recall.saw_all = self.difference is None
         return self.difference
 
-    def _differ(self, how: str) -> None:
-        """From here on there is nothing to compare with."""
-        ops = self._recording.tape.ops
-        self._done = len(ops) if self._next is None else self._next.step.ops[0]
-        self._next = None
+    def _differ(self, how: str, *, is_over: bool = False) -> None:
+        """From here on there is nothing to compare with. ``is_over``: after the next function."""
         if self.difference is None:
+            ops = self._recording.tape.ops
+            self.done = len(ops) if self._next is None else self._next.step.ops[is_over]
             self.difference = how
+        self._next = None
 
     # --- functions --------------------------------------------------------------------------------
 
@@ -216,8 +219,10 @@ class Checker(TorchFunctionMode):
             or not unpacks_by(self._recall.unpack)
             or (self._stream is not None and not is_current_stream(self._stream))
         ):
+            self.is_unrecorded |= make is not None
             return
-        rest = make(self._recall, self._done)
+        rest = make(self._recall, self.done)
+        self.is_unrecorded = rest is None
         if rest is not None:
             rest.__enter__()
             self._rest = rest
@@ -420,7 +425,7 @@ class Checker(TorchFunctionMode):
 
     def _give_up(self, how: str) -> None:
         """After a function that ended otherwise: hold what it saved."""
-        self._differ(how)
+        self._differ(how, is_over=True)
         for ticket in self._tickets:
             hold_for_good(ticket)
         self._tickets = []

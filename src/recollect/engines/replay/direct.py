@@ -7,6 +7,7 @@ it, its name, and how many of that name the module had run before.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from recollect.selective.rulings import Ruling
 from recollect.store.protocol import Store
 from recollect.torch_private import MODULE_CALL, op_name
 
-__all__ = ["Decisions", "Directed", "Direction", "arrivals_after", "held_by", "key_of"]
+__all__ = ["Alike", "Decisions", "Directed", "Direction", "arrivals_after", "held_by", "key_of"]
 
 
 class _Keys:
@@ -56,6 +57,40 @@ class _Keys:
         for key in keys:
             path, name, _ = key.split("|")
             self._counts[path, name] += 1
+
+
+class Alike:
+    """Which op of a planned step is like one that was not in it.
+
+    A loop that runs longer calls the same ops once more, and a layer that was left out is like its
+    neighbours. ``counts``: by what a key has before its number, how many of them there were.
+    """
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+        #: By such a beginning with all numbers in it left out: one of those that are like it.
+        self._forms = {_form(start): start for start in reversed([*counts])}
+
+    def of(self, key: str) -> str:
+        """The key of an op that was planned: this one, if it was, else one like it if any is."""
+        start, _, number = key.rpartition("|")
+        count = self._counts.get(start)
+        if count is None:
+            start = self._forms.get(_form(start), "")
+            count = self._counts.get(start)
+            if count is None:
+                return key
+        elif int(number) < count:
+            return key
+        return f"{start}|{int(number) % count}"
+
+
+def _form(start: str) -> str:
+    path, _, op = start.partition("|")
+    return f"{_NUMBERS.sub('*', path)}|{op}"
+
+
+_NUMBERS = re.compile(r"\d+")
 
 
 class Direction(Ruling):
@@ -107,9 +142,10 @@ class Decisions:
         arrivals: By key of an op: how many of those that were sent first are let go when its
             function is over.
         begin: How many tickets are left when fetching ahead begins; None: it begins with backward.
+        alike: What ops that were not in the planned step are like.
     """
 
-    __slots__ = ("__weakref__", "arrivals", "away", "begin", "kept", "store")
+    __slots__ = ("__weakref__", "alike", "arrivals", "away", "begin", "kept", "store")
 
     def __init__(
         self,
@@ -118,7 +154,9 @@ class Decisions:
         store: Store | None = None,
         arrivals: Mapping[str, int] | None = None,
         begin: int | None = None,
+        alike: Alike | None = None,
     ) -> None:
+        self.alike = alike
         self.kept = kept
         self.away = {} if away is None else away
         self.store = store
@@ -135,6 +173,9 @@ class Decisions:
             return Direction(CheckpointPolicy.MUST_SAVE, key, self.kept[key], arrivals)
         if key in self.away:
             return Direction(CheckpointPolicy.MUST_CPU_OFFLOAD, key, self.away[key], arrivals)
+        known = key if self.alike is None else self.alike.of(key)
+        if known != key and known in self.kept:
+            return Direction(CheckpointPolicy.MUST_SAVE, key, self.kept[known], arrivals)
         return Direction(CheckpointPolicy.PREFER_RECOMPUTE, key, frozenset(), arrivals)
 
 

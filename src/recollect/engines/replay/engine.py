@@ -37,6 +37,8 @@ from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder
 from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.rest import Rest
+from recollect.engines.replay.steps import Step
+from recollect.engines.replay.tape import Op
 from recollect.policy.makers import nothing
 from recollect.policy.rules import Policy
 from recollect.selective.explaining import Replayed, explaining
@@ -55,7 +57,7 @@ from recollect.torch_private import (
     saved_tensor_hooks_active,
 )
 
-__all__ = ["observe_region", "replay_region"]
+__all__ = ["Witness", "observe_region", "replay_region"]
 
 #: What is called when autograd saves a tensor, and when it wants it back.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -86,6 +88,24 @@ def _must_rerun() -> bool:
     )
 
 
+class Witness:
+    """What is to be known of a call afterwards. Filled in by the engine."""
+
+    __slots__ = ("before", "difference", "is_unrecorded", "recall", "recording", "steps")
+
+    def __init__(self) -> None:
+        #: What the call holds; None if it was left to others.
+        self.recall: Recall | None = None
+        #: What was recorded: all of the call, or the rest of one that was not as recorded before.
+        self.recording: Recording | None = None
+        #: How it differed from the recording, if it did, and what had been as recorded until then.
+        self.difference: str | None = None
+        self.before: list[Op] = []
+        self.steps: list[Step] = []
+        #: Whether the rest could not be recorded, and all that autograd saved in it is held.
+        self.is_unrecorded = False
+
+
 def replay_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -93,13 +113,14 @@ def replay_region(
     policy: Policy | Decisions | None,
     deposit: Deposit,
     offload_inputs: bool,
+    witness: Witness | None = None,
 ) -> tuple[bool, Any]:
     """Run the function. False, and why, if others have to run it."""
     if _running.is_running:
         # The region around sees every op, and forgets what this one would.
         return True, function(*args, **kwargs)
     if _must_rerun():
-        return _leave("it is inside of another region, or of hooks or modes")
+        return _leave("it is inside of another region, or of hooks or modes", witness)
     flags = read_flags()
     explainer = explaining.explainer
     try:
@@ -107,11 +128,14 @@ def replay_region(
         signature = signature_of(function, args, kwargs, policy, sends_away, flags)
         slot = (slot_of if explainer is None else explainer.slot)(function, signature)
     except Strange as strange:
-        return _leave(str(strange))
+        return _leave(str(strange), witness)
     if slot.fallback is not None:
-        return _leave(slot.fallback)
+        return _leave(slot.fallback, witness)
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
+    call.witness = witness
     recall = Recall(deposit, flags)
+    if witness is not None:
+        witness.recall = recall
     if isinstance(policy, Decisions):
         recall.begin = policy.begin
     if explainer is None:
@@ -122,9 +146,9 @@ def replay_region(
     return True, out
 
 
-def _leave(reason: str) -> tuple[bool, str]:
-    """Leave a region to the rerun engine."""
-    if reason.startswith(STRANGE):
+def _leave(reason: str, witness: Witness | None) -> tuple[bool, str]:
+    """Leave a region to the rerun engine, or to whoever wants to know of it."""
+    if reason.startswith(STRANGE) and witness is None:
         _warn_of_fallback(reason)
     if explaining.explainer is not None:
         explaining.explainer.left(reason)
@@ -169,7 +193,7 @@ def observe_region(
 class _Call:
     """A function with its arguments."""
 
-    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "watched")
+    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "watched", "witness")
 
     def __init__(
         self,
@@ -186,6 +210,8 @@ class _Call:
         self.offload_inputs = offload_inputs
         #: Whoever explains what becomes of it.
         self.watched: Replayed | None = None
+        #: Whoever wants to know afterwards.
+        self.witness: Witness | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -235,7 +261,10 @@ def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
     if recording.is_strange:
         assert recording.reason is not None
         slot.fallback = recording.reason
-        _warn_of_fallback(recording.reason)
+        if call.witness is None:
+            _warn_of_fallback(recording.reason)
+    if call.witness is not None:
+        call.witness.recording = recording
     slot.recorded(recording, has_budget=call.is_planned)
     if call.watched is not None:
         call.watched.end(recording.reason)
@@ -251,10 +280,22 @@ def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any
     difference = checker.finish(out)
     if difference is None:
         recall.order(recording.plan.order)
+    elif call.witness is not None:
+        _tell_rest(call.witness, checker, recording)
     slot.checked(None if difference == recording.reason else difference)
     if call.watched is not None:
         call.watched.end(difference)
     return out
+
+
+def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:
+    """A call was not as recorded before."""
+    witness.difference = checker.difference
+    witness.before = recording.tape.ops[: checker.done]
+    witness.steps = [step for step in recording.steps if step.ops[1] <= checker.done]
+    witness.recording = checker.recorded
+    # One that was not recorded to its end before is held from there on, as it was then.
+    witness.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
 
 
 _warned: set[str] = set()

@@ -10,19 +10,20 @@ from torch.backends import opt_einsum
 from recollect.state.rng import HAS_ACCELERATOR
 from recollect.torch_private import any_autocast_enabled
 
-__all__ = ["casts", "mood"]
+__all__ = ["DEVICES", "casts", "mood"]
 
 _is_grad_enabled = torch.is_grad_enabled
-_DEVICES = ["cpu"]
+#: The types of devices for which autocast is looked at.
+DEVICES = ["cpu"]
 if HAS_ACCELERATOR:
-    _DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
 
 
 def casts() -> Any:
     """For each type of device, whether autocast is on and to which dtype; None if it is off."""
     if not any_autocast_enabled():
         return None
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
 
 
 def mood(function: Any) -> Any:

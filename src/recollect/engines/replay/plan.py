@@ -15,7 +15,7 @@ from recollect.engines.replay.mincut import FOREVER, minimum_cut
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, Tape, results_of
 
-__all__ = ["Plan", "first_uses", "holdable", "saved_by", "uses_of"]
+__all__ = ["Plan", "first_uses", "forced_in", "holdable", "saved_by", "uses_of"]
 
 
 def first_uses(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[tuple[int, int]]:
@@ -108,6 +108,13 @@ class Plan:
             and b.number not in chosen
             and tape.ops[b.maker].generator is not None
         )
+
+
+def forced_in(tape: Tape, steps: list[Step]) -> frozenset[int]:
+    """The buffers that are kept whatever a plan says, since what makes them must not run again."""
+    can_be_held = holdable(steps)
+    _hold_saved(steps, _blocked(tape) - can_be_held)
+    return _choose(tape, saved_by(steps), can_be_held, ())
 
 
 def saved_by(steps: list[Step]) -> list[Buffer]:

@@ -191,6 +191,14 @@ class Recall:
         while self._order and self._order[-1][1] >= len(tickets):
             self.kept.pop(self._order.pop()[0], None)
 
+    def is_waiting(self) -> bool:
+        """Whether part of the graph is there for which backward has not been.
+
+        To be asked of a call that is over. It is alive as long as something that it saved is.
+        """
+        tickets = self.tickets
+        return not tickets or max(_reference_counts(tickets)) > _OF_THE_DEAD
+
     # --- backward ---------------------------------------------------------------------------------
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:

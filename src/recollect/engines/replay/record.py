@@ -407,7 +407,8 @@ class Recorder(TorchFunctionMode):
             return ticket
         if ground.step is not None:
             memory = ground.memory(tensor)
-            ground.step.packs.append(Pack(self._saved(tensor, memory)))
+            pack = Pack(self._saved(tensor, memory), memory=_made_memory(memory))
+            ground.step.packs.append(pack)
             self._tickets.append((ticket, memory))
         else:
             with self.pause():
@@ -423,7 +424,8 @@ class Recorder(TorchFunctionMode):
             view = self._saved(tensor, self._ground.memory(tensor))
             writes = self._objects.writes_to(tensor)
         between = Step(None, None, len(self._ground.tape.ops))
-        between.packs.append(Pack(view, number, writes))
+        memory = _made_memory(self._ground.memory(tensor))
+        between.packs.append(Pack(view, number, writes, memory))
         self._steps.append(between)
         self._settle(ticket, view)
 
@@ -454,6 +456,11 @@ class Recorder(TorchFunctionMode):
             return
         ticket[0], ticket[2] = None, view
         self._recall.tickets.append(ticket)
+
+
+def _made_memory(memory: Memory | None) -> int | None:
+    """The number of a memory that the region made."""
+    return None if memory is None or memory.is_outside else memory.buffer.memory
 
 
 def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:

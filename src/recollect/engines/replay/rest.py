@@ -15,6 +15,7 @@ import torch
 from recollect.engines.replay.held import Ticket
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder
+from recollect.engines.replay.recording import Recording
 from recollect.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["Rest"]
@@ -48,6 +49,6 @@ class Rest:
         """A context whose ops are none of the region's."""
         return self._recorder.pause()
 
-    def finish(self, result: Any) -> None:
+    def finish(self, result: Any) -> Recording:
         """After the call, which returned ``result``."""
-        self._recorder.finish(result)
+        return self._recorder.finish(result)

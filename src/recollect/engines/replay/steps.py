@@ -145,16 +145,22 @@ def _unsure(_: Any) -> bool:
 class Pack:
     """A tensor that autograd saved."""
 
-    __slots__ = ("number", "view", "writes")
+    __slots__ = ("memory", "number", "view", "writes")
 
     def __init__(
-        self, view: View | None, number: int | None = None, writes: int | None = None
+        self,
+        view: View | None,
+        number: int | None = None,
+        writes: int | None = None,
+        memory: int | None = None,
     ) -> None:
         #: None: it is held as it is.
         self.view = view
         #: Outside of all steps, the number of the tensor, and how often it was written to.
         self.number = number
         self.writes = writes
+        #: The number of its memory, if that is known and was made in the region.
+        self.memory = memory
 
 
 class Step:

@@ -1,0 +1,214 @@
+"""Calls under a plan that are alike: what they go by, and whether they are what was planned.
+
+A forward under a plan is recorded now and then, always the first time, and every time if it is
+never twice the same. Each recording is compared with the forward that was planned. If it is more,
+the step is estimated from it; if that is above the budget, the user is told, and later calls go by
+the quickest of the plan's alternatives that is within it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any, Protocol
+
+from recollect.engines.replay.direct import Decisions
+from recollect.engines.replay.engine import Witness
+from recollect.engines.replay.recording import Recording
+from recollect.planning.choices import Choices
+from recollect.planning.conditions import Differences
+from recollect.planning.footprint import Footprint, estimated, tally_of
+from recollect.planning.graph import Graph, Tally
+from recollect.planning.outline import outline_of
+from recollect.report.units import bytes_text
+
+__all__ = ["Variant"]
+
+#: By how much the estimate for a larger batch has to be above what was predicted to be believed.
+_ROUGH = 1.2
+#: The part of a growth by which the estimate of its step may be too low.
+_EXACT = 8
+#: What is left free of the budget by choices that were not tried.
+_SPARE = 0.02
+
+
+class _Tells(Protocol):
+    def tell(self, cause: str, message: str) -> None: ...
+
+
+class Variant:
+    """Calls with batches of one shape, of a model in one state."""
+
+    def __init__(
+        self,
+        plan: Any,
+        decisions: Decisions | None,
+        told: _Tells,
+        *,
+        choices: Choices | None,
+        differences: Differences | None = None,
+        predicted: int | None = None,
+    ) -> None:
+        self._plan = plan
+        self._told = told
+        #: What to go by; None: as without a plan, which fits.
+        self.decisions = decisions
+        #: The choices behind them; None: nothing is known of such calls yet.
+        self._choices = choices
+        self._differences = differences
+        #: For a batch that is larger than planned: what is predicted of it.
+        self._predicted = predicted
+        #: What to compare with; and the growth over that which is known to be accounted for.
+        self._footprint: Footprint | None = None if predicted is not None else plan.footprint
+        self._accounted = 0.0
+
+    @classmethod
+    def planned(cls, plan: Any, told: _Tells) -> Variant:
+        """Calls that are those of the plan, or smaller."""
+        return cls(plan, _decisions_of(plan), told, choices=plan.choices)
+
+    @classmethod
+    def replanned(cls, plan: Any, other: Any, told: _Tells) -> Variant:
+        """Calls with another batch, for which ``other`` is the plan."""
+        return cls(
+            plan,
+            _decisions_of(other),
+            told,
+            choices=other.choices,
+            predicted=other.predicted_peak,
+        )
+
+    @classmethod
+    def unknown(cls, plan: Any, differences: Differences, told: _Tells) -> Variant:
+        """Calls that differ from those planned: the first goes by what takes least."""
+        return cls(plan, plan.least_decisions, told, choices=None, differences=differences)
+
+    # --- after a call -----------------------------------------------------------------------------
+
+    def judge(self, witness: Witness) -> None:
+        """A call was recorded, all of it or a part: see whether it is what was planned."""
+        if witness.difference is not None:
+            self._judge_rest(witness)
+            return
+        recording = witness.recording
+        assert recording is not None
+        tally = tally_of(recording)
+        if self._footprint is None:
+            self._footprint = self._first(recording, tally)
+        if not tally.is_whole and self._footprint.tally.is_whole:
+            self._tell_unrecorded(str(recording.reason))
+        growth = self._footprint.growth(tally)
+        if self._choices is None:
+            self._settle(outline_of(recording), tally)
+        elif growth > self._accounted:
+            outline = outline_of(recording)
+            rough = self._estimate(outline, self._choices) + growth / _EXACT
+            if rough > self._plan.budget:
+                self._settle(outline, tally)
+            self._accounted = max(self._accounted, growth)
+
+    def _first(self, recording: Recording, tally: Tally) -> Footprint:
+        """A larger batch as it is first met: what later calls with it are compared with."""
+        assert self._predicted is not None
+        assert self._choices is not None
+        plan = self._plan
+        outline = outline_of(recording)
+        guess = estimated(outline, self._choices, plan.footprint.alike)
+        peak = plan.base + plan.footprint.factors[0] * guess
+        if peak > max(plan.budget, _ROUGH * self._predicted):
+            self._settle(outline, tally)  # there is more to it than the batch
+        factor = (self._predicted - plan.base) / max(1, guess)
+        known: Footprint = plan.footprint
+        return replace(known, tally=tally, factors=(factor, *known.factors[1:]))
+
+    def _settle(self, outline: Graph, tally: Tally) -> None:
+        """Find what to go by from now on. Say so if it is not what was planned."""
+        plan = self._plan
+        options = (plan.choices, *plan.alternatives)
+        room = plan.budget * (1 - _SPARE)
+        peaks = [self._estimate(outline, each) for each in options]
+        was_unknown, self._accounted = self._choices is None, math.inf
+        growth = plan.footprint.growth(tally)
+        if was_unknown and peaks[0] + growth / _EXACT <= plan.budget:
+            self._choices, self.decisions = plan.choices, _decisions_of(plan)
+            self._accounted = growth
+            return
+        fitting = [n for n, peak in enumerate(peaks) if n and peak <= room]
+        number = fitting[0] if fitting else min(range(len(peaks)), key=peaks.__getitem__)
+        peak = peaks[0] if was_unknown else self._estimate(outline, self._choices)
+        self._tell(peak, tally, peaks[number])
+        self._choices = options[number]
+        if number == len(options) - 1:
+            self.decisions = plan.least_decisions
+        else:
+            self.decisions = self._choices.decisions(plan.footprint.alike)
+            self._accounted = growth
+
+    def _estimate(self, outline: Graph, choices: Choices | None) -> float:
+        """Bytes that a step takes at its peak, by its outline."""
+        plan = self._plan
+        assert choices is not None
+        options = (plan.choices, *plan.alternatives)
+        number = options.index(choices) if choices in options else 0
+        factors = plan.footprint.factors if self._footprint is None else self._footprint.factors
+        more = 0 if self._differences is None else self._differences.nbytes
+        guess = estimated(outline, choices, plan.footprint.alike)
+        return float(plan.base + factors[number] * guess + more)
+
+    def _judge_rest(self, witness: Witness) -> None:
+        """A call differed from what had been recorded, from somewhere on."""
+        if witness.is_unrecorded:
+            self._tell_unrecorded(str(witness.difference))
+        footprint, plan = self._footprint, self._plan
+        if witness.recording is None or footprint is None:
+            return
+        tally = tally_of(witness.recording, witness.before, witness.steps)
+        known = footprint.tally
+        # What comes from outside of the rest is not from outside of the call.
+        tally = Tally(tally.made, tally.saved, known.gradients, tally.is_whole)
+        growth = footprint.growth(tally)
+        predicted = plan.predicted_peak if self._predicted is None else self._predicted
+        if growth > self._accounted and predicted + 2 * growth > plan.budget:
+            self._tell(predicted + growth, tally)
+
+    # --- what there is to say ---------------------------------------------------------------------
+
+    def _tell_unrecorded(self, reason: str) -> None:
+        self._told.tell(
+            reason,
+            "the plan is not in effect for a part of the step, which may exceed its budget: what "
+            f"autograd saves is held from where forward could not be recorded, for {reason}",
+        )
+
+    def _tell(self, peak: float, tally: Tally, then: float = 0.0) -> None:
+        """Warn of a step that takes ``peak``, while those that follow take ``then``."""
+        plan = self._plan
+        footprint = self._footprint or plan.footprint
+        texts = [] if self._differences is None else [*self._differences.texts]
+        cures = [] if self._differences is None else [*self._differences.cures]
+        grown = footprint.grown(tally)
+        cause = "; ".join(texts)
+        if not texts and grown:
+            cause = re.sub(r"\d+", "*", grown[0][0])
+        if grown:
+            path, now, before = grown[0]
+            texts.append(
+                f"in {path or 'the model'} forward makes {bytes_text(now)}, and made "
+                f"{bytes_text(before)}"
+            )
+        if not cures:
+            cures = ["make the plan with the largest step that there is"]
+        is_over = then > plan.budget
+        still = f", and take about {bytes_text(round(then))} still" if is_over else ""
+        self._told.tell(
+            cause,
+            f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
+            f"about {bytes_text(round(peak))}, and the budget is {bytes_text(plan.budget)}. The "
+            f"steps like it that follow keep less and recompute more{still}. For a plan that knows "
+            f"of it: {'; '.join(cures)}",
+        )
+
+
+def _decisions_of(plan: Any) -> Decisions | None:
+    return None if plan.plain_peak <= plan.budget else plan.decisions

@@ -1,0 +1,591 @@
+"""A step under a plan that is not the planned one is within the budget, or a warning says why.
+
+Each case makes a plan, then trains on in another way than it was made for. Asserted of every step:
+gradients are those of the plain model bit for bit, and the measured peak is within the budget, or
+the user has been told. And of ordinary training: that nobody is told anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recollect
+from recollect.modules import OPTIONS
+from tests._support import assert_identical, gradients, measure
+from tests.planning._models import MoE, squares, static_bytes
+
+pytestmark = pytest.mark.usefixtures("no_bound")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks, one after the other, as often as it is told."""
+
+    def __init__(self, layers: int = 4, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+
+    def forward(self, x: Tensor, times: int = 1, step: int = 0) -> Tensor:
+        for _ in range(times):
+            for block in self.blocks:
+                x = block(x)
+        return x * (1 + step)
+
+
+def net(layers: int = 8, **options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(layers, **options)
+
+
+@cache
+def batch(length: int = 128, width: int = 32, seed: int = 1) -> Tensor:
+    """Always the same object: what a step is given is there before it."""
+    return torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Run:
+    """Steps under a plan."""
+
+    peaks: list[int]
+    told: list[str]
+    budget: int
+
+    @property
+    def over(self) -> list[float]:
+        """How far each step was over the budget, as a multiple of it."""
+        return [round(peak / self.budget, 3) for peak in self.peaks if peak > self.budget]
+
+
+def train(
+    model: nn.Module,
+    steps: int = 4,
+    call: Callable[[nn.Module, int], Any] = lambda model, _: model(batch()),
+    loss: Callable[[Any], Tensor] = squares,
+) -> Run:
+    """Run steps of a model under a plan; each compared with the plain model's.
+
+    The warnings that there are come once, point here, and are about plans.
+    """
+    runner = vars(model)[OPTIONS]
+    told: list[str] = []
+    peaks = []
+    for number in range(steps):
+        expected = _plain_gradients(model, number, call, loss)
+        model.zero_grad()
+        torch.manual_seed(number)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = measure(
+                lambda number=number: call(model, number),
+                lambda out: loss(out).backward(),
+                warm_up=False,
+            )
+        assert_identical(gradients(model), expected)
+        for each in caught:
+            assert each.category is recollect.PlanWarning, each
+            assert each.filename == __file__
+        told += [str(each.message) for each in caught]
+        peaks.append(found.peak + static_bytes(model))
+        if peaks[-1] > runner.plan.budget:
+            assert told, f"step {number} took {peaks[-1] / runner.plan.budget:.3f} of the budget"
+    model.zero_grad()
+    assert len(set(told)) == len(told)
+    return Run(peaks, told, runner.plan.budget)
+
+
+def _plain_gradients(
+    model: nn.Module,
+    seed: int,
+    call: Callable[[nn.Module, int], Any],
+    loss: Callable[[Any], Tensor],
+) -> list[Tensor | None]:
+    twin = copy.deepcopy(model)
+    recollect.unwrap(twin)
+    twin.zero_grad()
+    torch.manual_seed(seed)
+    loss(call(twin, seed)).backward()
+    return gradients(twin)
+
+
+def planned(model: nn.Module, given: Any, part: float = 0.6, **options: Any) -> recollect.Plan:
+    """Apply a plan for a part of what the plain step takes, or for the least that works."""
+    frontier = recollect.frontier(model, given, loss=squares, **options)
+    plan = frontier.plan_for(max(int(part * frontier.plain_peak), frontier.least))
+    plan.apply(model)
+    return plan
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is to be told in here: warnings are errors in these tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_an_integer_that_decides_how_much_is_computed() -> None:
+    model = net()
+    planned(model, (batch(), 1))
+    run = train(model, call=lambda model, n: model(batch(), 4))
+    (message,) = run.told
+    assert "this step is not the one that the plan was made for: in blocks." in message
+    assert run.over[0] > 1.3
+    assert run.peaks[-1] < 0.7 * run.peaks[0]  # what follows is recomputed more
+
+
+def test_a_number_that_decides_nothing() -> None:
+    model = net()
+    planned(model, {"x": batch(), "step": 3})
+    run = train(model, steps=10, call=lambda model, n: model(x=batch(), step=n))
+    assert run.told == []
+    assert run.over == []
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    x: Tensor
+    name: str = "a"
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Plain:
+    def __init__(self, x: Tensor) -> None:
+        self.inner = {"x": [x]}
+        self.me = self
+        self.count = 0
+
+    @property
+    def x(self) -> Tensor:
+        return self.inner["x"][0]
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As tokenizers give."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError
+        return self.data[name]
+
+
+class Mapped(Mapping):  # type: ignore[type-arg]
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name != "x":
+            raise KeyError(name)
+        return self.x
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+Named = namedtuple("Named", ["x"])  # noqa: PYI024 - as users have it
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Data,
+    "slots": Slotted,
+    "object": Plain,
+    "userdict": lambda x: Encoding(x=x),
+    "mapping": Mapped,
+    "namedtuple": Named,
+    "nested": lambda x: Data([Data(x)]),  # type: ignore[arg-type]
+}
+
+
+class Holding(Net):
+    def forward(self, held: Any) -> Tensor:
+        x = held.x
+        while not isinstance(x, Tensor):
+            x = x[0].x
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_tensors_wherever_they_are_in_a_batch(kind: str) -> None:
+    hold = HOLDERS[kind]
+    torch.manual_seed(0)
+    model = Holding()
+    planned(model, hold(batch()))
+    assert train(model, 2, lambda model, _: model(hold(batch(96)))).told == []
+    run = train(model, call=lambda model, _: model(hold(batch(512))))
+    assert run.told or not run.over
+    assert len(run.told) <= 1
+
+
+def test_an_argument_that_was_not_there() -> None:
+    model = net()
+    planned(model, batch())
+    run = train(model, call=lambda model, _: model(batch(), times=3))
+    (message,) = run.told
+    assert "in the batch there is times, and was nothing more" in message
+    with silence():
+        train(model, call=lambda model, _: model(batch(), step=3))
+
+
+# --- the model, and what is around it -------------------------------------------------------------
+
+
+def test_parameters_that_are_unfrozen() -> None:
+    model = net()
+    model.requires_grad_(False)
+    model.blocks[-1].requires_grad_(True)
+    planned(model, batch(), 0.9)
+    assert train(model).told == []
+    model.requires_grad_(True)
+    run = train(model)
+    (message,) = run.told
+    assert "its blocks.0.norm.weight and 41 more require a gradient now" in message
+    assert "recollect.plan(...) once the model is as it is trained" in message
+
+
+def test_parameters_that_are_frozen() -> None:
+    model = net()
+    planned(model, batch())
+    model.blocks[0].requires_grad_(False)
+    run = train(model)
+    assert run.told == []
+    assert run.over == []
+
+
+@pytest.mark.parametrize("is_planned_in_it", [False, True])
+def test_autocast(is_planned_in_it: bool) -> None:
+    model = net()
+    on, off = (torch.autocast("cpu", torch.bfloat16, enabled=is_on) for is_on in (True, False))
+    with on if is_planned_in_it else off:
+        planned(model, batch(), 0.5)
+
+    def call(model: nn.Module, is_on: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            return model(batch())
+
+    assert train(model, call=lambda model, _: call(model, is_planned_in_it)).told == []
+    run = train(model, call=lambda model, _: call(model, not is_planned_in_it))
+    for message in run.told:
+        if is_planned_in_it:
+            assert "autocast is off, and was on (bfloat16 on cpu)" in message
+            assert "recollect.plan(...) without autocast" in message
+        else:
+            assert "autocast is on (bfloat16 on cpu), and was off" in message
+            assert "with torch.autocast('cpu', torch.bfloat16): recollect.plan(...)" in message
+
+
+def test_planned_in_eval_mode_and_trained_in_train_mode() -> None:
+    model = net(dropout=0.5).eval()
+    with pytest.warns(recollect.PlanWarning, match=r"in eval mode.*model\.train\(\)") as caught:
+        plan = recollect.plan(model, batch(), 0.5, loss=squares)
+    assert caught[0].filename == __file__
+    plan.apply(model)
+    assert train(model).told == []
+    run = train(model.train())
+    for message in run.told:
+        assert "the model and 41 more are in train mode, and were not" in message
+
+
+def test_planned_in_eval_mode_without_anything_that_depends_on_it() -> None:
+    model = net().eval()
+    planned(model, batch())
+    assert train(model.train()).told == []
+
+
+def test_another_dtype() -> None:
+    model = net()
+    planned(model, batch())
+    model.double()
+    run = train(model, call=lambda model, _: model(batch().double()))
+    (message,) = run.told
+    assert "its blocks.0.norm.weight is [32] float64, and was [32] float32" in message
+
+
+def test_parameters_that_are_added() -> None:
+    model = net()
+    planned(model, batch())
+    model.blocks.append(Block(32))
+    run = train(model)
+    (message,) = run.told
+    assert "its blocks.8.norm.weight and 5 more were not there" in message
+
+
+# --- steps that depend on data --------------------------------------------------------------------
+
+
+class Masked(Net):
+    """Computes where a mask is set."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x[mask])
+
+
+def test_a_mask_that_lets_more_through() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    few = torch.arange(512) < 100
+    planned(model, (batch(512), few))
+    assert train(model, call=lambda model, n: model(batch(512), few)).told == []
+    masks = [torch.arange(512) < 100 + 100 * n for n in range(4)]
+    run = train(model, call=lambda model, n: model(batch(512), masks[n]))
+    (message,) = run.told
+    assert "this step is not the one that the plan was made for" in message
+
+
+class LayerDrop(Net):
+    """Leaves layers out by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(self.blocks)) < 0.6
+        for block, is_kept in zip(self.blocks, kept, strict=True):
+            if is_kept or not self.training:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_are_left_out_by_chance(seed: int) -> None:
+    torch.manual_seed(0)
+    model = LayerDrop(6)
+    torch.manual_seed(seed)
+    planned(model, batch(), 0.7)
+    run = train(model, 12)
+    assert len(run.told) <= 2
+
+
+def test_tokens_that_go_to_other_experts() -> None:
+    torch.manual_seed(0)
+    model = MoE()
+    batches = [batch(4 * 32, seed=n).view(4, 32, 32) for n in range(8)]
+    planned(model, batches[0])
+    run = train(model, 8, lambda model, n: model(batches[n]))
+    assert run.told == run.over == []
+
+
+class Now(Net):
+    """Does more in one step of five."""
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return super().forward(x, 4 if step % 5 == 4 else 1)
+
+
+def test_a_step_now_and_then_that_does_more() -> None:
+    torch.manual_seed(0)
+    model = Now()
+    planned(model, (batch(), 0))
+    run = train(model, 8, lambda model, n: model(batch(), n))
+    assert run.told
+    assert run.peaks[4] == max(run.peaks)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _compiled_steps(run: Callable[[Tensor], Any], model: nn.Module, plan: recollect.Plan) -> None:
+    """Steps by what was compiled: within the budget, told once, gradients those of plain."""
+    expected = _plain_gradients(model, 0, lambda model, _: model(batch()), squares)
+    told = []
+    for _ in range(4):
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = measure(
+                lambda: run(batch()), lambda out: squares(out).backward(), warm_up=False
+            )
+        told += [each for each in caught if each.category is recollect.PlanWarning]
+        assert_identical(gradients(model), expected)
+        assert found.peak + static_bytes(model) <= plan.budget
+    (warning,) = told
+    assert "torch.compile leaves its forward as it is" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.usefixtures("dynamo")
+@BACKENDS
+def test_a_planned_model_that_is_compiled(backend: str) -> None:
+    model = net()
+    plan = planned(model, batch())
+    _compiled_steps(torch.compile(model, backend=backend), model, plan)
+
+
+@pytest.mark.usefixtures("dynamo")
+@BACKENDS
+def test_a_planned_model_that_is_compiled_in_place(backend: str) -> None:
+    model = net()
+    plan = planned(model, batch())
+    model.compile(backend=backend)
+    _compiled_steps(model, model, plan)
+
+
+@pytest.mark.usefixtures("dynamo")
+@BACKENDS
+def test_a_planned_model_inside_of_compiled_code(backend: str) -> None:
+    model = net()
+    plan = planned(model, batch())
+
+    def run(x: Tensor) -> Tensor:
+        return model(x.sin().asin()) * 1.0
+
+    expected = copy.deepcopy(model)
+    recollect.unwrap(expected)
+    squares(expected(batch().sin().asin()) * 1.0).backward()
+    with pytest.warns(recollect.PlanWarning, match="torch.compile leaves its forward as it is"):
+        squares(torch.compile(run, backend=backend)(batch())).backward()
+    assert_identical(gradients(model), gradients(expected))
+    assert plan.budget < plan.plain_peak
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_model_that_was_compiled_before_the_plan_is_applied() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    compiled(batch())
+    plan = planned(model, batch())
+    _compiled_steps(compiled, model, plan)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_planned_model_in_one_graph() -> None:
+    model = net()
+    planned(model, batch())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs under a plan of recollect"):
+        compiled(batch())
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_planned_model_is_compiled_where_there_is_no_backward() -> None:
+    model = net()
+    planned(model, batch())
+    with torch.no_grad(), silence():
+        torch.compile(model, backend="eager", fullgraph=True)(batch())
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_a_plan_is_not_applied_to_what_is_compiled(how: str) -> None:
+    model = net()
+    plan = recollect.plan(model, batch(), 0.7, loss=squares)
+    if how == "torch.compile":
+        compiled: Any = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+        compiled = model
+    with pytest.raises(ValueError, match=r"it is compiled.*to the model that it was"):
+        plan.apply(compiled)
+
+
+# --- two forwards ---------------------------------------------------------------------------------
+
+
+def test_two_forwards_before_backward() -> None:
+    model = net()
+    planned(model, batch())
+    run = train(model, call=lambda model, _: (model(batch()), model(batch(seed=2))), loss=_of_two)
+    (message,) = run.told
+    assert "while an earlier one still waits for its backward" in message
+    assert run.over
+
+
+def _of_two(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return squares(outputs[0] - outputs[1])
+
+
+def test_one_forward_after_the_other() -> None:
+    """What is no second forward: nothing is told."""
+    model = net()
+    planned(model, batch())
+    with silence():
+        for _ in range(2):  # accumulation: backward after each
+            squares(model(batch())).backward()
+        loss = squares(model(batch()))
+        loss.backward()
+        squares(model(batch())).backward()  # the old loss is still there
+        model(batch())  # its graph is dropped
+        out = model(batch())
+        squares(out).backward(retain_graph=True)
+        squares(out).backward()
+        squares(model(batch())).backward()
+        with torch.no_grad():
+            outputs = [model(batch()) for _ in range(3)]
+        squares(model(batch())).backward()
+        assert len(outputs) == 3
+        loss = squares(model(batch()))
+        loss.backward(retain_graph=True)
+        del loss
+        squares(model(batch())).backward()
+        x = batch().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(squares(model(x)), x, create_graph=True)
+        gradient.square().sum().backward()
+        squares(model(batch())).backward()
+
+
+def test_outputs_that_are_kept_without_a_backward() -> None:
+    model = net()
+    planned(model, batch())
+    outputs = [model(batch())]
+    with pytest.warns(recollect.PlanWarning, match="let go of outputs that have no backward"):
+        outputs.append(model(batch()))
+
+
+# --- nothing to tell ------------------------------------------------------------------------------
+
+
+def test_ordinary_training() -> None:
+    model = net(dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = recollect.plan(model, batch(), 0.7, loss=squares, optimizer=optimizer)
+    plan.apply(model)
+    with silence():
+        for number in range(10):
+            for length in (128, 64, 100):  # smaller ones, accumulated
+                squares(model(batch(length))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 3 == 0:
+                model.eval()
+                with torch.no_grad():
+                    model(batch(512))
+                squares(model(batch(64))).backward()  # of the inputs, say
+                optimizer.zero_grad()
+                model.train()
