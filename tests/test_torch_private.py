@@ -620,3 +620,25 @@ def test_names_of_arguments():
     assert private.argument_names(aten.full.default, lists=True) == ["size"]
     assert private.argument_names(aten.unfold.default, lists=True) == []
     assert private.argument_names(aten.upsample_nearest2d.default, lists=True) == ["output_size"]
+
+
+def test_the_op_that_a_function_is_named_after():
+    aten = torch.ops.aten
+    assert private.packet_of(torch.mm) is aten.mm
+    assert private.packet_of(torch.Tensor.mm) is aten.mm
+    assert private.packet_of(torch.nn.functional.gelu) is aten.gelu
+    assert private.packet_of(print) is None
+    assert private.packet_of(3) is None
+    assert private.packet_of(lambda x: x) is None
+
+
+def test_what_is_never_traced_says_why_where_there_is_to_be_one_graph():
+    def inner(x):
+        return x + 1
+
+    private.never_traced(inner, "for a reason of its own")
+    torch.compiler.reset()
+    assert torch.compile(lambda x: inner(x) * 2, backend="eager")(torch.ones(1)) == 4
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="for a reason of its own"):
+        torch.compile(lambda x: inner(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+    torch.compiler.reset()

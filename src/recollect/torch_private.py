@@ -112,6 +112,7 @@ __all__ = [
     "op_name",
     "overwrites",
     "packed_by",
+    "packet_of",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "profiler_is_on",
@@ -384,6 +385,13 @@ def argument_names(op: Any, *, lists: bool = False) -> list[str]:
 
 #: How types of arguments are written that are lists of sizes.
 _LISTS_OF_SIZES = ("List[int]", "Optional[List[int]]", "List[SymInt]", "Optional[List[SymInt]]")
+
+
+def packet_of(function: Any) -> OpOverloadPacket | None:
+    """The op of ``aten`` that a function of torch is named after, if there is one: ``torch.mm``."""
+    name = str(getattr(function, "__name__", ""))
+    packet = getattr(torch.ops.aten, name, None) if name and is_of_torch(function) else None
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 def returns_alias(op: Any) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
 from recollect.errors import CheckpointError
+from recollect.modules import OPTIONS
 from recollect.planning import planner
 from recollect.planning.api import planner_of
 from recollect.planning.planner import Planner
@@ -81,6 +84,26 @@ def test_a_budget_in_words_that_mean_none(budget: str, message: str) -> None:
         recollect.plan(_model(), X, budget, loss=_never)
 
 
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (np.int64(1 << 30), 1 << 30),
+        (np.uint8(200), None),
+        (np.float32(1.0), 1.0),
+        (np.float64(1 << 30), 1 << 30),
+        (Fraction(1, 1), 1.0),
+    ],
+)
+def test_numbers_of_other_types(budget: Any, expected: float | None) -> None:
+    frontier = _frontier()
+    if expected is None:
+        with pytest.raises(recollect.InfeasibleBudget):
+            frontier.plan_for(budget)
+        return
+    wanted = frontier.plain_peak if expected == 1.0 else expected
+    assert frontier.plan_for(budget).budget == wanted
+
+
 @pytest.mark.parametrize("budget", [None, "12G", 1.5, -3])
 def test_a_frontier_refuses_the_same_budgets(budget: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"budget|12G"):
@@ -110,6 +133,41 @@ def test_offload_where_there_is_no_device_to_offload_from() -> None:
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
     with pytest.raises(TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"):
         recollect.plan(_model(), X, 0.5, loss=_never, optimizer=optimizer)
+
+
+def test_an_optimizer_that_calls_the_model_itself() -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=r"optimizer: LBFGS needs a closure .* Leave it out"):
+        recollect.plan(model, X, 0.5, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, other = _model(), _model()
+    optimizer = torch.optim.AdamW(other.parameters())
+    message = r"optimizer: this AdamW has none of the parameters of this Custom that are trained"
+    with pytest.raises(ValueError, match=message):
+        recollect.plan(model, X, 0.5, loss=_never, optimizer=optimizer)
+
+
+def test_an_optimizer_of_a_part_and_of_others_too() -> None:
+    model, other = _model(), _model()
+    given = [*model.layers[0].parameters(), *other.parameters()]
+    optimizer = torch.optim.AdamW(given)
+    plan = recollect.plan(model, X, 1.0, loss=squares, optimizer=optimizer)
+    assert plan.budget == plan.plain_peak
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), torch.nn.functional.mse_loss])
+def test_a_loss_that_takes_more_than_the_output(criterion: Any) -> None:
+    message = r"loss is called with the output of the model alone.*lambda output: criterion\("
+    with pytest.raises(TypeError, match=message):
+        recollect.plan(_model(), (X, X), 0.5, loss=criterion)
+
+
+@pytest.mark.parametrize("loss", [nn.Flatten(), torch.relu, torch.nn.functional.dropout])
+def test_a_loss_that_takes_the_output_alone_is_called(loss: Any) -> None:
+    with pytest.raises(ValueError, match="loss should give one number"):
+        recollect.plan(_model(), X, 0.5, loss=loss)
 
 
 def test_a_loss_that_cannot_be_called() -> None:
@@ -189,6 +247,34 @@ def test_a_model_that_is_checkpointed_or_planned() -> None:
         recollect.frontier(plan, X, loss=_never)
 
 
+def test_a_frontier_is_there_after_a_plan_was_applied() -> None:
+    model = _model()
+    frontier = recollect.frontier(model, X, loss=squares)
+    plan = frontier.plan_for(1.0)
+    plan.apply(model)
+    runner = vars(model)[OPTIONS]
+    assert frontier.least < frontier.plan_for(0.95).budget < plan.budget
+    assert vars(model)[OPTIONS] is runner
+    plan.remove(model)
+
+
+def test_a_frontier_of_a_model_that_is_checkpointed_since() -> None:
+    model = _model()
+    frontier = recollect.frontier(model, X, loss=squares)
+    recollect.checkpointed(model)
+    with pytest.raises(ValueError, match=r"has been checkpointed since .* recollect.unwrap"):
+        frontier.plan_for(0.9)
+
+
+def test_a_frontier_of_a_model_that_was_changed() -> None:
+    model = _model()
+    frontier = recollect.frontier(model, X, loss=squares)
+    model.layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"not as it was .* its layers\.0\.weight and 1 more"):
+        frontier.plan_for(0.9)
+    assert type(model) is Custom
+
+
 def test_gradient_checkpointing_that_is_on() -> None:
     class Pretrained(Custom):
         is_gradient_checkpointing = True
@@ -208,11 +294,37 @@ def test_an_exception_of_the_model_comes_through_as_it_is() -> None:
         recollect.plan(Fails(), X, 0.5)
 
 
-def test_a_batch_that_the_model_does_not_take_is_reported_by_the_model() -> None:
-    with pytest.raises(TypeError, match=r"positional arguments|unexpected keyword"):
+def test_a_batch_that_the_model_does_not_take() -> None:
+    with pytest.raises(TypeError, match=r"positional arguments.*What only the loss takes is not"):
         recollect.plan(_model(), (X, X), 0.5)
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match=r"unexpected keyword.*a dict its keyword arguments"):
         recollect.plan(_model(), {"y": X}, 0.5)
+
+
+def test_a_batch_of_which_a_hook_makes_what_the_model_takes() -> None:
+    model = _model()
+    model.register_forward_pre_hook(lambda _, args: args[:1])
+    recollect.plan(model, (X, X), 1.0, loss=squares)
+
+
+def test_an_error_inside_of_the_model_is_no_matter_of_the_batch() -> None:
+    class Fails(Custom):
+        def forward(self, x: Tensor) -> Tensor:
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        recollect.plan(Fails(), X, 0.5)
+
+
+@pytest.mark.parametrize("batch", [iter([X]), (x for x in [X]), {"x": iter([X])}, (iter([X]),)])
+def test_a_batch_that_can_be_read_once(batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"an iterator \(.*pass what it gives, .*next\(iterator\)"):
+        recollect.plan(_model(), batch, 0.5, loss=_never)
+
+
+def test_a_loader_of_batches() -> None:
+    with pytest.raises(TypeError, match=r"is a DataLoader: .*batch=next\(iter\(loader\)\)"):
+        recollect.plan(_model(), torch.utils.data.DataLoader(X), 0.5, loss=_never)
 
 
 # --- no plan fits ---------------------------------------------------------------------------------

@@ -122,10 +122,12 @@ def test_eval_mode_and_no_grad_around_are_left_as_they_are() -> None:
     case = made("conv")
     case.model.eval()
     before = _seen(case.model, None)
-    with torch.no_grad(), pytest.warns(recollect.PlanWarning, match="ConvNet is in eval mode"):
-        Planner(case.model, case.batch, case.loss)
+    told = pytest.warns(recollect.PlanWarning, match="ConvNet is in eval mode")
+    with torch.no_grad():
+        with told:
+            Planner(case.model, case.batch, case.loss)
         assert not torch.is_grad_enabled()
-    with torch.inference_mode():
+    with torch.inference_mode(), told:
         Planner(case.model, case.batch, case.loss)
     assert_identical(_seen(case.model, None), before)
 

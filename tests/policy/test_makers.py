@@ -297,3 +297,24 @@ def test_the_rules_of_a_policy_cannot_be_exchanged():
     given = policy.matmuls()
     with pytest.raises(AttributeError):
         given.rules = ()
+
+
+@pytest.mark.parametrize("name", ["matmuls", "attention", "everything", "nothing", "save_ops"])
+def test_a_maker_that_was_not_called(name):
+    with pytest.raises(TypeError, match=rf"call it, policy=policy\.{name}\(\.\.\.\)"):
+        recollect.checkpoint(torch.sin, torch.ones(2), policy=getattr(policy, name))
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.Tensor.mm])
+@pytest.mark.parametrize("make", [policy.save_ops, policy.recompute_ops, policy.offload_ops])
+def test_a_function_of_torch_is_no_op(make, function):
+    with pytest.raises(ValueError, match=r"function of torch is no op: name torch\.ops\.aten\.mm"):
+        make(function)
+    with pytest.raises(ValueError, match="is no op"):
+        policy.every_nth(function, 2)
+
+
+def test_what_is_not_torchs_gets_no_advice():
+    with pytest.raises(ValueError, match="Expected op in save_ops") as caught:
+        policy.save_ops(print)
+    assert "is no op" not in str(caught.value)

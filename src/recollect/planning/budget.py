@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ def check_budget(budget: Any) -> None:
         if budget != "auto" and not parse_bytes(budget):
             raise ValueError(f"budget should be more than 0, but is {budget!r}")
         return
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+    if isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(
             f"budget should be a number of bytes, a text such as '12GiB', a fraction of the plain "
             f"step's peak such as 0.5, or 'auto', but got {budget!r} of type "
             f"{type(budget).__name__}"
         )
-    if not budget > 0:
+    number = float(budget)
+    if not number > 0:
         raise ValueError(f"budget should be more than 0, but is {budget!r}")
-    if isinstance(budget, float) and budget > 1 and not budget.is_integer():
+    if _is_fraction(budget) and number > 1 and not number.is_integer():
         raise ValueError(
             f"budget={budget!r} is neither a number of bytes nor a fraction of the plain step's "
             "peak, which is at most 1. Give a unit: budget='12GiB'"
@@ -43,9 +45,14 @@ def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
         return int(_capacity(device) * (1 - _SPARE))
     if isinstance(budget, str):
         return parse_bytes(budget)
-    if isinstance(budget, float) and budget <= 1:
-        return int(plain_peak * budget)
+    if _is_fraction(budget) and budget <= 1:
+        return int(plain_peak * float(budget))
     return int(budget)
+
+
+def _is_fraction(budget: Any) -> bool:
+    """Whether a number is no whole one by its type: numpy has some of its own for both."""
+    return not isinstance(budget, Integral)
 
 
 def _capacity(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -90,11 +91,15 @@ class Step:
             )
         if loss is not None and not callable(loss):
             raise TypeError(f"loss should be a function of the model's output, but got {loss!r}")
+        if loss is not None:
+            _check_takes_output(loss)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"model: no parameter of this {type(model).__name__} requires a gradient, so there "
                 "is no backward to plan for. Set requires_grad_(True) on what is to be trained"
             )
+        if optimizer is not None:
+            _check_optimizer(optimizer, model)
         self.model = model
         self.args, self.kwargs = args, kwargs
         self.loss = loss
@@ -123,7 +128,7 @@ class Step:
 
     def _run(self, before_backward: Callable[[], None] | None) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            output = self.model(*self.args, **self.kwargs)
+            output = self._forward()
             loss = (self.loss or default_loss)(output)
             check_loss(loss, self.model)
             if before_backward is not None:
@@ -135,6 +140,20 @@ class Step:
             self.optimizer.step()
         del output
         self.clear()
+
+    def _forward(self) -> Any:
+        try:
+            return self.model(*self.args, **self.kwargs)
+        except TypeError as error:
+            # Hooks may make others of the arguments: what it does not take is known afterwards.
+            if _refusal(self.model.forward, self.args, self.kwargs) is None:
+                raise
+            raise TypeError(
+                f"batch: this {type(self.model).__name__} cannot be called with it ({error}). A "
+                "tuple is the arguments of the model, a dict its keyword arguments. What only the "
+                "loss takes is not among them: recollect.plan(model, x, budget, loss=lambda "
+                "output: criterion(output, target))"
+            ) from error
 
     def clear(self) -> None:
         """Let go of the gradients."""
@@ -234,6 +253,50 @@ class Step:
     def _wait(self) -> None:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
+
+
+def _refusal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why ``function`` cannot be called so; None if it can be, or nobody knows."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it does not say what it takes
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _check_takes_output(loss: Loss) -> None:
+    """Refuse a loss that wants more than the output of the model."""
+    refusal = _refusal(loss.forward if isinstance(loss, nn.Module) else loss, (None,), {})
+    if refusal is not None:
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else str(loss)
+        raise TypeError(
+            f"loss is called with the output of the model alone, and {name} cannot be ({refusal}). "
+            "Have it know the rest: loss=lambda output: criterion(output, target)"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that cannot be the one of the step."""
+    refusal = _refusal(optimizer.step, (), {})
+    if refusal is not None:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), by which it calls "
+            "the model as often as it likes: that is not one step. Leave it out, "
+            "recollect.plan(model, batch, budget): what it holds is then not counted"
+        )
+    steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained and not any(id(parameter) in steps for parameter in trained):
+        raise ValueError(
+            f"optimizer: this {type(optimizer).__name__} has none of the parameters of this "
+            f"{type(model).__name__} that are trained. Was it made for another model, or before "
+            "the parameters were replaced? Make it from this one: "
+            f"{type(optimizer).__name__}(model.parameters(), ...)"
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

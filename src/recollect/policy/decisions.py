@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy as TorchCheckpointPolicy
 
-from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
+from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_of
 
 __all__ = [
     "CheckpointPolicy",
@@ -82,6 +82,8 @@ def check_ops(ops: Iterable[Any], name: str) -> None:
                 " Please update the OpOverloadPacket to a specific OpOverload: "
                 f"torch.ops.{op}.default rather than torch.ops.{op}."
             )
+        elif (packet := packet_of(op)) is not None:
+            hint = f" A function of torch is no op: name torch.ops.{packet} instead."
         raise ValueError(
             f"Expected op in {name} to be an OpOverload but got: {op} of type {type(op)}.{hint}"
         )

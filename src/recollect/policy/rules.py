@@ -222,6 +222,11 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
             check_ops(value, "policy" if packets else "`op_list`")
             raise
     is_op = isinstance(value, (OpOverload, OpOverloadPacket))
+    if getattr(value, "__module__", None) == _MAKERS:
+        raise TypeError(
+            f"{name} is the function policy.{value.__name__}, which makes a policy: call it, "
+            f"{name}=policy.{value.__name__}(...)"
+        )
     if callable(value) and not isinstance(value, type) and not is_op:
         return Policy(FunctionRule(value))
     raise TypeError(
@@ -229,6 +234,10 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
         f"policy.save_ops(torch.ops.aten.mm). Got {value!r} of type {type(value).__name__} as the "
         "policy"
     )
+
+
+#: Where the functions are that make policies.
+_MAKERS = "recollect.policy.makers"
 
 
 @lru_cache(maxsize=64)  # a list is given anew at every call of a region
