@@ -524,10 +524,20 @@ def test_a_larger_batch_of_what_cannot_be_predicted_is_warned_of_and_right() -> 
     case = made("moe")
     larger = torch.cat([case.batch[0]] * 2)
     expected = _gradients(case.model, larger)
-    plan_that_keeps(0.3, case.model, case.batch).apply(case.model)
+    plan = recollect.plan(case.model, case.batch, 0.8, loss=squares)
+    plan.apply(case.model)
     with pytest.warns(recollect.PlanWarning, match=r"what aten::nonzero makes of it is not known"):
         assert_identical(_gradients(case.model, larger), expected)
     assert_identical(_gradients(case.model, larger), expected)
+
+
+def test_a_larger_batch_that_fits_where_it_could_not_be_predicted() -> None:
+    case = made("moe")
+    larger = torch.cat([case.batch[0]] * 2)
+    expected = _gradients(case.model, larger)
+    plan_that_keeps(0.3, case.model, case.batch).apply(case.model)  # with a budget for anything
+    for _ in range(2):
+        assert_identical(_gradients(case.model, larger), expected)
 
 
 def test_a_loaded_plan_is_right_for_larger_batches(

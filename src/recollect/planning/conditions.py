@@ -62,22 +62,25 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def facts_of(model: nn.Module) -> list[Any]:
-    """All that `Conditions` and `Identity` are made of, quick to have and to compare."""
-    facts: list[Any] = [casts()]
-    add = facts.append
-    stack: list[Any] = [model]
-    while stack:
-        module = stack.pop()
+    """All that `Conditions` and `Identity` are made of, quick to have and to compare.
+
+    This runs at every call, and is written for speed.
+    """
+    modules: list[Any] = [model]
+    parameters: list[Any] = []
+    training: list[bool] = []
+    for module in modules:  # which grows
         if module is None:
             continue
         attributes = module.__dict__
-        add(attributes["training"])
-        for parameter in attributes["_parameters"].values():
-            if parameter is not None:
-                add(parameter.requires_grad)
-                add(parameter.dtype)
-        stack += attributes["_modules"].values()
-    return facts
+        training.append(attributes["training"])
+        if own := attributes["_parameters"]:
+            parameters += own.values()
+        if children := attributes["_modules"]:
+            modules += children.values()
+    parameters = [each for each in parameters if each is not None]
+    requires = [each.requires_grad for each in parameters]
+    return [casts(), training, requires, [each.dtype for each in parameters]]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Decisions
-from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.choices import Choices
@@ -23,7 +21,6 @@ from recollect.planning.footprint import Footprint
 from recollect.planning.graph import Tally
 from recollect.planning.identity import Identity, difference, identity_of
 from recollect.planning.replan import Basis, replanned
-from recollect.planning.rescale import CannotPredict
 from recollect.planning.runner import Runner
 from recollect.report.page import page
 from recollect.report.picture import Picture, Point, Row
@@ -86,9 +83,9 @@ class Plan:
     @property
     def least_decisions(self) -> Decisions:
         """What the engine goes by where nothing is known of a step: the least peak of all."""
-        return self._decisions_of(self.alternatives[-1] if self.alternatives else self.choices)
+        return self.decisions_for(self.alternatives[-1] if self.alternatives else self.choices)
 
-    def _decisions_of(self, choices: Choices) -> Decisions:
+    def decisions_for(self, choices: Choices) -> Decisions:
         """The decisions for one of the alternatives; always the same, as recordings know them."""
         known = self._decisions.get(choices)
         if known is None:
@@ -103,11 +100,6 @@ class Plan:
     @cached_property
     def _decisions(self) -> dict[Choices, Decisions]:
         return {}
-
-    @cached_property
-    def _told(self) -> set[str]:
-        """What the user has been warned of."""
-        return set()
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -164,24 +156,12 @@ class Plan:
             )
 
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan for a batch of another shape: the quickest choices of this one that fit."""
+        """The plan for a batch of another shape: the quickest choices of this one that fit.
+
+        Raises `CannotPredict` if it cannot be told what the batch takes.
+        """
         options = dict.fromkeys((self.choices, *self.alternatives))
-        try:
-            batch = tensors_of_batch(args, kwargs)
-            other = replanned(self.basis, self.budget, options, batch)
-        except CannotPredict as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                warn_user(
-                    "the plan was made for a batch of another shape, and what this one takes is "
-                    f"not known: {error}. It runs with the least memory that the plan knows a way "
-                    "to, whether that fits the budget or not. Make a plan with the largest batch",
-                    PlanWarning,
-                )
-            # Nobody knows that it would fit without a plan.
-            plan = replace(self, plain_peak=max(self.plain_peak, self.budget + 1))
-            plan.__dict__["decisions"] = self.least_decisions
-            return plan
+        other = replanned(self.basis, self.budget, options, tensors_of_batch(args, kwargs))
         plan = replace(
             self,
             choices=other.choices,
@@ -189,7 +169,7 @@ class Plan:
             predicted_time=other.seconds,
             plain_peak=other.plain_peak,
         )
-        plan.__dict__["decisions"] = self._decisions_of(other.choices)
+        plan.__dict__["decisions"] = self.decisions_for(other.choices)
         return plan
 
     # --- show -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from recollect.planning.choices import Choices
 from recollect.planning.conditions import Conditions, Differences, differences, facts_of
 from recollect.planning.footprint import Footprint
 from recollect.planning.identity import Identity
+from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
 from recollect.report.units import bytes_text
 from recollect.store.deposit import Deposit
@@ -80,8 +81,11 @@ class Planned(Protocol):
     @property
     def least_decisions(self) -> Decisions: ...
 
+    def decisions_for(self, choices: Choices) -> Decisions:
+        """What the engine goes by for one of the alternatives."""
+
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan for another batch."""
+        """The plan for another batch. Raises `CannotPredict`."""
 
 
 class Told:
@@ -127,10 +131,8 @@ class Runner:
         self.plan = plan
         self._known: dict[Any, Variant] = {}
         self.told = Told()
-        #: What the model was like at the last call, and how that differs from what was planned;
-        #: all ways in which it ever did, by which variants are known.
-        self._facts: list[Any] | None = None
-        self._differences: Differences | None = None
+        #: What the model was like at the last call, and how that differs from what was planned.
+        self._seen: tuple[Any, Differences | None] = (None, None)
         #: Forwards whose backward may not have been yet: of which model, in which thread.
         self._waiting: list[tuple[ReferenceType[Any] | None, int, ReferenceType[Recall]]] = []
         self._peaks = _Peaks(plan.budget)
@@ -153,7 +155,7 @@ class Runner:
             return run_without_dynamo(self, _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
         self._look_back(model)
-        variant = self._variant(model, function, args, kwargs)
+        variant = self._variant(model, args, kwargs)
         is_crowded = self._is_waiting(model)
         decisions = variant.decisions
         if decisions is None:
@@ -172,52 +174,61 @@ class Runner:
 
     # --- which variant ----------------------------------------------------------------------------
 
-    def _variant(
-        self,
-        model: Any,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Variant:
+    def _variant(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """What is known of calls with such a batch, of the model as it is now."""
-        if isinstance(model, nn.Module):
-            facts = facts_of(model)
-            if facts != self._facts:
-                plan = self.plan
-                self._differences = differences(plan.conditions, plan.identity, model)
-                self._facts = facts
+        other = self._differences(model)
         signature = signature_of_batch(args, kwargs)
-        key = signature, self._differences
+        key = signature, other
         variant = self._known.get(key)
         if variant is None:
-            variant = self._decide(signature, model, args, kwargs)
+            variant = self._decide(signature, other, args, kwargs)
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[key] = variant
         return variant
 
+    def _differences(self, model: Any) -> Differences | None:
+        """How the model, and what is around it, differs from what was planned."""
+        if not isinstance(model, nn.Module):
+            return None
+        facts, found = self._seen  # once: another thread may change it
+        now = facts_of(model)
+        if now != facts:
+            found = differences(self.plan.conditions, self.plan.identity, model)
+            self._seen = now, found
+        return found
+
     def _decide(
-        self, signature: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        signature: Any,
+        other: Differences | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Variant:
         """What to go by for a batch, and for the model as it is now."""
         plan, told = self.plan, self.told
-        if self._differences is not None:
-            return Variant.unknown(plan, self._differences, told)
+        if other is not None:
+            return Variant.unknown(plan, other, told)
         if not is_alike(signature, plan.signature):
             text = f"in the batch {told_apart(signature, plan.signature)}"
             cure = "recollect.plan(...) with such a batch"
             return Variant.unknown(plan, Differences((text,), (cure,)), told)
         if is_smaller(signature, plan.signature):
             return Variant.planned(plan, told)
-        other = plan.for_batch(args, kwargs)
-        if other.predicted_peak > plan.budget:
-            warn_user(
+        try:
+            larger = plan.for_batch(args, kwargs)
+        except CannotPredict as error:
+            text = f"the batch is larger, and nobody could tell what it takes ({error})"
+            cure = "recollect.plan(...) with the largest batch"
+            return Variant.unknown(plan, Differences((text,), (cure,)), told)
+        if larger.predicted_peak > plan.budget:
+            told.tell(
+                f"larger: {larger.predicted_peak}",
                 f"the plan was made for another batch, and this one needs "
-                f"{other.predicted_peak:,} bytes at least, which is more than its budget of "
+                f"{larger.predicted_peak:,} bytes at least, which is more than its budget of "
                 f"{plan.budget:,}. Make a plan with the largest batch that there is",
-                PlanWarning,
             )
-        return Variant.replanned(plan, other, told)
+        return Variant.replanned(plan, larger, told)
 
     # --- what came of it --------------------------------------------------------------------------
 

@@ -111,16 +111,15 @@ class Variant:
     def _first(self, recording: Recording, tally: Tally) -> Footprint:
         """A larger batch as it is first met: what later calls with it are compared with."""
         assert self._predicted is not None
-        assert self._choices is not None
         plan = self._plan
+        known: Footprint = plan.footprint
         outline = outline_of(recording)
-        guess = estimated(outline, self._choices, plan.footprint.alike)
-        peak = plan.base + plan.footprint.factors[0] * guess
+        peak = self._estimate(outline, self._choices)
         if peak > max(plan.budget, _ROUGH * self._predicted):
             self._settle(outline, tally)  # there is more to it than the batch
-        factor = (self._predicted - plan.base) / max(1, guess)
-        known: Footprint = plan.footprint
-        return replace(known, tally=tally, factors=(factor, *known.factors[1:]))
+            return known
+        scale = (self._predicted - plan.base) / max(1.0, peak - plan.base)
+        return replace(known, tally=tally, factors=tuple(scale * each for each in known.factors))
 
     def _settle(self, outline: Graph, tally: Tally) -> None:
         """Find what to go by from now on. Say so if it is not what was planned."""
@@ -139,10 +138,8 @@ class Variant:
         peak = peaks[0] if was_unknown else self._estimate(outline, self._choices)
         self._tell(peak, tally, peaks[number])
         self._choices = options[number]
-        if number == len(options) - 1:
-            self.decisions = plan.least_decisions
-        else:
-            self.decisions = self._choices.decisions(plan.footprint.alike)
+        self.decisions = plan.decisions_for(self._choices)
+        if number < len(options) - 1:
             self._accounted = growth
 
     def _estimate(self, outline: Graph, choices: Choices | None) -> float:
@@ -169,8 +166,9 @@ class Variant:
         tally = Tally(tally.made, tally.saved, known.gradients, tally.is_whole)
         growth = footprint.growth(tally)
         predicted = plan.predicted_peak if self._predicted is None else self._predicted
-        if growth > self._accounted and predicted + 2 * growth > plan.budget:
-            self._tell(predicted + growth, tally)
+        # What autograd saved is counted among what was made, too.
+        if growth > self._accounted and predicted + growth > plan.budget:
+            self._tell(predicted + growth / 2, tally)
 
     # --- what there is to say ---------------------------------------------------------------------
 
