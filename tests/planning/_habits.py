@@ -126,7 +126,7 @@ def descent_at_every_third_call(trained: Trained) -> None:
     def step(parameter: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls % 3 == 0:
+        if calls % 3 == 0 and parameter.grad is not None:
             with torch.no_grad():
                 parameter.add_(parameter.grad, alpha=-0.1)
 
@@ -552,6 +552,11 @@ def normed_weights(trained: Trained) -> None:
     nn.utils.parametrizations.spectral_norm(trained.model.blocks[1])
 
 
+def _halve(parameter: Any) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
 @habit
 def a_model_that_changes_itself(trained: Trained) -> None:
     model = trained.model
@@ -560,10 +565,10 @@ def a_model_that_changes_itself(trained: Trained) -> None:
         model.last = x.detach()
         model.blocks[0].seen = getattr(model.blocks[0], "seen", 0) + 1
         if not hasattr(model, "probe"):
-            model.probe = nn.Parameter(torch.ones(3), requires_grad=False)
+            model.probe = torch.ones(3)
             model.blocks[0].register_forward_hook(lambda *_: None)
             model.blocks[0].bias.register_hook(lambda g: g * 0.5)
-            model.blocks[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+            model.blocks[0].weight.register_post_accumulate_grad_hook(_halve)
         model.norm.weight.tag = model.blocks[0].seen
 
     trained.in_forward(change)
