@@ -8,8 +8,11 @@ only the overwritten ones.
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,9 +45,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps under ``no_grad``, or under an ``if`` on the value of a tensor."""
+    """Steps under ``no_grad``, an ``if`` on the value of a tensor, or a switch that they set."""
 
-    kind: Literal["no_grad", "if"]
+    kind: Literal["no_grad", "if", "switch"]
     body: Body
     a: int = 0
 
@@ -85,6 +88,45 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.saved_tensors[1] * grad
 
 
+LIBRARY = torch.library.Library("recollect_random_programs", "DEF")
+LIBRARY.define("noise(Tensor x) -> Tensor")
+LIBRARY.impl("noise", lambda x: x + torch.rand_like(x), "CompositeExplicitAutograd")
+
+
+def noise_by_op(a: Tensor) -> Tensor:
+    """An op of a library that draws, and does not say so."""
+    return a * torch.ops.recollect_random_programs.noise(a.detach())
+
+
+def write_elsewhere(a: Tensor) -> None:
+    """Another thread writes, which no mode of this one sees."""
+
+    errors = []
+
+    def write() -> None:
+        try:
+            with torch.no_grad():
+                a.mul_(0.5)
+        except RuntimeError as error:
+            errors.append(error.with_traceback(None))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+
+
+@contextmanager
+def switched() -> Iterator[None]:
+    """Without the library that computes ``gelu``, by which its last bits are others."""
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sin": torch.sin,
     "tanh": torch.tanh,
@@ -99,16 +141,27 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda a: F.layer_norm(a, a.shape[-1:]),
     "cube": Cube.apply,
     "linear": lambda a: a * 0.5 + 1,
+    "gelu": F.gelu,
 }
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda a: F.dropout(a, 0.5),
     "noise": lambda a: a * torch.rand_like(a),
     "draw": lambda a: torch.randn(3) + a.detach().mean(),
+    "noise_by_op": noise_by_op,
+    "poisson": lambda a: a * torch.poisson(a.detach().float().abs(), None),
     "python": lambda a: a * random.random(),
     "gauss": lambda a: a * random.gauss(0, 1),
     "numpy": lambda a: a * float(np.random.rand()),
     "numpy_gauss": lambda a: a * float(np.random.randn()),
 }
+
+
+def elements(a: Tensor) -> int:
+    """How many the memory of ``a`` has room for."""
+    last = sum(step * (n - 1) for n, step in zip(a.shape, a.stride(), strict=True))
+    return a.storage_offset() + last + 1
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda a: a.reshape(-1),
     "transposed": lambda a: a.transpose(0, -1),
@@ -118,6 +171,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "chunk": lambda a: a.chunk(2, -1)[0],
     "repeat": lambda a: a.unsqueeze(0).expand(2, *a.shape),
     "detach": torch.detach,
+    "placed": lambda a: a.as_strided((2,), (1,), 1) if elements(a) > 2 else a,
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
@@ -135,6 +189,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "double_": lambda a: a.mul_(2),
     "zero_": torch.zero_,
     "first_": lambda a: a[..., :1].mul_(0.5),
+    "elsewhere_": write_elsewhere,
 }
 IN_PLACE_BINARY: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda a, b: a.add_(b),
@@ -257,6 +312,9 @@ class Interpreter:
     def _block(self, block: Block, pool: list[Tensor], state: nn.ModuleDict) -> None:
         if block.kind == "no_grad":
             with torch.no_grad():
+                self.execute(block.body, pool, state)
+        elif block.kind == "switch":
+            with switched():
                 self.execute(block.body, pool, state)
         elif pick(pool, block.a).detach().sum() > 0:
             self.execute(block.body, pool, state)
@@ -478,7 +536,7 @@ def instructions(depth: int, ops: list[str], checks: list[Any]) -> Any:
         st.sampled_from(["args", "kwargs", "list", "closure"]),
         st.one_of(st.just({}), options),
     )
-    block = st.builds(Block, st.sampled_from(["no_grad", "if"]), body, indices)
+    block = st.builds(Block, st.sampled_from(["no_grad", "if", "switch"]), body, indices)
     return st.one_of(steps, region, region, region, block)
 
 
@@ -494,13 +552,17 @@ def programs(
     )
 
 
+#: How many programs each property is tried with, if not as many as it says: others every time.
+CASES = int(os.environ.get("RECOLLECT_CASES", "0"))
+
+
 def with_examples(number: int) -> settings:
-    """The same programs every time."""
+    """The same programs every time, unless more are asked for."""
     return settings(
-        derandomize=True,
+        derandomize=not CASES,
         database=None,
         deadline=None,
-        max_examples=number,
+        max_examples=CASES or number,
         suppress_health_check=[
             hypothesis.HealthCheck.too_slow,
             hypothesis.HealthCheck.data_too_large,

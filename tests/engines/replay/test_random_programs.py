@@ -1,17 +1,19 @@
 """Random programs, several calls each: the results, gradients and random streams of plain autograd.
 
 The programs are those of `tests.test_properties`, with more of what a recording could get wrong:
-custom functions, memory that several tensors share, constants and branches of Python, numpy. Every
-region is called with other numbers each time; in some calls a constant, a branch or the memory that
-arguments share is another one as well.
+custom functions, memory that several tensors share, constants and branches of Python, numpy, ops of
+libraries, other threads, compiled code. Every region is called with other numbers each time; in
+some calls a constant, a branch, a switch, the memory that arguments share or where they begin in it
+is another one as well.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +37,7 @@ from tests.test_properties import (
     DIMS,
     IN_PLACE,
     IN_PLACE_BINARY,
+    LIBRARY,
     PRODUCTS,
     RANDOM,
     STATEFUL,
@@ -46,6 +49,7 @@ from tests.test_properties import (
     Program,
     Region,
     Step,
+    elements,
     indices,
     pick,
     region,
@@ -174,6 +178,49 @@ def own_stream(a: Tensor) -> Tensor:
     return a * torch.rand(a.shape, generator=generator)
 
 
+#: A generator of the user's, that goes on from call to call.
+OWN = torch.Generator()
+#: What an op of a library remembers.
+STATE = torch.zeros(())
+
+
+def moving(x: Tensor) -> Tensor:
+    STATE.mul_(0.5).add_(1)
+    return x * STATE
+
+
+LIBRARY.define("moving(Tensor x) -> Tensor")
+LIBRARY.impl("moving", moving, "CompositeExplicitAutograd")
+LIBRARY.define("scribble(Tensor(a!) x) -> ()")
+
+
+def scribble(x: Tensor) -> None:
+    x.mul_(torch.rand_like(x))
+
+
+LIBRARY.impl("scribble", scribble, "CompositeExplicitAutograd")
+
+
+def scribbled(a: Tensor) -> Tensor:
+    b = a.detach() * 2
+    torch.ops.recollect_random_programs.scribble(b)
+    return a * b
+
+
+def poured(a: Tensor) -> Tensor:
+    """A memory of the region that another thread fills."""
+    b = torch.zeros(a.shape)
+    worker = threading.Thread(target=b.copy_, args=(a.detach(),))
+    worker.start()
+    worker.join()
+    return a * b.exp()
+
+
+def of_base(a: Tensor) -> Tensor:
+    base = a._base
+    return a * 1 if base is None else base.detach().reshape(-1)[:2] * 2
+
+
 def cut_and_joined(a: Tensor) -> Tensor:
     first, *rest = a.unbind(-1)
     return torch.stack([first.exp(), *[each * first for each in rest]], -1)
@@ -199,6 +246,14 @@ MORE: dict[str, Callable[[Tensor], Tensor]] = {
     "diagonal": lambda a: a.diagonal(0, 0, -1).clone() * 2,
     "foreach": lambda a: torch._foreach_mul([a, a.sin()], [0.5, 2.0])[1] * a,
     "normal": lambda a: torch.normal(a.detach(), 1.0) * a,
+    "own_poisson": lambda a: torch.poisson(a.detach().float().abs(), OWN) * a,
+    "own_binomial": lambda a: (
+        torch.binomial(torch.full(a.shape, 5.0), torch.rand(a.shape), OWN) * a
+    ),
+    "moving": lambda a: a * torch.ops.recollect_random_programs.moving(a.detach()),
+    "scribbled": scribbled,
+    "poured": poured,
+    "of_base": of_base,
 }
 #: With these a region is held from some point on, or recorded every time.
 UNSTEADY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -214,6 +269,7 @@ MORE_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bits": lambda a: a.detach().view(torch.int32).view(torch.float32),
     "strided": lambda a: a.as_strided((2,), (1,), a.storage_offset()),
     "unbound": lambda a: a.unbind(-1)[-1],
+    "placed_": lambda a: a.detach().as_strided_((2,), (1,), 1) if elements(a) > 2 else a,
 }
 MORE_IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "doubled_": Doubled.apply,
@@ -239,7 +295,7 @@ WITH_NUMBER_IN_PLACE: dict[str, Callable[[Tensor, float], Any]] = {
     "item_": lambda a, k: a.__setitem__((..., 0), k),
 }
 
-TORCH_RANDOM = ["dropout", "noise", "draw"]
+TORCH_RANDOM = ["dropout", "noise", "draw", "noise_by_op", "poisson"]
 WRITING = [*IN_PLACE, *IN_PLACE_BINARY, *MORE_IN_PLACE, *WITH_NUMBER_IN_PLACE]
 STEADY = [
     *(*UNARY, *MORE, *[*VIEWS, *MORE_VIEWS] * 2, *BINARY, *PRODUCTS),
@@ -259,6 +315,8 @@ class Setting:
     number: float = 1.5
     branch: bool = True
     shared: bool = False  #: whether two of the constants are on the same memory
+    start: int = 0  #: where tensors from outside begin in their memory
+    switch: bool = True  #: whether switches are set
 
 
 #: The settings of one call after the other.
@@ -270,6 +328,9 @@ CALLS: dict[str, tuple[Setting, ...]] = {
     "branch_at_once": (Setting(branch=False), Setting(), Setting()),
     "shared": (Setting(), Setting(shared=True), Setting(shared=True), Setting()),
     "no_longer_shared": (Setting(shared=True), Setting(shared=True), Setting()),
+    "moved": (Setting(), Setting(), Setting(start=3), Setting(start=3), Setting(start=1)),
+    "switch": (Setting(), Setting(), Setting(switch=False), Setting(switch=False)),
+    "switch_at_once": (Setting(switch=False), Setting(), Setting()),
     "to_and_fro": tuple(Setting(number) for number in (1.5, -0.5) * 3),
 }
 
@@ -301,6 +362,8 @@ class Caller(Interpreter):
         if block.kind == "branch":
             if self.setting.branch:
                 self.execute(block.body, pool, state)
+        elif block.kind == "switch" and not self.setting.switch:
+            self.execute(block.body, pool, state)
         elif block.kind == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 self.execute(block.body, pool, state)
@@ -366,24 +429,38 @@ def play(program: Program, caller: Caller, call: int, state: nn.ModuleDict) -> O
     torch.manual_seed(call)
     random.seed(call)
     np.random.seed(call)
-    leaves = [torch.randn(3, 3).requires_grad_(), torch.rand(2, 3).requires_grad_()]
+    OWN.manual_seed(call)
+    STATE.fill_(call)
+    start = caller.setting.start
+    leaves = [
+        placed(torch.randn(3, 3), start).requires_grad_(),
+        placed(torch.rand(2, 3), start).requires_grad_(),
+    ]
     pool = [*leaves, *constants(caller.setting), leaves[0] * 1.0]
     try:
         caller.execute(program.body, pool, state)
     except RuntimeError as error:
         return Outcome(error=error.with_traceback(None), in_forward=True)
-    after_forward = snapshot(pool, state)
+    after_forward = snapshot(pool, state), OWN.get_state(), STATE.clone()
     torch.rand(1)
     used = [pick([t for t in pool if t.requires_grad], index) for index in program.loss]
     try:
         gradients = WAYS[program.backward](used, leaves)
     except RuntimeError as error:
         return Outcome(error=error.with_traceback(None))
-    return Outcome([after_forward, snapshot(pool, state), gradients])
+    after_backward = snapshot(pool, state), OWN.get_state(), STATE.clone()
+    return Outcome([after_forward, after_backward, gradients])
+
+
+def placed(tensor: Tensor, start: int) -> Tensor:
+    """``tensor``, after ``start`` other elements of its memory."""
+    whole = torch.linspace(-1, 1, start + tensor.numel() + 4)
+    piece = whole[start : start + tensor.numel()].view(tensor.shape)
+    return piece.copy_(tensor).detach()
 
 
 def constants(setting: Setting) -> list[Tensor]:
-    row, matrix = torch.randn(3), torch.rand(3, 3)
+    row, matrix = placed(torch.randn(3), setting.start), placed(torch.rand(3, 3), setting.start)
     return [row, matrix, matrix[1] if setting.shared else torch.rand(3)]
 
 
@@ -396,7 +473,9 @@ def compare(program: Program, settings: tuple[Setting, ...], **options: Any) -> 
         before = copy.deepcopy(state)
         expected = play(program, plainly, call, state)
         # An input that has been changed may stay: see the test at the end.
-        with nothing_is_left_behind():
+        # Nor need be let go what plain autograd refuses: y.mul_(y) holds itself until backward.
+        is_refused = expected.error is not None and not expected.in_forward
+        with nullcontext() if is_refused else nothing_is_left_behind():
             actual = play(program, replaying, call, own_state)
         again = partial(play, program, plainly, call, before)
         assert_agree(actual, expected, again, wrote_to_input=plainly.wrote_to_input)
@@ -464,7 +543,7 @@ def instructions(depth: int, ops: list[str], kinds: list[str]) -> Any:
     return st.one_of(steps, steps, steps, regions(body), block)
 
 
-KINDS = ["no_grad", "no_grad", "branch", "branch", "if", "autocast"]
+KINDS = ["no_grad", "no_grad", "branch", "branch", "if", "autocast", "switch"]
 
 
 def programs(
@@ -548,6 +627,64 @@ def test_random_programs_that_do_not_change_are_recorded_once(
             assert slot.fallback is slot.unsettled is None
             assert slot.recording is not None
             assert slot.recording.reason is None
+
+
+# --- compiled parts -------------------------------------------------------------------------------
+
+
+def doubled(a: Tensor, b: Tensor) -> Tensor:
+    return (a.sin() * 2 + b).exp()
+
+
+def scaled_(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        a.mul_(0.5)
+    return a * b
+
+
+def filled(a: Tensor, b: Tensor) -> Tensor:
+    c = torch.empty(a.shape)
+    c.copy_(a.detach())
+    return c.mul_(2) * b
+
+
+PARTS = [doubled, scaled_, filled]
+
+
+class PartlyCompiled:
+    """Takes the place of some ops by code that was compiled."""
+
+    def __init__(self, backend: str) -> None:
+        torch._dynamo.reset()
+        self.parts = {part.__name__: torch.compile(part, backend=backend) for part in PARTS}
+
+    def __call__(self, names: tuple[str, ...], x: Tensor, w: Tensor) -> Tensor:
+        h = x.detach() * 2
+        y = x
+        for number, name in enumerate(names):
+            y = self.parts[name](h if number % 2 else h * 2, y.sin() * w)
+        return (y * h).sin() * h.exp()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@with_examples(6)
+@given(
+    tuples(st.sampled_from([part.__name__ for part in PARTS]), 1, 3),
+    st.sampled_from(["eager", "aot_eager"]),
+    st.none() | policies,
+)
+def test_random_parts_that_are_compiled(names: tuple[str, ...], backend: str, chosen: Any) -> None:
+    region = PartlyCompiled(backend)
+    run = partial(recollect.checkpoint, region, names, engine="replay", policy=chosen)
+    for call in range(3):
+        torch.manual_seed(call)
+        x, w = torch.rand(3, 3).requires_grad_(), torch.rand(3, 3).requires_grad_()
+        expected = torch.autograd.grad(region(names, x, w).sum(), [x, w], allow_unused=True)
+        actual = torch.autograd.grad(run(x, w).sum(), [x, w], allow_unused=True)
+        assert_identical(actual, expected)
+
+
+# --- what torch gets wrong itself -----------------------------------------------------------------
 
 
 def test_foreach_in_place_on_a_view() -> None:
