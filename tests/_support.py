@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,13 @@ torch_reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 CHECKPOINTS: dict[str, Run] = {"rerun": rerun, "compat": compat_rerun, "reentrant": reentrant}
 ALL = pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
+
+
+def sampled(values: Iterable[Any], usual: Callable[[Any], bool] | Container[Any]) -> list[Any]:
+    """Parameters of which the ``usual`` ones are always run, and the others by `make test-all`."""
+    is_usual = usual if callable(usual) else usual.__contains__
+    slow = pytest.mark.slow
+    return [each if is_usual(each) else pytest.param(each, marks=slow) for each in values]
 
 
 def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Value
+from recollect.planning.solving.solve import Solver
 
 __all__ = [
     "GRAPHS",
@@ -19,8 +21,10 @@ __all__ = [
     "conv_net",
     "decoder",
     "encoder_decoder",
+    "graph_of",
     "random_dag",
     "recurrent",
+    "solver_of",
     "unet",
 ]
 
@@ -395,3 +399,15 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "recurrent": lambda: recurrent(8),
     "random": lambda: random_dag(0, 40),
 }
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    """One of them, made once."""
+    return GRAPHS[name]()
+
+
+@cache
+def solver_of(name: str) -> Solver:
+    """What has solved it, once."""
+    return Solver(graph_of(name))

@@ -1,5 +1,6 @@
-"""Ten budgets from the least that works to what the plain step takes, for models of every kind.
+"""Budgets from the least that works to what the plain step takes, for models of every kind.
 
+Two of them for some models of each kind. In `make test-all` it is three or ten, of all models.
 Bytes are those of the allocator's events, counted here and not by what planned.
 """
 
@@ -17,12 +18,21 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.planning import planner, rates
-from tests._support import assert_identical, measure
+from recollect.planning import planner
+from tests._support import assert_identical, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
 
-#: Those of the ten budgets; for the others three do.
+pytestmark = pytest.mark.usefixtures("fixed_times")
+
+#: Those of ten budgets, and of the bound; for the others three do.
 _FULL = ("decoder", "encoder_decoder", "conv", "moe", "lstm")
+#: The models that are always studied; and of those, the ones whose bound takes no seconds.
+_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "unrolled", "with_loss", "custom", "cast")
+_BOUNDED = ("conv", "lstm")
+#: From the least (0) to what the plain step takes (1).
+_TWO = (0.0, 0.5)
+_THREE = (0.0, 0.5, 1.0)
+_TEN = tuple(n / 9 for n in range(10))
 
 
 @dataclass
@@ -37,17 +47,16 @@ class Run:
 class Study:
     """A model at several budgets."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, parts: tuple[float, ...], is_bounded: bool) -> None:
+        self.name, self.parts, self.is_bounded = name, parts, is_bounded
         self.made = made(name)
         self.before = copy.deepcopy(self.made.model.state_dict())
         self.frontier = recollect.frontier(self.made.model, self.made.batch, loss=self.made.loss)
 
     @cached_property
     def budgets(self) -> list[int]:
-        count = 10 if self.name in _FULL else 3
         least, plain = self.frontier.least, self.frontier.plain_peak
-        return [least + (plain - least) * n // (count - 1) for n in range(count)]
+        return [least + int((plain - least) * part) for part in self.parts]
 
     @cached_property
     def answers(self) -> dict[int, recollect.Plan | recollect.InfeasibleBudget]:
@@ -105,12 +114,19 @@ def step_peak(made: Made) -> int:
     return measure(made.forward, lambda out: made.loss_of(out).backward(), warm_up=False).peak
 
 
-@pytest.fixture(scope="module", params=CASES)
-def study(request: pytest.FixtureRequest) -> Iterator[Study]:
+_STUDIES = {
+    **{name: (name, _TWO, name in _BOUNDED) for name in _USUAL},
+    **{f"{name}-more": (name, _TEN if name in _FULL else _THREE, name in _FULL) for name in CASES},
+}
+
+
+@pytest.fixture(scope="module", params=sampled(_STUDIES, usual=_USUAL))
+def study(request: pytest.FixtureRequest, fixed_times: None) -> Iterator[Study]:
+    name, parts, is_bounded = _STUDIES[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        if request.param not in _FULL:  # of these nobody asks for the bound, which takes long
+        if not is_bounded:
             patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
-        yield Study(request.param)
+        yield Study(name, parts, is_bounded)
 
 
 def test_there_is_a_plan_for_every_budget_from_the_least_on(study: Study) -> None:
@@ -140,12 +156,8 @@ def test_the_plain_peak_is_the_measured_one(study: Study) -> None:
 
 
 def test_the_time_is_near_what_no_plan_can_be_below(study: Study) -> None:
-    if study.name not in _FULL:
+    if not study.is_bounded:
         pytest.skip("the bound of this one is not computed")
-    if max(study.gaps) > 0.05:
-        # On a busy machine an op may have been given an odd time: they are all measured anew.
-        rates._known.clear()
-        study = Study(study.name)
     assert max(study.gaps) <= 0.05, study.gaps
 
 
@@ -158,8 +170,7 @@ def test_more_memory_never_takes_more_time(study: Study) -> None:
 
 
 def test_at_the_plain_peak_nothing_is_made_again(study: Study) -> None:
-    plan = study.answers[study.frontier.plain_peak]
-    assert isinstance(plan, recollect.Plan)
+    plan = study.frontier.plan_for(study.frontier.plain_peak)
     assert plan.predicted_time == pytest.approx(plan.plain_time, rel=1e-6)
 
 
@@ -208,7 +219,9 @@ def _train(
     return losses, peaks[1:]
 
 
-@pytest.mark.parametrize("name", [*_FULL, "decoder_dropout", "adapted"])
+@pytest.mark.parametrize(
+    "name", sampled([*_FULL, "decoder_dropout", "adapted"], usual=("conv", "decoder_dropout"))
+)
 def test_training_goes_as_without_a_plan_and_stays_within_the_budget(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

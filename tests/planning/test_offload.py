@@ -24,7 +24,7 @@ from recollect.planning.graph import Link
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
 from recollect.planning.simulate import Schedule, simulate
-from tests._support import assert_identical
+from tests._support import assert_identical, sampled
 from tests.planning._models import CASES, Case, Made
 from tests.store._fake import FakeLink, make_store
 
@@ -88,6 +88,13 @@ STUDIED = CASES | {
 }
 
 
+#: Those that are always studied.
+_USUAL = (
+    *("decoder_dropout", "conv", "moe", "lstm", "cast", "custom"),
+    *("written_by_function", "turned_in_place", "looked"),
+)
+
+
 class Study:
     """A model, and a device that is not there."""
 
@@ -124,7 +131,7 @@ class Study:
         assert not told
 
 
-@pytest.fixture(scope="module", params=STUDIED)
+@pytest.fixture(scope="module", params=sampled(STUDIED, usual=_USUAL))
 def study(request: pytest.FixtureRequest) -> Iterator[Study]:
     links: list[FakeLink] = []
 

@@ -22,7 +22,7 @@ from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
 from recollect.planning.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.step import Step, default_loss
-from tests._support import assert_identical, measure
+from tests._support import assert_identical, measure, sampled
 from tests.planning._models import (
     CASES,
     ConvNet,
@@ -353,7 +353,7 @@ _PREDICTABLE = [
 
 
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
-@pytest.mark.parametrize("name", _PREDICTABLE)
+@pytest.mark.parametrize("name", sampled(_PREDICTABLE, usual=("decoder", "conv", "custom", "cast")))
 def test_a_predicted_step_is_the_real_one_in_bytes(name: str, optimizer: str) -> None:
     case = made(name)
     step = Step(case.model, *split_batch(case.batch), case.loss, OPTIMIZERS[optimizer](case.model))
@@ -395,7 +395,7 @@ def test_predicting_leaves_nothing_changed() -> None:
     assert_identical(_seen(case.model, optimizer), before)
 
 
-@pytest.mark.parametrize("make", [Decoder, ConvNet, Hidden])
+@pytest.mark.parametrize("make", sampled([Decoder, ConvNet, Hidden], usual=[ConvNet]))
 def test_a_plan_for_a_model_without_memory_is_for_the_model_with_it(make: Any) -> None:
     torch.manual_seed(0)
     real = make()

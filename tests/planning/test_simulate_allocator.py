@@ -18,7 +18,7 @@ from recollect.planning.choices import Choices, trimmed
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
 from recollect.planning.simulate import Schedule, simulate, simulate_plain
-from tests._support import assert_identical, gradients, measure
+from tests._support import assert_identical, gradients, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
 
 #: How many schedules are drawn of each model.
@@ -66,7 +66,11 @@ class Bench:
             unwrap_module(self.made.model)
 
 
-@pytest.fixture(scope="module", params=CASES)
+#: The models that are always tried.
+_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "with_loss", "custom", "unet")
+
+
+@pytest.fixture(scope="module", params=sampled(CASES, usual=_USUAL))
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 

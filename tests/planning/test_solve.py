@@ -14,16 +14,7 @@ from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.line import Line
 from recollect.planning.solving.solve import Solver
 from tests.planning import _graphs as graphs
-
-
-@cache
-def graph_of(name: str) -> Graph:
-    return graphs.GRAPHS[name]()
-
-
-@cache
-def solver_of(name: str) -> Solver:
-    return Solver(graph_of(name))
+from tests.planning._graphs import graph_of, solver_of
 
 
 def budgets_of(name: str, count: int = 23) -> list[int]:
@@ -155,12 +146,17 @@ def test_tells_how_far_it_is():
     assert told[-1] == 1.0
 
 
+@cache
+def offloading_solver() -> Solver:
+    return Solver(graphs.decoder(2, link=TestOffload.link), offload=True)
+
+
 class TestOffload:
     link = Link(5e10, 5e10)
 
     def test_lowers_the_peak(self):
         graph = graphs.decoder(2, link=self.link)
-        here, there = Solver(graph), Solver(graph, offload=True)
+        here, there = Solver(graph), offloading_solver()
         assert there.least().outcome.peak < here.least().outcome.peak
         for solution in here.frontier()[::10]:
             better = there.solve(solution.outcome.peak)
@@ -168,7 +164,7 @@ class TestOffload:
 
     def test_stays_within_the_budget(self):
         graph = graphs.decoder(2, link=self.link)
-        for solution in Solver(graph, offload=True).frontier():
+        for solution in offloading_solver().frontier():
             assert simulate(graph, solution.schedule) == solution.outcome
             assert all(graph.ops[op].can_send for op in solution.schedule.away)
 
