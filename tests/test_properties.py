@@ -556,13 +556,13 @@ def programs(
 CASES = int(os.environ.get("RECOLLECT_CASES", "0"))
 
 
-def with_examples(number: int) -> settings:
+def with_examples(number: int, at_most: int = 1 << 30) -> settings:
     """The same programs every time, unless more are asked for."""
     return settings(
         derandomize=not CASES,
         database=None,
         deadline=None,
-        max_examples=CASES or number,
+        max_examples=min(CASES or number, at_most),
         suppress_health_check=[
             hypothesis.HealthCheck.too_slow,
             hypothesis.HealthCheck.data_too_large,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import InputChanged
 from recollect.planning import runner
+from recollect.planning.planner import Planner
 from tests._support import Counted, assert_identical, gradients
 from tests.planning._models import (
     Decoder,
@@ -1041,3 +1042,79 @@ def test_one_model_in_several_threads() -> None:
     assert errors == []
     for number in range(4):
         assert_identical(list(found[number]), list(expected[number]))
+
+
+# --- what is not seen -----------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("recollect_planned", "DEF")
+_LIBRARY.define("noise(Tensor x) -> Tensor")
+_LIBRARY.impl("noise", lambda x: x + torch.rand_like(x), "CompositeExplicitAutograd")
+
+
+class OfALibrary(Layers):
+    """An op that draws, and does not say so."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return F.gelu(x) * torch.ops.recollect_planned.noise(x.detach()).sin()
+
+
+class ByPosition(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.generator.manual_seed(5)
+        return super().forward(x)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return F.gelu(x) * torch.poisson(x.detach().exp(), self.generator)
+
+
+class WrittenElsewhere(Layers):
+    """A worker that fills what the model has made."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        scale = torch.ones(x.shape[-1])
+        thread = threading.Thread(target=scale.mul_, args=(number + 2.0,))
+        thread.start()
+        thread.join()
+        return F.gelu(x * scale)
+
+
+class Switching(Layers):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        torch._C._set_mkldnn_enabled(number % 2 == 0)
+        try:
+            return F.gelu(x).sin()
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+
+
+class FromTheBeginning(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * x.as_strided(x.shape, x.stride(), 2))
+
+
+@pytest.mark.parametrize("make", [OfALibrary, ByPosition, WrittenElsewhere, Switching])
+def test_what_is_not_seen_when_it_is_recorded(make: Callable[[], nn.Module]) -> None:
+    same(make, X)
+
+
+def test_an_input_that_begins_elsewhere_in_its_memory() -> None:
+    whole = torch.randn(X.numel() + 64, generator=torch.Generator().manual_seed(8))
+
+    def act(model: nn.Module, number: int) -> Any:
+        x = whole[number // 2 * 7 :][: X.numel()].view(X.shape)
+        loss = squares(model(x))
+        loss.backward()
+        return loss.detach()
+
+    same(FromTheBeginning, whole[: X.numel()].view(X.shape), act)
+
+
+def test_ops_of_other_libraries_are_forced() -> None:
+    graph = Planner(OfALibrary(), X, squares).graph
+    # Or what is made of their results, which is as large.
+    forced = [op.name for op in graph.ops if op.forced]
+    assert forced == ["aten::sin"] * 5

@@ -667,7 +667,7 @@ class PartlyCompiled:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@with_examples(6)
+@with_examples(6, at_most=100)
 @given(
     tuples(st.sampled_from([part.__name__ for part in PARTS]), 1, 3),
     st.sampled_from(["eager", "aot_eager"]),
