@@ -3,8 +3,10 @@
 import copy
 import functools
 import gc
+import inspect
 import io
 import pickle
+import typing
 import weakref
 
 import pytest
@@ -439,6 +441,115 @@ def test_a_forward_on_the_instance_is_what_is_checkpointed():
     recollect.unwrap(module)
     assert module.forward is forward
     assert type(module) is Block
+
+
+def test_a_forward_on_the_instance_that_calls_that_of_its_class():
+    def patched(module):
+        module.forward = lambda x: type(module).forward(module, x) * 2
+        return module
+
+    module = patched(plain())
+    expected = step(module)
+    assert_same(step(recollect.checkpointed(module)), expected)
+    assert module.runs == 3
+    recollect.unwrap(module)
+    assert_same(step(module), expected)
+
+
+# --- what others look at --------------------------------------------------------------------------
+
+
+def bound(module, x, extra=1, *rest, flag: bool = False, **others) -> int:
+    """Another forward."""
+    return module.up(x)
+
+
+FORWARDS = {
+    "of the class": lambda module: None,
+    "a method": bound.__get__,
+    "a function": lambda module: lambda x, *, factor=2.0: module.up(x) * factor,
+    "a partial": lambda module: functools.partial(bound, module, extra=3),
+    "a wrapped partial": lambda module: functools.update_wrapper(
+        functools.partial(lambda m, *args, **kwargs: m.up(*args), module), module.forward
+    ),
+}
+
+
+def looks_of(module):
+    """What a framework can ask of a module and its forward."""
+    forward, cls = module.forward, type(module)
+    names = ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__")
+    return {
+        "signature": inspect.signature(forward),
+        **{name: getattr(forward, name) for name in names if hasattr(forward, name)},
+        "unwrapped": getattr(inspect.unwrap(forward), "__func__", inspect.unwrap(forward)),
+        "of the class": [inspect.signature(cls.forward), inspect.getfullargspec(cls.forward)],
+        "names of the class's": [getattr(cls.forward, name) for name in names],
+        "source": inspect.getsource(cls.forward),
+        "hints": typing.get_type_hints(cls.forward),
+        "class": [getattr(cls, name) for name in names],
+        "source of the class": inspect.getsource(cls),
+        "signature of the class": inspect.signature(cls),
+    }
+
+
+class Documented(Block):
+    """Has a forward to look at."""
+
+    size: int = 3
+
+    def forward(self, x: torch.Tensor, mask: "typing.Any" = None, *rest, flag=True, **more):
+        """Computes something."""
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
+def test_what_frameworks_look_at_is_as_before(forward):
+    module = Documented()
+    own = forward(module)
+    if own is not None:
+        module.forward = own
+    expected, attributes = looks_of(module), dict(vars(module))
+    recollect.checkpointed(module)
+    looks = looks_of(module)
+    for name, value in expected.items():
+        assert looks[name] == value, name
+    recollect.unwrap(module)
+    assert looks_of(module) == expected
+    assert vars(module) == attributes
+    assert type(module) is Documented
+
+
+def test_a_forward_of_the_class_that_is_replaced_is_looked_at_by_the_next(monkeypatch):
+    make(Documented)
+    monkeypatch.setattr(Documented, "forward", lambda self, other: other)
+    module = make(Documented)
+    assert [*inspect.signature(module.forward).parameters] == ["other"]
+
+
+def test_marks_that_are_for_torch_or_for_us_are_not_taken_over():
+    class Marked(Block):
+        @recollect.checkpointed
+        def forward(self, x):
+            return super().forward(x)
+
+    Marked.forward.own = 1
+    Marked.forward._torchdynamo_orig_callable = None
+    forward = make(Marked).forward
+    assert forward.own == 1
+    assert not hasattr(forward, "_torchdynamo_orig_callable")
+    with pytest.raises(ValueError, match="not checkpointed"):
+        recollect.unwrap(forward)
+
+
+def test_a_function_has_its_signature():
+    wrapped = recollect.checkpointed(bound)
+    assert inspect.signature(wrapped) == inspect.signature(bound)
+    assert inspect.getfullargspec(wrapped) == inspect.getfullargspec(bound)
+
+
+def test_a_callable_without_a_signature_is_wrapped():
+    assert recollect.checkpointed(torch.sin)(torch.zeros(2)).tolist() == [0, 0]
 
 
 # --- errors and undoing ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from recollect.checks.determinism import Describe
 from recollect.engines.rerun import Contexts
-from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.modules import OPTIONS, look_like, unwrap_module, wrap_module
 from recollect.options import Options, noop_context_fn, usual_options
 from recollect.region import run_compiled, run_region
 from recollect.selective import create_selective_checkpoint_contexts
@@ -147,10 +147,10 @@ def _checkpointed(target: Any, options: Options) -> Any:
             "runs nothing that could be checkpointed"
         )
 
-    @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         return run_region(target, args, kwargs, options)
 
+    look_like(target, call)
     vars(call)[OPTIONS] = options
     return call
 

@@ -5,14 +5,19 @@ on the instance. Compared with an instance attribute ``forward`` this makes no c
 module, follows shallow copies (as ``DataParallel`` makes them), and leaves parameters, buffers and
 hooks where they are. An instance that already has a ``forward`` of its own keeps it: it is what
 gets checkpointed.
+
+Frameworks decide by the signature of ``forward`` which columns of a data set a model takes, and
+which arguments it is generated with: whatever stands in the place of a ``forward`` looks like it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recollect.options import Options
 from recollect.region import run_region
 
-__all__ = ["OPTIONS", "bound_to", "unwrap_module", "wrap_module"]
+__all__ = ["OPTIONS", "bound_to", "look_like", "unwrap_module", "wrap_module"]
 
 #: The attribute that marks what is checkpointed, and holds how.
 OPTIONS = "_recollect_options"
@@ -30,6 +35,25 @@ _OWN_FORWARD = "_recollect_forward"
 #: By which options a module is checkpointed; or what is called in the place of its forward, with
 #: that, its arguments and its keyword arguments.
 How = Options | Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
+
+
+def look_like(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
+    """Make ``wrapper`` look like ``function``, which it calls: name, signature, documentation.
+
+    But for what marks ``function`` as ours, or as torch's to unwrap.
+    """
+    functools.update_wrapper(wrapper, function)
+    attributes = vars(wrapper)
+    for name in [name for name in attributes if name == OPTIONS or name.startswith("_torch")]:
+        del attributes[name]
+    try:
+        # Those that do not follow ``__wrapped__`` look for this.
+        attributes["__signature__"] = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function written in C, which has none to show
+        attributes.pop("__signature__", None)
+    return wrapper
 
 
 class _Checkpointed:
@@ -44,7 +68,8 @@ class _Checkpointed:
         make, args, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         base = type(self).__bases__[-1]
         plain = tuple(base if a is type(self) else a for a in args)
-        return _remake, (base, vars(self).get(OPTIONS), make, plain), *rest
+        own = _OWN_FORWARD in vars(self)
+        return _remake, (base, vars(self).get(OPTIONS), make, plain, own), *rest
 
 
 def bound_to(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,36 +86,92 @@ def _call_own(function: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: 
     return function(*args, **kwargs)
 
 
-_subclasses: dict[type, type] = {}
+def _run(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    how = module.__dict__.get(OPTIONS)
+    if how is None:
+        return function(*args, **kwargs)
+    if type(how) is Options:
+        return run_region(function, args, kwargs, how)
+    return how(bound_to(module, function), args, kwargs)
 
 
-def _checkpointed_class(base: type) -> type:
-    if base in _subclasses:
-        return _subclasses[base]
+def _own_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` of an instance's own, checkpointed."""
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _run(module, function, args, kwargs)
+
+    # Made when it is asked for, so that nothing refers to the module: there is no time for more.
+    return functools.update_wrapper(forward, function)
+
+
+class _Forwards:
+    """In the place of ``forward`` in the class of a module that has one of its own.
+
+    Of the class it is that of the class, which the other may call.
+    """
+
+    def __init__(self, base: type) -> None:
+        self._base = base
+        self._usual = _forward_of(base)
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
+        if module is None:
+            return self._base.forward  # type: ignore[attr-defined, no-any-return]
+        own = module.__dict__.get(_OWN_FORWARD)
+        if own is None:  # any more
+            return partial(self._usual, module)
+        if torch.compiler.is_dynamo_compiling():
+            return partial(_call, module, own)
+        return _own_forward(module, own)
+
+
+def _call(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _run(module, function, args, kwargs)
+
+
+#: By class, and whether the instance has a ``forward`` of its own.
+_subclasses: dict[tuple[type, bool], type] = {}
+
+#: What a class has of its own and does not inherit.
+_OF_A_CLASS = ("__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__")
+
+
+def _checkpointed_class(base: type, *, own: bool) -> type:
+    known = _subclasses.get((base, own))
+    if known is None:
+        forward = _Forwards(base) if own else _forward_of(base)
+        names = {name: vars(base)[name] for name in _OF_A_CLASS if name in vars(base)}
+        names |= {"__qualname__": base.__qualname__, "forward": forward}
+        known = _subclasses[base, own] = type(base.__name__, (_Checkpointed, base), names)
+    elif not own and known.forward.__wrapped__ is not base.forward:  # type: ignore[attr-defined]
+        look_like(base.forward, known.forward)  # type: ignore[attr-defined]
+    return known
+
+
+def _forward_of(base: type) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # By way of ``base`` and not of ``super()``: this method may outlive the exchange of class.
         attributes = self.__dict__
-        own: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+        of_class: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
         if torch.compiler.is_dynamo_compiling():  # which cannot bind a function before torch 2.13
-            function = attributes.get(_OWN_FORWARD) or partial(own, self)
+            function = attributes.get(_OWN_FORWARD) or partial(of_class, self)
         else:
-            function = attributes.get(_OWN_FORWARD) or own.__get__(self)
-        how = attributes.get(OPTIONS)
-        if how is None:
-            return function(*args, **kwargs)
-        if type(how) is Options:
-            return run_region(function, args, kwargs, how)
-        return how(bound_to(self, function), args, kwargs)
+            function = attributes.get(_OWN_FORWARD) or of_class.__get__(self)
+        return _run(self, function, args, kwargs)
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
-    _subclasses[base] = type(base.__name__, (_Checkpointed, base), names)
-    return _subclasses[base]
+    return look_like(base.forward, forward)  # type: ignore[attr-defined]
 
 
-def _remake(base: type, how: How | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _remake(
+    base: type,
+    how: How | None,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    own: bool = False,
+) -> Any:
     module = make(*args)
-    module.__class__ = _checkpointed_class(base)
+    module.__class__ = _checkpointed_class(base, own=own)
     if how is not None:
         module.__dict__[OPTIONS] = how
     return module
@@ -113,9 +194,9 @@ def wrap_module(module: nn.Module, how: How) -> nn.Module:
             f"this {type(module).__name__} will exchange its class when it first runs; run it "
             "once, then wrap it"
         )
-    if not isinstance(module, _Checkpointed):
-        module.__class__ = _checkpointed_class(type(module))
     own_forward = module.__dict__.pop("forward", None)
+    if not isinstance(module, _Checkpointed):
+        module.__class__ = _checkpointed_class(type(module), own=own_forward is not None)
     if own_forward is not None:
         module.__dict__[_OWN_FORWARD] = own_forward
     module.__dict__[OPTIONS] = how
@@ -132,6 +213,6 @@ def unwrap_module(module: nn.Module) -> nn.Module:
     if own_forward is not None:
         module.__dict__["forward"] = own_forward
     # Somebody may have put a class of theirs on top since; ours then stays below, doing nothing.
-    if type(module) is _subclasses.get(type(module).__bases__[-1]):
+    if _Checkpointed in type(module).__bases__:
         module.__class__ = type(module).__bases__[-1]
     return module

@@ -15,7 +15,7 @@ from recollect.engines.replay.engine import Hooks, observe_region
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.record import Recorder
 from recollect.engines.replay.recording import Recording
-from recollect.modules import bound_to
+from recollect.modules import bound_to, look_like
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.build import build_graph
 from recollect.planning.footprint import tally_of
@@ -128,7 +128,7 @@ def observed(
         recordings.append(recording)
         return output
 
-    model.__dict__["forward"] = run
+    model.__dict__["forward"] = look_like(model.forward, run)
     try:
         yield
     finally:
