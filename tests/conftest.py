@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +15,13 @@ from recollect.torch_private import free_cuda_workspaces
 # The tensors of the tests are small: a second thread costs more than it gives, and on a busy
 # machine the two wait for each other.
 torch.set_num_threads(1)
+
+with suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # The same examples every time; and on a busy machine any of them may take long.
+    settings.register_profile("tests", derandomize=True, database=None, deadline=None)
+    settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True, scope="module")

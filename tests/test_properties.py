@@ -560,8 +560,6 @@ def with_examples(number: int, at_most: int = 1 << 30) -> settings:
     """The same programs every time, unless more are asked for."""
     return settings(
         derandomize=not CASES,
-        database=None,
-        deadline=None,
         max_examples=min(CASES or number, at_most),
         suppress_health_check=[
             hypothesis.HealthCheck.too_slow,
@@ -594,7 +592,7 @@ QUIET = pytest.mark.filterwarnings("ignore:the policy's .* matched nothing:UserW
 
 
 @QUIET
-@with_examples(350)
+@with_examples(120)
 @example(Program((GAINS_A_HISTORY,)))
 @example(Program((FORBIDDEN_VIEW,)))
 @given(programs())
@@ -625,7 +623,7 @@ NOT_IN_PLACE = [op for op in OPS if op not in WRITING]
 
 @QUIET
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@with_examples(150)
+@with_examples(50)
 @given(programs(NOT_IN_PLACE, ["backward", "backward_twice", "one_by_one"]))
 def test_random_programs_with_the_reentrant_engine(program: Program) -> None:
     """Within its limits, and but for the order in which shares of a gradient are added."""

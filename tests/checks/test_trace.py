@@ -286,7 +286,7 @@ def test_nothing_accumulates_over_many_steps(options: dict[str, Any]) -> None:
         steps(300)  # as many as it takes to fill Python's lists of free tuples
         states = [state()]
         for _ in range(3):
-            steps(200)
+            steps(100)
             states.append(state())
     finally:
         tracemalloc.stop()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fixed_times")
 #: Those of ten budgets, and of the bound; for the others three do.
 _FULL = ("decoder", "encoder_decoder", "conv", "moe", "lstm")
 #: The models that are always studied; and of those, the ones whose bound takes no seconds.
-_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "unrolled", "with_loss", "custom", "cast")
+_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "with_loss", "custom", "cast")
 _BOUNDED = ("conv", "lstm")
 #: From the least (0) to what the plain step takes (1).
 _TWO = (0.0, 0.5)

@@ -67,7 +67,7 @@ class Bench:
 
 
 #: The models that are always tried.
-_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "with_loss", "custom", "unet")
+_USUAL = ("decoder", "conv", "moe", "lstm", "packed", "unrolled", "with_loss", "custom", "unet")
 
 
 @pytest.fixture(scope="module", params=sampled(CASES, usual=_USUAL))

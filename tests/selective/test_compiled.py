@@ -11,6 +11,7 @@ from torch import nn
 
 import recollect
 from recollect import policy
+from tests._support import sampled
 from tests.selective._helpers import Block, again, leaves, limit, seeded, square, total
 from tests.test_compile import Graphs
 
@@ -73,7 +74,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+USUAL = ("nothing", "matmuls", "function", "recompute before save", "every third", "combined")
+
+
+@pytest.mark.parametrize("name", sampled(CASES, usual=USUAL))
 # A rule that another leaves nothing to do says so.
 @pytest.mark.filterwarnings("ignore:the policy's .* matched nothing")
 def test_what_is_kept_is_not_run_again(name):
@@ -92,11 +96,11 @@ def test_a_rule_before_a_name_wins():
     ("patterns", "addmm"),
     [
         (["attn.wo"], 5),
-        (["*.wo"], 5),
-        (["attn"], 2),
-        (["mlp"], 4),
+        pytest.param(["*.wo"], 5, marks=pytest.mark.slow),
+        pytest.param(["attn"], 2, marks=pytest.mark.slow),
+        pytest.param(["mlp"], 4, marks=pytest.mark.slow),
         (["mlp.up", "attn.w?"], 1),
-        (["attn", "mlp"], 0),
+        pytest.param(["attn", "mlp"], 0, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("make", [policy.save_modules])
@@ -105,7 +109,9 @@ def test_what_runs_inside_modules_is_kept(patterns, addmm, make):
     assert backward["aten.addmm.default"] == addmm
 
 
-@pytest.mark.parametrize("pattern", ["layers.*.attn.wo", "attn.wo", "layers.1.*"])
+@pytest.mark.parametrize(
+    "pattern", sampled(["layers.*.attn.wo", "attn.wo", "layers.1.*"], usual=["layers.1.*"])
+)
 def test_each_block_of_a_compiled_model_is_a_region(pattern):
     class Model(nn.Module):
         def __init__(self):

@@ -117,20 +117,20 @@ def compare(program: Program, chosen: Any, **options: Any) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:the policy's .* matched nothing")
 
 
-@with_examples(300)
+@with_examples(100)
 @example(Program((region(Step("matmul", 1, 1), Step("relu_"), Step("sin")),)), policy.everything())
 @given(programs(), policies)
 def test_random_programs_with_random_policies(program: Program, chosen: Any) -> None:
     compare(program, chosen)
 
 
-@with_examples(150)
+@with_examples(50)
 @given(programs())
 def test_random_programs_with_everything_kept(program: Program) -> None:
     compare(program, policy.everything())
 
 
-@with_examples(100)
+@with_examples(35)
 @given(programs(NOT_IN_PLACE, ALLOWED), policies)
 def test_random_programs_without_writing_have_no_excuse(program: Program, chosen: Any) -> None:
     """No false alarm: what plain autograd gets right, we do too."""
@@ -141,7 +141,7 @@ def test_random_programs_without_writing_have_no_excuse(program: Program, chosen
     assert_identical(actual.results, expected.results)
 
 
-@with_examples(100)
+@with_examples(35)
 @given(programs(NOT_IN_PLACE, ALLOWED), policies, st.booleans())
 def test_random_programs_with_a_store(program: Program, chosen: Any, inputs: bool) -> None:
     store = Store()

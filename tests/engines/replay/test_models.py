@@ -20,18 +20,15 @@ from torch import Tensor, nn
 import recollect
 from recollect import policy
 from recollect.engines.replay import engine, library
-from tests._support import assert_identical, collector_off
+from tests._support import assert_identical, collector_off, sampled
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        # What a library of models deprecates, of its own or of torch's, is not our subject.
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        # Not every model has an attention kernel, and with dropout there is none for the CPU.
-        r"ignore:the policy's attention\(\) matched nothing",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    # What a library of models deprecates, of its own or of torch's, is not our subject.
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    # Not every model has an attention kernel, and with dropout there is none for the CPU.
+    r"ignore:the policy's attention\(\) matched nothing",
+)
 
 Batch = dict[str, Any]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -377,7 +374,7 @@ def plain_architecture(name: str) -> list[Any]:
 
 
 @KEEPING
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, usual=("llama", "t5", "mixtral", "vit")))
 def test_architecture(name: str, keep: Any) -> None:
     assert_trains_alike(architecture(name), plain_architecture(name), keep)
 
@@ -820,13 +817,19 @@ NETWORKS = {
 }
 
 
+USUAL_NETWORKS = (
+    *("resnet", "unet", "densenet-averaging", "selection", "stochastic-depth"),
+    *("vae", "custom-function", "forces", "speech-packed", "translator-autocast"),
+)
+
+
 @functools.cache
 def plain_network(name: str) -> list[Any]:
     return train(NETWORKS[name], plain)[0]
 
 
 @KEEPING
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", sampled(NETWORKS, usual=USUAL_NETWORKS))
 def test_network(name: str, keep: Any) -> None:
     assert_trains_alike(NETWORKS[name], plain_network(name), keep)
 
@@ -992,8 +995,11 @@ def assert_alike(case: Case, way: Callable[[Trainer], None], wrap: Wrap) -> None
 
 @pytest.mark.parametrize(
     ("name", "keep"),
-    [("olmoe", None), ("resnet", None), ("speech", KEEP)],
-    ids=["olmoe", "resnet", "speech"],
+    [
+        pytest.param("olmoe", None, id="olmoe", marks=pytest.mark.slow),
+        pytest.param("resnet", None, id="resnet"),
+        pytest.param("speech", KEEP, id="speech", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_way_of_training(way: Callable[[Trainer], None], name: str, keep: Any) -> None:
@@ -1060,7 +1066,11 @@ def test_a_model_that_checkpoints_by_itself() -> None:
 )
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", "LlamaDecoderLayer"), ("bart", "BartDecoderLayer"), ("unet", "Sequential")],
+    [
+        ("llama", "LlamaDecoderLayer"),
+        pytest.param("bart", "BartDecoderLayer", marks=pytest.mark.slow),
+        ("unet", "Sequential"),
+    ],
 )
 def test_blocks_as_regions(name: str, kind: str, inner: str, outer: str | None) -> None:
     def wrap(model: nn.Module) -> nn.Module:

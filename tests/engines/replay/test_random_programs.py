@@ -577,7 +577,7 @@ KEPT_AND_OVERWRITTEN = Program(
 KEPT_AND_EXPOSED = Program((region(Step("tanh"), Step("squared_by_numpy")),))
 
 
-@with_examples(110)
+@with_examples(50)
 @example(DIFFERS_AND_SAVES, CALLS["same"])
 @example(KEPT_AND_OVERWRITTEN, CALLS["same"])
 @given(programs(), calls)
@@ -585,7 +585,7 @@ def test_random_programs(program: Program, settings: tuple[Setting, ...]) -> Non
     compare(program, settings)
 
 
-@with_examples(90)
+@with_examples(45)
 @example(SAVED_AND_CHANGED, CALLS["same"], policy.save_ops(torch.ops.aten.sin))
 @example(SAVED_AND_CHANGED_BY_ITSELF, CALLS["same"], policy.save_ops(torch.ops.aten.sin))
 @given(programs(), calls, policies)
@@ -595,7 +595,7 @@ def test_random_programs_with_random_policies(
     compare(program, settings, policy=chosen)
 
 
-@with_examples(50)
+@with_examples(30)
 @example(NEVER_ASKED_FOR, CALLS["same"])
 @example(KEPT_AND_EXPOSED, CALLS["same"])
 @given(programs(), calls)
@@ -605,7 +605,7 @@ def test_random_programs_with_everything_kept(
     compare(program, settings, policy=policy.everything())
 
 
-@with_examples(50)
+@with_examples(30)
 @example(SAVED_AND_CHANGED, policy.save_ops(torch.ops.aten.sin), True)
 @given(programs(), policies, st.booleans())
 def test_random_programs_with_a_store(program: Program, chosen: Any, inputs: bool) -> None:
@@ -615,7 +615,7 @@ def test_random_programs_with_a_store(program: Program, chosen: Any, inputs: boo
     assert store.kept == {}
 
 
-@with_examples(50)
+@with_examples(30)
 @given(programs(STEADY, ALLOWED, ["no_grad", "branch"]), st.none() | policies)
 def test_random_programs_that_do_not_change_are_recorded_once(
     program: Program, chosen: Any
