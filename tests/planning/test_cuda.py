@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,3 +219,64 @@ def test_workspaces_of_other_streams_do_not_count() -> None:
     frontier = recollect.frontier(small.model, small.batch, loss=small.loss, offload=False)
     assert torch.cuda.memory_allocated() < before
     assert frontier.least < 0.9 * frontier.plain_peak
+
+
+# --- steps that are not the planned one -----------------------------------------------------------
+
+
+def test_a_step_above_the_budget_is_told_at_the_next_forward() -> None:
+    case = made("decoder")
+    plan = recollect.plan(case.model, case.batch, 0.7, loss=case.loss)
+    plan.apply(case.model)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        case.step()
+        case.model.zero_grad()
+    # What the plan cannot know: something is held beside the step.
+    other = torch.empty(plan.budget, dtype=torch.uint8, device="cuda")
+    case.step()
+    case.model.zero_grad()
+    peak = torch.cuda.max_memory_allocated()
+    assert peak > plan.budget
+    with pytest.warns(recollect.PlanWarning, match="since the last forward under the plan") as told:
+        case.step()
+    assert len(told) == 1
+    case.model.zero_grad()
+    case.step()  # once is enough
+    assert torch.cuda.max_memory_allocated() >= peak  # nobody has reset it
+    del other
+
+
+@pytest.mark.parametrize("offload", [False, "auto"])
+def test_ordinary_training_is_not_told_of(offload: Any) -> None:
+    case = made("dropout")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    plan = recollect.plan(
+        case.model, case.batch, 0.7, loss=case.loss, optimizer=optimizer, offload=offload
+    )
+    plan.apply(case.model)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(6):  # warnings are errors in these tests
+        case.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() <= plan.budget
+
+
+def test_autocast_that_was_not_planned_on_a_device() -> None:
+    torch.manual_seed(0)
+    model, batch = Decoder(8, 512).cuda(), _text()
+    plan = recollect.plan(model, batch, 0.6, loss=squares)
+    plan.apply(model)
+    told: list[str] = []
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.autocast("cuda", torch.bfloat16):
+                out = model(batch)
+            squares(out).backward()
+        del out
+        model.zero_grad()
+        told += [str(each.message) for each in caught]
+        assert told or torch.cuda.max_memory_allocated() <= plan.budget

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
+from recollect.planning.runner import _Peaks
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import MoE, squares, static_bytes
 
@@ -195,8 +196,8 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     """As tokenizers give."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "data":
-            raise AttributeError
+        if name in ("data", "__setstate__") or name not in self.data:
+            raise AttributeError(name)
         return self.data[name]
 
 
@@ -409,6 +410,34 @@ def test_a_step_now_and_then_that_does_more() -> None:
     assert run.peaks[4] == max(run.peaks)
 
 
+def test_a_forward_that_is_set_on_the_instance() -> None:
+    model = net()
+    plan = recollect.plan(model, batch(), 0.6, loss=squares)
+    own = model.forward
+
+    def forward(x: Tensor) -> Tensor:  # no method of anybody's
+        return own(x)
+
+    model.forward = forward
+    expected = _gradients_alone(model)
+    plan.apply(model)
+    for _ in range(3):
+        with silence():
+            found = measure(
+                lambda: model(batch()), lambda out: squares(out).backward(), warm_up=False
+            )
+        assert found.peak + static_bytes(model) <= plan.budget
+        assert_identical(gradients(model), expected)
+        model.zero_grad()
+
+
+def _gradients_alone(model: nn.Module) -> list[Tensor | None]:
+    squares(model(batch())).backward()
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
 # --- torch.compile --------------------------------------------------------------------------------
 
 
@@ -566,6 +595,35 @@ def test_outputs_that_are_kept_without_a_backward() -> None:
     outputs = [model(batch())]
     with pytest.warns(recollect.PlanWarning, match="let go of outputs that have no backward"):
         outputs.append(model(batch()))
+
+
+# --- what CUDA's allocator has counted ------------------------------------------------------------
+
+
+def test_a_peak_that_has_risen_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter([50, 50, 90, 130, 130, 40, 110, 110])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda device: {"allocated_bytes": {"all": {"peak": next(counted)}}},
+    )
+    peaks = _Peaks(100)
+    peaks._device = torch.device("cuda", 0)
+    found = [peaks.risen_to(nn.Identity()) for _ in range(8)]
+    # After the sixth look somebody had it counted anew.
+    assert found == [None, None, None, 130, None, None, 110, None]
+
+
+def test_a_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    plan = planned(model, batch())
+    monkeypatch.setattr(_Peaks, "risen_to", lambda *_: 2 * plan.budget)
+    with pytest.warns(recollect.PlanWarning, match="more than its budget of") as caught:
+        model(batch())
+    assert caught[0].filename == __file__
+    with silence():
+        model(batch())
 
 
 # --- nothing to tell ------------------------------------------------------------------------------

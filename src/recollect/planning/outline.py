@@ -15,18 +15,20 @@ from recollect.engines.replay.recording import Recording
 from recollect.engines.replay.steps import Step
 from recollect.engines.replay.tape import Buffer, Op, results_of
 from recollect.planning.build import build_graph
-from recollect.planning.graph import Graph
+from recollect.planning.graph import Graph, Link
 from recollect.planning.rates import Call
 from recollect.planning.trace import Event
 
 __all__ = ["outline_of"]
 
 _NOTHING = Call("")
+#: What goes to the host is there at once: the plan says after which op it is gone from here.
+_LINK = Link(1e30, 1e30)
 
 
 def outline_of(recording: Recording) -> Graph:
     """The graph of a step with this forward. Times are none, and nothing is there throughout."""
-    return build_graph(_Guessed(recording), recording, base=0, on_device=False)
+    return build_graph(_Guessed(recording), recording, base=0, on_device=False, link=_LINK)
 
 
 class _Guessed:
