@@ -10,6 +10,7 @@ from torch import nn
 import recollect
 from recollect import policy
 from recollect.errors import KeptTensorError
+from tests.selective._helpers import again, square
 
 aten = torch.ops.aten
 
@@ -118,6 +119,50 @@ def test_everything(function):
 def test_a_cache_that_forward_fills(function, given):
     expected = gradient(functools.partial(function, []))
     assert torch.equal(gradient(functools.partial(function, []), with_policy(given)), expected)
+
+
+#: Ways to a tensor with the values of another and without its history.
+CUT_OFF = {
+    "detach": lambda h: h.detach(),
+    "data": lambda h: h.data,
+    "a copy": lambda h: h.detach().clone(),
+    "a view": lambda h: h.detach().view(-1, 4),
+    "a view of data": lambda h: h.data.t(),
+    "twice": lambda h: h.detach().data.detach(),
+    "alias": lambda h: aten.alias(h.detach()),
+    "by way of numpy": lambda h: torch.from_numpy(h.detach().numpy()),
+    "by way of DLPack": lambda h: torch.from_dlpack(h.detach()),
+    "by way of a list": lambda h: torch.tensor(h.tolist()),
+}
+
+
+def tables(cut_off, of_argument, fewer, table, x):
+    """Multiplies something without a history, and then fills a table if there is none."""
+    h = x if of_argument else x.sin()
+    y = cut_off(h) @ x
+    if not table:
+        with torch.no_grad():
+            table.append(torch.arange(4.0).outer(torch.ones(4)).cos())
+    out = (h * y * table[0]).sin() if not fewer else (h * y).exp()
+    return out.mm(x).cos()
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+@pytest.mark.parametrize("of_argument", [False, True])
+@pytest.mark.parametrize("cut_off", CUT_OFF.values(), ids=CUT_OFF)
+@pytest.mark.parametrize("given", [policy.everything(), policy.matmuls(), [aten.mm.default]])
+def test_what_has_no_history_and_a_table_that_forward_fills(given, cut_off, of_argument, fewer):
+    function = functools.partial(tables, cut_off, of_argument, fewer)
+    expected = gradient(functools.partial(function, []))
+    region = with_policy(given)
+    assert torch.equal(gradient(functools.partial(function, []), region), expected)
+
+
+def test_what_was_kept_of_a_detached_tensor_is_not_run_again():
+    def function(x):
+        return (x.sin().detach() @ x).cos() @ (x.data @ x).sin()
+
+    assert again(function, square(1), policy.matmuls())[aten.mm.default] == 0
 
 
 @pytest.mark.parametrize("given", [policy.everything(), policy.matmuls()])

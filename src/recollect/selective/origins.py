@@ -8,6 +8,9 @@ what they are, since those are the same objects in both runs.
 A kept result is handed out if what goes in has the same labels: two products that change places are
 noticed.
 
+What is detached has the label of what it is detached from. So has what shares its memory and its
+layout though no op has made it, as ``.data`` does.
+
 In the recomputation a tensor may be of unknown origin: made by code that we do not see, or made
 anew. What comes from it has no label.
 """
@@ -15,6 +18,7 @@ anew. What comes from it has no label.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from typing import Any
 from weakref import ref
 
@@ -56,13 +60,15 @@ def note_results(made: Made, out: Any, label: int | None, holder: Any) -> list[A
 class Origins:
     """The labels of what a region did not make."""
 
-    __slots__ = ("_arguments", "_learns", "_next", "known")
+    __slots__ = ("_arguments", "_given", "_learns", "_next", "known")
 
     def __init__(self) -> None:
         #: By id, as in `Made`.
         self.known: Made = {}
         #: The labels of the arguments, by position.
         self._arguments: list[int | None] = []
+        #: Those that are tensors, as in `Made`.
+        self._given: list[tuple[Any, int | None, Any]] = []
         self._next = _FIRST
         #: Whether what is met for the first time gets a label.
         self._learns = True
@@ -71,6 +77,8 @@ class Origins:
         """Know the tensors among ``values`` by their position."""
         for value in values:
             self._arguments.append(self.learn(value) if isinstance(value, _Tensor) else None)
+            if isinstance(value, _Tensor):
+                self._given.append(self.known[id(value)])
 
     def learn(self, tensor: _Tensor) -> int | None:
         """The label of ``tensor``, which the region did not make."""
@@ -82,6 +90,12 @@ class Origins:
         self._next = label - 1
         return label
 
+    def label_alias(self, alias: _Tensor, value: Any, made: Made, holder: Any = None) -> None:
+        """Give ``alias``, which is ``value`` under another name, its label, if that has one."""
+        known = made.get(id(value)) or self.known.get(id(value))
+        if known is not None and known[0]() is value:
+            made[id(alias)] = ref(alias), known[1], holder
+
     def for_rerun(self, values: Iterable[Any]) -> Origins:
         """The same, but for the arguments, which a recomputation may have as other objects."""
         origins = Origins()
@@ -90,6 +104,7 @@ class Origins:
         for value, label in zip(values, self._arguments, strict=False):
             if label is not None and isinstance(value, _Tensor):
                 origins.known[id(value)] = ref(value), label, None
+                origins._given.append(origins.known[id(value)])
         return origins
 
     def label(self, value: Any, made: Made) -> Any:
@@ -104,11 +119,27 @@ class Origins:
             weight = cast_weight(value)
             if weight is not None:
                 return hash((_CAST, self.label(weight, made), value.dtype))
+            label = self._label_of_memory(value, made)
+            if label is not None:
+                made[id(value)] = ref(value), label, None
+                return label
             return self.learn(value) if self._learns else _stranger(value)
         if isinstance(value, _CONTAINERS):
             labels = tuple([self.label(each, made) for each in value])
             return None if None in labels else labels
         return _constant(value)
+
+    def _label_of_memory(self, value: _Tensor, made: Made) -> int | None:
+        """The label of what ``value`` is an alias of: one of the latest results, or an argument."""
+        looks = _looks_of(value)
+        if looks is None or isinstance(value, nn.Parameter):
+            return None
+        latest = islice(reversed(made.values()), _LATEST)
+        for reference, label, _ in chain(latest, self._given):
+            tensor = reference()
+            if tensor is not None and label is not None and _looks_of(tensor) == looks:
+                return label
+        return None
 
     def inputs(
         self,
@@ -146,6 +177,24 @@ class Origins:
                 if reads_at is not None and known[2] is not None:
                     known[2].note_use(reads_at)
         return tuple(found)
+
+
+#: How many results are searched for one that shares memory with a tensor that no op has made.
+_LATEST = 64
+
+
+def _looks_of(tensor: _Tensor) -> tuple[Any, ...] | None:
+    """Where the values of ``tensor`` are and how they are read; None if it has no plain memory."""
+    if type(tensor) is not _Tensor or tensor.layout is not torch.strided:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        return None
+    if not address:
+        return None
+    flags = tensor.is_conj(), tensor.is_neg()
+    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, flags
 
 
 #: What stands for itself.

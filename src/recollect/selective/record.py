@@ -349,10 +349,9 @@ class RecordMode(DispatchMode):
     def _run_ignored(self, op: _Op, args: _Args, kwargs: Any) -> Any:
         """An op that is not counted: it detaches a tensor, or reads its looks."""
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        known = self._made.get(id(args[0])) if args else None
-        if known is not None and known[0]() is args[0] and isinstance(out, _Tensor):
+        if isinstance(out, _Tensor):
             holder = self._holder(args)
-            self._made[id(out)] = (ref(out), known[1], holder)
+            self.ledger.origins.label_alias(out, args[0], self._made, holder)
             if holder is not None:
                 step = len(self.ledger.sequence) - 1
                 holder.note_use(step)  # what is detached may be read by Python

@@ -2,7 +2,8 @@
 
 It does so as long as the region runs the ops of forward, one by one, and each kept op gets what it
 got then (see ``origins``). If an op gets something else, that is an error. If another op runs,
-since forward had to fill a cache, the rest of the region is simply recomputed.
+since forward had to fill a cache, the rest of the region is simply recomputed. What was given out
+before on the condition that all ops are the same is then computed, and compared.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from recollect.selective.ledger import Entry, Ledger
 from recollect.selective.origins import Made, Origins, differ, note_results
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
+from recollect.store.handles import version_of
 from recollect.torch_private import (
     DispatchMode,
     current_graph_task,
     is_weight,
     storage_key,
     tree_leaves,
+    tree_map_only,
 )
 
 __all__ = ["ReplayMode"]
@@ -77,7 +80,7 @@ class ReplayMode(DispatchMode):
         #: something was given out on that condition.
         self._steps = 0
         self._is_in_step = True
-        self._guesses = False
+        self._guesses: list[_Guess] = []
         #: When it is not in step any more: by op, the steps of forward that have not come yet.
         self._left: dict[Any, deque[int]] = {}
         #: What has been given out and was changed in place in forward.
@@ -114,7 +117,10 @@ class ReplayMode(DispatchMode):
     ) -> Any:
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.is_ignored or (facts.is_cast and is_weight(args[0])):
-            return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+            out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+            if facts.is_ignored and self._origins is not None and isinstance(out, _Tensor):
+                self._origins.label_alias(out, args[0], self._made)
+            return out
         step = self._steps
         if self._is_in_step and step < len(self._sequence) and self._sequence[step] is func:
             self._steps = step + 1
@@ -129,6 +135,9 @@ class ReplayMode(DispatchMode):
             entry = self._checked(facts, entry, inputs, args, kwargs)
         if entry is not None:
             out = self._hand_out(facts, entry)
+            if label is None and self._origins is not None:
+                # What is not known is the same, if all ops are.
+                self._guesses.append(_Guess(facts, args, kwargs, out, entry))
             label = entry.label
         else:
             if self._vacant:
@@ -161,7 +170,7 @@ class ReplayMode(DispatchMode):
         if not left and self._is_own():
             raise self._not_found(func, key)
         self._is_in_step = False
-        if was_in_step and self._guesses and self._is_own():
+        if was_in_step and self._is_own() and not self._guessed_right():
             raise KeptTensorError(
                 f"{func} is run now, and was not at this point of forward{_where()}. Results "
                 f"have been given out on the condition that it was. {_CAUSE}"
@@ -194,7 +203,6 @@ class ReplayMode(DispatchMode):
         if entry.inputs == inputs:
             return entry
         if None in inputs and not differ(entry.inputs, inputs):
-            self._guesses = True  # what is not known is the same, if all ops are
             return entry
         if entry.is_vacant or facts.is_random:
             return None
@@ -204,6 +212,11 @@ class ReplayMode(DispatchMode):
         raise KeptTensorError(
             f"{facts.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
         )
+
+    def _guessed_right(self) -> bool:
+        """Whether all that was given out on a condition is what would have been computed."""
+        guesses, self._guesses = self._guesses, []
+        return all(guess.holds() for guess in guesses)
 
     def _is_own(self) -> bool:
         """Whether forward must have run the op that is running: it is not of a backward inside."""
@@ -248,7 +261,8 @@ class ReplayMode(DispatchMode):
 
     def check_saved(self, expected: int) -> None:
         """Refuse what comes from a result that was not there. ``expected``: how many are saved."""
-        if self._guesses and self._is_in_step and self._steps < self.ledger.steps:
+        is_short = self._is_in_step and self._steps < self.ledger.steps
+        if is_short and not self._guessed_right():
             raise KeptTensorError(
                 "the recomputation ran fewer operations than forward. Results have been given out "
                 f"on the condition that it ran the same. {_CAUSE}"
@@ -270,6 +284,48 @@ class ReplayMode(DispatchMode):
         if self._is_in_step:
             return step < self._steps
         return step not in self._left.get(self._sequence[step], ())
+
+
+class _Weak:
+    """A tensor that is not held, with the version it has."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: _Tensor) -> None:
+        self._tensor = ref(tensor)
+        self._version = version_of(tensor)
+
+    def get(self) -> _Tensor:
+        """The tensor, if it is still there, and what it was."""
+        tensor = self._tensor()
+        if tensor is None or version_of(tensor) != self._version:
+            raise ReferenceError
+        return tensor
+
+
+class _Guess:
+    """A result that was given out though it is not known whether the same went in as in forward."""
+
+    __slots__ = ("_call", "_facts", "_out")
+
+    def __init__(self, facts: Facts, args: Any, kwargs: Any, out: Any, entry: Entry) -> None:
+        self._facts = facts
+        #: What went in; None if the op cannot be run again to compare.
+        self._call = None
+        if not entry.is_vacant and not facts.is_random:
+            self._call = tree_map_only(_Tensor, _Weak, (args, kwargs or {}))
+        self._out = tree_map_only(_Tensor, _Weak, out)
+
+    def holds(self) -> bool:
+        """Whether it is what the op gives; false if that cannot be found out."""
+        if self._call is None:
+            return False
+        try:
+            args, kwargs = tree_map_only(_Weak, _Weak.get, self._call)
+            out = tree_map_only(_Weak, _Weak.get, self._out)
+        except ReferenceError:
+            return False
+        return _same(self._facts.call(*args, **kwargs), out)
 
 
 def _by_key(sequence: list[Any], start: int) -> dict[Any, deque[int]]:
