@@ -13,11 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -889,3 +892,45 @@ def test_transforms_of_forward_mode(how: str, run: Any) -> None:
         return out, push(torch.ones(3))
 
     assert_identical(play(scenario, run), play(scenario, plain))
+
+
+# --- collectives that write in place --------------------------------------------------------------
+
+
+def summed(x: Tensor) -> Tensor:
+    h = x.detach() * 2
+    dist.all_reduce(h)
+    return used(x, h)
+
+
+def gathered(x: Tensor) -> Tensor:
+    h = x.detach() * 2
+    dist.all_reduce(h, async_op=True).wait()
+    parts = [torch.zeros(4, 4) for _ in range(2)]
+    dist.all_gather(parts, h * (dist.get_rank() + 1))
+    return used(x, parts[1]) * h.cos()
+
+
+def sent(x: Tensor) -> Tensor:
+    rank = dist.get_rank()
+    h, other = x.detach() * (rank + 2), torch.zeros(4, 4)
+    dist.broadcast(h, 0)
+    (dist.send if rank == 0 else dist.recv)(h if rank == 0 else other, 1 - rank)
+    return used(x, h) * other.cos()
+
+
+def _work(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        for region in (summed, gathered, sent):
+            for run in RUNS.values():
+                check(run, region, count=3)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_collectives_that_write_in_place(tmp_path: Path) -> None:
+    mp.spawn(_work, (str(tmp_path / "store"),), nprocs=2)
