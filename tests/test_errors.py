@@ -16,7 +16,8 @@ from tests._support import leaf, rerun
 PUBLIC_ERRORS = [
     error
     for _, error in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(error, Exception) and error.__module__ == errors.__name__
+    if issubclass(error, Exception)
+    and error.__module__ == errors.__name__
     # No cause of an exception, unless the user makes it one.
     and not issubclass(error, Warning)
 ]

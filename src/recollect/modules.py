@@ -205,13 +205,16 @@ def wrap_module(module: nn.Module, how: How) -> nn.Module:
 
 def unwrap_module(module: nn.Module) -> nn.Module:
     """Give ``module`` its own ``forward`` back."""
-    if module.__dict__.pop(OPTIONS, None) is None:
+    how = module.__dict__.pop(OPTIONS, None)
+    if how is None:
         raise ValueError(
             f"this {type(module).__name__} is not checkpointed: there is nothing to unwrap"
         )
     own_forward = module.__dict__.pop(_OWN_FORWARD, None)
     if own_forward is not None:
         module.__dict__["forward"] = own_forward
+    if hasattr(how, "unwrapped"):  # a plan, which may have wrapped parts of the module besides
+        how.unwrapped(module)
     # Somebody may have put a class of theirs on top since; ours then stays below, doing nothing.
     if _Checkpointed in type(module).__bases__:
         module.__class__ = type(module).__bases__[-1]

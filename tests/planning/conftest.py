@@ -13,7 +13,17 @@ from tests.planning._models import with_fixed_times
 def no_bound() -> Iterator[None]:
     """Have no time spent on what no plan can be below: others test that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
+        patch.setattr(
+            planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds + graph.engine_cost
+        )
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_blocks() -> Iterator[None]:
+    """Have no plan depend on what happens to be quicker here: of blocks there are tests apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_NOTICEABLE", float("inf"))
         yield
 
 
@@ -27,4 +37,5 @@ def fixed_times() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_profiled", with_fixed)
+        patch.setattr(planner, "with_overhead", lambda profile, *_: profile)
         yield

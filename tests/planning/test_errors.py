@@ -380,5 +380,11 @@ def test_whoever_looks_on_is_told_what_is_being_done() -> None:
     made_by = planner_of(_model(), X, lambda what, done: told.append((what, done)), loss=squares)
     assert isinstance(made_by, Planner)
     made_by.plan_for(made_by.least())
-    assert {what for what, _ in told} == {"recording a step", "solving", "trying the plan"}
+    assert {what for what, _ in told} == {
+        "recording a step",
+        "timing the engine",
+        "solving",
+        "trying the plan",
+        "timing the plan",
+    }
     assert all(0 <= done <= 1 for _, done in told)

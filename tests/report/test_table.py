@@ -22,7 +22,7 @@ def test_head_says_what_was_asked_for_and_what_comes_of_it():
         "  budget             8.00 GiB",
         "  predicted peak     7.28 GiB  91.0% of the budget",
         "  plain peak        13.66 GiB  the plan saves 6.38 GiB",
-        "  time vs plain         +8.1%  389 ms, plain 360 ms",
+        "  predicted time        +8.1%  389 ms, plain 360 ms",
         "  gap to the bound       0.7%  no plan that fits is below 386 ms",
     ]
 

@@ -22,7 +22,7 @@ def plan(arguments: Namespace) -> int:
     """Print the plan for a budget, and write what is asked for."""
     target = load_target(arguments.target)
     with Status() as status:
-        found = _frontier(target, status, no_offload=arguments.no_offload)
+        found = _frontier(target, status, arguments)
         made = found.plan_for(arguments.budget)
     say(str(made))
     if arguments.save is not None:
@@ -38,7 +38,7 @@ def frontier(arguments: Namespace) -> int:
     """Print all trade-offs."""
     target = load_target(arguments.target)
     with Status() as status:
-        found = _frontier(target, status, no_offload=arguments.no_offload)
+        found = _frontier(target, status, arguments)
         text = str(found)
     say(text)
     if arguments.html is not None:
@@ -59,14 +59,15 @@ def explain(arguments: Namespace) -> int:
     return 0
 
 
-def _frontier(target: Target, status: Status, *, no_offload: bool) -> Frontier:
+def _frontier(target: Target, status: Status, arguments: Namespace) -> Frontier:
     planner = planner_of(
         target.model,
         target.batch,
         status,
         loss=target.loss,
         optimizer=target.optimizer,
-        offload=False if no_offload else "auto",
+        offload=False if arguments.no_offload else "auto",
+        holds_output=not arguments.frees_output,
     )
     return Frontier(planner)
 

@@ -98,6 +98,7 @@ def _add_plan(several: Any) -> None:
         "--save", type=_output, metavar="FILE", help="write the plan, for recollect.Plan.load"
     )
     _add_no_offload(parser)
+    _add_frees_output(parser)
     parser.set_defaults(run=commands.plan)
 
 
@@ -107,6 +108,7 @@ def _add_frontier(several: Any) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
     _add_html(parser)
     _add_no_offload(parser)
+    _add_frees_output(parser)
     parser.set_defaults(run=commands.frontier)
 
 
@@ -149,6 +151,15 @@ def _add_html(parser: argparse.ArgumentParser) -> None:
 def _add_no_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-offload", action="store_true", help="hold nothing in the memory of the host"
+    )
+
+
+def _add_frees_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--frees-output",
+        action="store_true",
+        help="the training loop lets go of the model's output before backward, as the Trainer of "
+        "transformers does: holds_output=False",
     )
 
 

@@ -30,6 +30,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     offload: bool | str = "auto",
+    holds_output: bool = True,
 ) -> Plan:
     """Choose what to keep, recompute and offload for a training step to stay within a budget.
 
@@ -48,6 +49,9 @@ def plan(
         optimizer: Its state and what its step allocates count too.
         offload: Whether results may be held in the memory of the host: by default where there is a
             device to offload from, and it pays.
+        holds_output: Whether the training loop still holds the output of the model while backward
+            runs, as ``out = model(x); loss = f(out); loss.backward()`` does. False where it is gone
+            by then, as in the ``Trainer`` of transformers: its memory is used for something else.
 
     Raises:
         InfeasibleBudget: No plan fits. Says what is the least that would.
@@ -59,7 +63,7 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    planner = Planner(model, batch, loss, optimizer, offload)
+    planner = Planner(model, batch, loss, optimizer, offload, holds_output=holds_output)
     return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
 
 
@@ -75,9 +79,10 @@ def frontier(
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     offload: bool | str = "auto",
+    holds_output: bool = True,
 ) -> Frontier:
     """All that can be had in trade of memory for time, to choose from. Arguments as of `plan`."""
-    return Frontier(Planner(model, batch, loss, optimizer, offload))
+    return Frontier(Planner(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 
 def planner_of(model: nn.Module, batch: Any, progress: Progress, **options: Any) -> Planner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from recollect.engines.replay.direct import Alike, Decisions
+from recollect.planning.blocks import Blocks
 from recollect.planning.graph import Graph
 from recollect.planning.simulate import Schedule, simulate, uses_under
 from recollect.store.host import HostStore
@@ -24,6 +25,8 @@ class Choices:
         away: What goes to the host.
         arrivals: Keys of ops, each with how many of what was sent first are let go after it.
         limit: As in `Schedule`, as the others.
+        blocks: Paths of modules that are checkpointed, each as a whole, in place of all that. What
+            is kept is then what goes from one to another.
     """
 
     kept: Results
@@ -32,6 +35,7 @@ class Choices:
     limit: int
     ahead: int | None
     begin: int | None
+    blocks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule) -> Choices:
@@ -71,6 +75,8 @@ class Choices:
 
     def decisions(self, alike: Alike | None = None) -> Decisions:
         """What the engine goes by. Others at every call: recordings know them by identity."""
+        if self.blocks:
+            return Blocks()
         store = None
         if self.away:  # what is free when is up to the plan, and not to how fast copies are
             store = HostStore(in_flight=self.limit, ahead=self.ahead, _looks=False)

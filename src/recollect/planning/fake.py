@@ -121,11 +121,15 @@ class _Fakes:
         output = functional_call(step.model, self._tensors, self._args, self._kwargs)
         loss = (step.loss or default_loss)(output)
         check_loss(loss, step.model)
+        if not step.holds_output:
+            del output
         before_backward()
         loss.backward()
-        del output, loss
+        del loss
         if self._optimizer is not None:
             self._optimizer.step()
+        if step.holds_output:
+            del output
         for tensor in self._tensors.values():
             tensor.grad = None
 

@@ -188,6 +188,8 @@ class Graph:
         turn: The number of the first moment of backward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
         rerun_cost: Seconds that it takes to run an op again, beside its own.
+        engine_cost: Seconds that the engine adds to a step that runs by a plan, whatever it keeps.
+        spread: By how much the times of ops may be off, as a fraction: samples differed so.
         link: The way to the host, if there is one.
         varies: Whether shapes depend on data, and may be others in the next step.
         origins: What its bytes are made of, if that is known.
@@ -203,6 +205,8 @@ class Graph:
     turn: int
     base: int = 0
     rerun_cost: float = 0.0
+    engine_cost: float = 0.0
+    spread: float = 0.0
     link: Link | None = None
     varies: bool = False
     origins: Origins | None = field(default=None, compare=False, repr=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+from torch import nn
+
 from recollect.planning.graph import Graph
 from recollect.planning.simulate import Schedule, simulate
 from recollect.policy.op_sets import ATTENTION, MATMULS
 from recollect.report.picture import Point
 
-__all__ = ["peers_of"]
+__all__ = ["block_paths", "block_schedule", "peers_of"]
 
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
@@ -25,6 +27,23 @@ def peers_of(graph: Graph) -> list[Point]:
         _point(graph, "every block", boundaries),
         _point(graph, "and products kept", boundaries | dear),
     ]
+
+
+def block_paths(graph: Graph, model: nn.Module) -> tuple[str, ...]:
+    """The blocks of ``model``: its outermost modules with a number for a name that are called."""
+    lists = {n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        parts = op.path.split(".")
+        prefixes = [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdecimal()]
+        found |= dict.fromkeys([each for each in prefixes if each not in lists][:1])
+    return tuple(found)
+
+
+def block_schedule(graph: Graph) -> Schedule | None:
+    """What blocks come to that are checkpointed each as a whole; None if there are none."""
+    boundaries = _boundaries(graph)
+    return Schedule(frozenset(boundaries)) if boundaries else None
 
 
 def _point(graph: Graph, name: str, kept: set[int]) -> Point:

@@ -15,6 +15,7 @@ from torch import nn
 from recollect.engines.replay.direct import Decisions
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.batch import tensors_of_batch
+from recollect.planning.blocks import wrap_blocks
 from recollect.planning.choices import Choices
 from recollect.planning.conditions import Conditions
 from recollect.planning.footprint import Footprint
@@ -49,6 +50,13 @@ class Plan:
         bound_time: Seconds that no plan of this budget can be below.
         alternatives: Other choices for the same step, from the quickest to the one of least peak:
             for steps that are not the one planned for.
+        measured_peak: Bytes that steps under the plan took; None where it could not be run.
+        measured_time: Seconds that one took; None where it could not be run.
+        measured_plain_time: Seconds that plain steps took, in turn with those; None where they
+            could not be run.
+        spread: By how much times may be off, as a fraction: samples of the same work differed so.
+        holds_output: Whether the output of the model is taken to be held through backward.
+        output_bytes: How much of it was, in the steps that were measured.
     """
 
     budget: int
@@ -67,6 +75,12 @@ class Plan:
     footprint: Footprint
     alternatives: tuple[Choices, ...] = field(default=(), repr=False)
     basis: Basis | None = field(default=None, repr=False, compare=False)
+    measured_peak: int | None = None
+    measured_time: float | None = None
+    measured_plain_time: float | None = None
+    spread: float = 0.0
+    holds_output: bool = True
+    output_bytes: int | None = None
 
     @property
     def gap(self) -> float:
@@ -110,6 +124,11 @@ class Plan:
         """
         self._check(model)
         wrap_module(model, Runner(self))
+        try:
+            wrap_blocks(model, self.choices.blocks)
+        except ValueError:
+            unwrap_module(model)
+            raise
         return model
 
     def remove(self, model: M) -> M:
@@ -168,6 +187,9 @@ class Plan:
             predicted_peak=other.peak,
             predicted_time=other.seconds,
             plain_peak=other.plain_peak,
+            measured_peak=None,  # which were of another batch
+            measured_time=None,
+            measured_plain_time=None,
         )
         plan.__dict__["decisions"] = self.decisions_for(other.choices)
         return plan

@@ -4,15 +4,17 @@
 2. All good trade-offs of it are found (`solve`), each judged by the simulator.
 3. The one for the budget is applied, and the step is run under it and measured. If it takes more
    than was predicted, one that takes less by as much is tried next.
+4. It is timed in turn with the plain step. If it is slow, so is every block checkpointed as a
+   whole; if that is quicker within the same budget, the plan does just that.
 """
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +27,7 @@ from recollect.engines.replay.direct import Alike, Decisions
 from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.batch import check_batch, split_batch
+from recollect.planning.blocks import Blocks, wrap_blocks
 from recollect.planning.choices import Choices, trimmed
 from recollect.planning.conditions import Conditions, differences, has_modes
 from recollect.planning.fake import predict_step
@@ -33,20 +36,23 @@ from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
 from recollect.planning.links import measured_link
 from recollect.planning.literals import dense_strides
-from recollect.planning.peers import peers_of
+from recollect.planning.overhead import with_overhead
+from recollect.planning.peers import block_paths, block_schedule, peers_of
 from recollect.planning.plan import Plan
 from recollect.planning.profile import Profile, profile_step
 from recollect.planning.replan import Basis
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.rows import rows_of
-from recollect.planning.runner import Runner, Told, run_planned
+from recollect.planning.runner import Runner, Told
 from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, Step
+from recollect.planning.timing import Timing
+from recollect.planning.trial import Peaks, Way, peaks_under, times_under
 from recollect.report.curves import thinned
 from recollect.report.picture import Picture, Point
-from recollect.report.units import bytes_text
+from recollect.report.units import bytes_text, percent_text
 from recollect.torch_private import free_cuda_workspaces, is_compiled, profiler_is_on
 
 __all__ = ["Planner", "Progress"]
@@ -54,8 +60,6 @@ __all__ = ["Planner", "Progress"]
 #: Told what is being done, and how much of it is.
 Progress = Callable[[str, float], None]
 
-#: How many steps are run under a plan to measure it.
-_STEPS = 3
 #: How often a plan is corrected that takes more memory than was predicted.
 _CORRECTIONS = 6
 #: What a plan is taken to need for which there was no room, as a multiple of what was predicted.
@@ -68,6 +72,14 @@ _POINTS = 1000
 #: that was planned, and as many that are for one which is so much larger.
 _ALTERNATIVES = 8
 _LARGER = 2
+#: How much longer than plain a step under a plan takes for it to be compared with every block
+#: checkpointed, as a fraction; and how much quicker that has to be, beside the spread.
+_NOTICEABLE = 0.1
+_CLEARLY = 0.03
+#: How far the peak of that may be simulated above the budget for it to be tried.
+_ROUGHLY = 1.25
+#: The spread from which on a reader is told.
+_TOLD = 0.1
 
 _PARTS = (
     "parameters, optimizer state",
@@ -81,6 +93,40 @@ def _silent(_what: str, _done: float) -> None:
     pass
 
 
+@dataclass(frozen=True)
+class _Times:
+    """What steps took that were run in turn."""
+
+    planned: Timing
+    plain: Timing | None
+
+    @property
+    def spread(self) -> float:
+        return max(self.planned.spread, 0.0 if self.plain is None else self.plain.spread)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What becomes of a budget.
+
+    Args:
+        schedule: What is kept; of blocks, what they come to.
+        peaks: What was measured; None if nothing could be.
+        times: The same.
+        blocks: The blocks that are checkpointed, if that is all that is done.
+        others: Other ways that were measured, for comparison.
+        remark: Why it is blocks.
+    """
+
+    schedule: Schedule
+    peak: int
+    peaks: Peaks | None = None
+    times: _Times | None = None
+    blocks: tuple[str, ...] = ()
+    others: tuple[Point, ...] = ()
+    remark: str = ""
+
+
 class Planner:
     """Makes plans for one training step."""
 
@@ -92,12 +138,16 @@ class Planner:
         optimizer: Optimizer | None = None,
         offload: bool | str = "auto",
         progress: Progress = _silent,
+        *,
+        holds_output: bool = True,
     ) -> None:
         if offload not in (True, False, "auto"):
             raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+        if holds_output not in (True, False):
+            raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
         _check_unplanned(model)
         check_batch(batch)
-        self.step = Step(model, *split_batch(batch), loss, optimizer)
+        self.step = Step(model, *split_batch(batch), loss, optimizer, holds_output=holds_output)
         self._progress = progress
         link = measured_link(self.step.device) if offload else None
         if offload is True and link is None:
@@ -118,16 +168,36 @@ class Planner:
             # count towards its peak, and no plan could go below them.
             free_memory(self.step.device)
         self.profile: Profile = _profiled(self.step, link)
-        progress("solving", 0.0)
-        self.graph: Graph = self.profile.graph
         self._offload = link is not None
-        self.solver = Solver(
-            self.graph, offload=self._offload, progress=lambda done: progress("solving", done)
-        )
         self._told = Told()
         self._bounds: dict[int, float] = {}
         self._tried: dict[Schedule, int] = {}
+        self._peaks: dict[Schedule, Peaks] = {}
+        self._times: dict[Schedule, _Times | None] = {}
+        self._compared: dict[Schedule, list[Timing] | None] = {}
         self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The step, with what the engine costs."""
+        if self.profile.was_run and self._obstacle() is None:
+            self._progress("timing the engine", 0.0)
+            try:
+                with self._unplanned():
+                    self.profile = with_overhead(self.profile, self.step, self._told)
+            except RuntimeError as error:
+                self._check_memory(error)
+        return self.profile.graph
+
+    @cached_property
+    def solver(self) -> Solver:
+        """What finds schedules."""
+        self._progress("solving", 0.0)
+        return Solver(
+            self.graph,
+            offload=self._offload,
+            progress=lambda done: self._progress("solving", done),
+        )
 
     @property
     def plain_peak(self) -> int:
@@ -140,13 +210,17 @@ class Planner:
         """The plan for a budget in bytes."""
         if budget >= self.plain_peak:
             everything = Schedule(frozenset(range(len(self.graph.ops))))
-            return self._plan(budget, trimmed(self.graph, everything), self.plain_peak)
+            found = _Found(trimmed(self.graph, everything), self.plain_peak)
+            return self._plan_of(budget, self._as_measured(found))
         # Shapes that depend on data will be others in other steps.
         room = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
         schedule = self._quickest(room) or self._lowest()
         if self._measured(schedule) > budget:
             raise self._infeasible(budget)
-        return self._plan(budget, schedule, self._measured(schedule))
+        found = _Found(
+            schedule, self._measured(schedule), self._peaks.get(schedule), self._timed(schedule)
+        )
+        return self._plan_of(budget, self._or_blocks(found, room))
 
     def least(self) -> int:
         """The lowest budget for which there is a plan."""
@@ -205,66 +279,175 @@ class Planner:
         if not self.profile.can_run:
             return simulated
         try:
-            return self._run_under(schedule)
+            found = self._run_under(Way(self.choices(schedule)[1]))
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            free_memory(self.step.device)
+            self._check_memory(error)
             return int(simulated * _MORE_THAN_THERE_IS)
+        self._peaks[schedule] = found
+        return found.expected
 
-    def _run_under(self, schedule: Schedule) -> int:
-        model, (_, decisions) = self.step.model, self.choices(schedule)
+    def _run_under(self, way: Way) -> Peaks:
+        def progress(done: float) -> None:
+            self._progress("trying the plan", done)
+
         with self._unplanned():
-            wrap_module(
-                model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, self._told)
-            )
-            try:
-                with self.step.undone():
-                    return max(self._peaks())
-            finally:
-                unwrap_module(model)
+            return peaks_under(way, self.step, self._told, progress)
 
     @contextmanager
     def _unplanned(self) -> Iterator[None]:
         """A context in which the plan is off that has been applied since, if there is one."""
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            raise ValueError(obstacle)
         model = self.step.model
         how = vars(model).get(OPTIONS)
-        if how is not None and not isinstance(how, Runner):
-            raise ValueError(
-                f"model: this {type(model).__name__} has been checkpointed since it was recorded, "
-                "which hides what there is to plan: recollect.unwrap(model) first"
-            )
         if how is not None:
             unwrap_module(model)
-        other = differences(self._conditions, self._identity, model)
         try:
-            if other is not None:
-                raise ValueError(
-                    f"model: this {type(model).__name__} is not as it was when it was recorded, so "
-                    f"a plan cannot be tried: {'; '.join(other.texts)}. Record it anew: "
-                    "recollect.frontier(...) or recollect.plan(...)"
-                )
             yield
         finally:
             if how is not None:
                 wrap_module(model, how)
+                wrap_blocks(model, how.plan.choices.blocks)
 
-    def _peaks(self) -> Iterator[int]:
-        """Of steps that are recorded, checked against that, and known."""
-        for number in range(_STEPS):
-            self._progress("trying the plan", number / _STEPS)
-            yield self.step.peak_to_expect()
+    def _obstacle(self) -> str | None:
+        """Why the step cannot be run now as it was recorded, if so."""
+        model = self.step.model
+        if not isinstance(vars(model).get(OPTIONS), Runner | None):
+            return (
+                f"model: this {type(model).__name__} has been checkpointed since it was recorded, "
+                "which hides what there is to plan: recollect.unwrap(model) first"
+            )
+        other = differences(self._conditions, self._identity, model)
+        if other is None:
+            return None
+        return (
+            f"model: this {type(model).__name__} is not as it was when it was recorded, so a plan "
+            f"cannot be tried: {'; '.join(other.texts)}. Record it anew: recollect.frontier(...) "
+            "or recollect.plan(...)"
+        )
+
+    def _check_memory(self, error: RuntimeError) -> None:
+        """Go on without what there was no room for; other errors are raised."""
+        if not _is_out_of_memory(error):
+            raise error
+        free_memory(self.step.device)
+
+    # --- times ------------------------------------------------------------------------------------
+
+    def _timed(self, schedule: Schedule) -> _Times | None:
+        """What steps take under ``schedule``, and plain ones meanwhile; None if it cannot run."""
+        if schedule not in self._times:
+            self._times[schedule] = None
+            if schedule in self._peaks:
+                self._progress("timing the plan", 0.0)
+                self._times[schedule] = self._times_of(Way(self.choices(schedule)[1]))
+        return self._times[schedule]
+
+    def _times_of(self, way: Way) -> _Times | None:
+        if self.profile.was_run and (both := self._in_turn([Way(), way])) is not None:
+            return _Times(both[1], both[0])
+        alone = self._in_turn([way])
+        return None if alone is None else _Times(alone[0], None)
+
+    def _in_turn(self, ways: Sequence[Way]) -> list[Timing] | None:
+        """What steps take in several ways; None if there is no room for one of them."""
+        try:
+            with self._unplanned():
+                return times_under(ways, self.step, self._told)
+        except RuntimeError as error:
+            self._check_memory(error)
+            return None
+
+    def _as_measured(self, found: _Found) -> _Found:
+        """The plain step, with what is known of it."""
+        profile = self.profile
+        if profile.measured_peak is None or profile.timing is None:
+            return found
+        peaks = Peaks(profile.measured_peak, profile.plain_peak, None)
+        return replace(found, peaks=peaks, times=_Times(profile.timing, profile.timing))
+
+    # --- every block, for comparison --------------------------------------------------------------
+
+    def _or_blocks(self, found: _Found, room: int) -> _Found:
+        """What was found; or every block checkpointed, if that is quicker."""
+        schedule = block_schedule(self.graph)
+        # What varies has to be looked at in every step, which only the engine for ops does.
+        if schedule is None or self.graph.varies or not self._is_slow(found):
+            return found
+        if simulate(self.graph, schedule).peak > _ROUGHLY * room:
+            return found
+        blocks = self._blocks
+        if blocks is None or blocks.peak > room:
+            return found
+        timings = self._against_blocks(found, blocks)
+        if timings is None:
+            return found
+        ours, theirs, *rest = timings
+        point = Point("every block (measured)", blocks.peak, theirs.seconds, "peer")
+        if theirs.seconds * (1 + theirs.spread + ours.spread + _CLEARLY) >= ours.seconds:
+            return replace(found, others=(point,))
+        less = percent_text(1 - theirs.seconds / ours.seconds)
+        remark = (
+            "Every block is checkpointed as a whole, and its code runs twice in a step: that was "
+            f"measured to take {less} less time than the best choice op by op."
+        )
+        return replace(blocks, times=_Times(theirs, rest[0] if rest else None), remark=remark)
+
+    def _against_blocks(self, found: _Found, blocks: _Found) -> list[Timing] | None:
+        """What steps take as found, with every block checkpointed, and plain if that can be."""
+        schedule = found.schedule
+        if schedule not in self._compared:
+            ways = [Way(self.choices(schedule)[1]), Way(Blocks(), blocks.blocks)]
+            if found.times is not None and found.times.plain is not None:
+                ways.append(Way())
+            self._compared[schedule] = self._in_turn(ways)
+        return self._compared[schedule]
+
+    def _is_slow(self, found: _Found) -> bool:
+        """Whether a step under a plan takes noticeably longer than the plain one."""
+        if found.times is None:
+            return False
+        planned, plain = found.times.planned, found.times.plain
+        seconds = self.profile.seconds if plain is None else plain.seconds
+        return planned.seconds > (1 + _NOTICEABLE) * seconds
+
+    @cached_property
+    def _blocks(self) -> _Found | None:
+        """Every block checkpointed; None if that cannot be."""
+        schedule = block_schedule(self.graph)
+        paths = block_paths(self.graph, self.step.model)
+        if schedule is None or len(paths) < 2:
+            return None
+        try:
+            peaks = self._run_under(Way(Blocks(), paths))
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            # What the engine for blocks refuses is no fault of a plan that does without it.
+            if isinstance(error, RuntimeError) and _is_out_of_memory(error):
+                free_memory(self.step.device)
+            return None
+        return _Found(schedule, peaks.expected, peaks, blocks=paths)
+
+    # --- the plan ---------------------------------------------------------------------------------
 
     def _plan(self, budget: int, schedule: Schedule, peak: int) -> Plan:
+        """The plan that does by ``schedule``, of which nothing was measured but the peak."""
+        return self._plan_of(budget, _Found(schedule, peak))
+
+    def _plan_of(self, budget: int, found: _Found) -> Plan:
         graph, model = self.graph, self.step.model
-        outcome = simulate(graph, schedule, curve=True)
-        if not outcome.rerun and not outcome.waits:
-            outcome = replace(outcome, seconds=self.profile.seconds)  # and no rounding
+        outcome = simulate(graph, found.schedule, curve=True)
+        times, peaks = found.times, found.peaks
+        if budget >= self.plain_peak:
+            outcome = replace(simulate_plain(graph, curve=True), seconds=self.profile.seconds)
+        if found.blocks and times is not None:
+            # It is not simulated: what goes from block to block is only nearly what is held.
+            outcome = replace(outcome, seconds=times.planned.seconds)
         bound = self._bound(budget, outcome.seconds)
-        choices, decisions = self.choices(schedule)
+        choices, decisions = self._chosen(found)
         plan = Plan(
             budget=budget,
-            predicted_peak=peak,
+            predicted_peak=found.peak,
             predicted_time=outcome.seconds,
             plain_peak=self.plain_peak,
             plain_time=self.profile.seconds,
@@ -274,11 +457,17 @@ class Planner:
             signature=self.step.signature,
             model=type(model).__name__,
             identity=self._identity,
-            picture=self._picture(budget, schedule, outcome, peak, bound),
+            picture=self._picture(budget, found, outcome, bound),
             conditions=self._conditions,
-            footprint=self._footprint(choices, peak),
+            footprint=self._footprint(choices, found.peak),
             alternatives=self._alternatives,
-            basis=self._basis(peak, outcome.peak),
+            basis=self._basis(found.peak, outcome.peak),
+            measured_peak=None if peaks is None else peaks.measured,
+            measured_time=None if times is None else times.planned.seconds,
+            measured_plain_time=_seconds(None if times is None else times.plain),
+            spread=self._spread(times),
+            holds_output=self.step.holds_output,
+            output_bytes=None if peaks is None else peaks.output,
         )
         plan.__dict__["decisions"] = decisions
         return plan
@@ -351,6 +540,26 @@ class Planner:
     def _alike(self) -> Alike:
         return Alike(dict(counted(self.graph)))
 
+    def _chosen(self, found: _Found) -> tuple[Choices, Decisions]:
+        choices, decisions = self.choices(found.schedule)
+        if not found.blocks:
+            return choices, decisions
+        choices = replace(choices, blocks=found.blocks)
+        return choices, choices.decisions()
+
+    def _spread(self, times: _Times | None) -> float:
+        """By how much times may be off, as a fraction."""
+        timing = self.profile.timing
+        spreads = [self.graph.spread]
+        if timing is not None:
+            spreads.append(timing.spread)
+        if times is not None:
+            spreads.append(times.spread)
+            if times.plain is not None:  # the same step, at another time
+                before, after = sorted((times.plain.seconds, self.profile.seconds))
+                spreads.append(after / before - 1 if before else 0.0)
+        return max(spreads)
+
     def _bound(self, budget: int, seconds: float) -> float:
         """What no plan can be below, with ``seconds`` known to work; less with more memory."""
         bound = min(seconds, lower_bound(self.graph, budget, offload=self._offload, known=seconds))
@@ -370,18 +579,22 @@ class Planner:
         plain = Point("plain", self.plain_peak, self.profile.seconds, "plain")
         return [*plans, plain, *peers_of(self.graph)]
 
-    def _picture(
-        self, budget: int, schedule: Schedule, outcome: Outcome, peak: int, bound: float
-    ) -> Picture:
-        chosen = Point("this plan", peak, outcome.seconds, "chosen")
+    def _picture(self, budget: int, found: _Found, outcome: Outcome, bound: float) -> Picture:
+        chosen = Point("this plan", found.peak, outcome.seconds, "chosen")
+        times, peaks = found.times, found.peaks
+        spread = self._spread(times)
         return replace(
             self._sketch(outcome, bound),
             budget=budget,
-            predicted_peak=peak,
-            rows=rows_of(self.graph, schedule),
-            points=(*self.points(), chosen),
+            predicted_peak=found.peak,
+            rows=rows_of(self.graph, found.schedule),
+            points=(*self.points(), *found.others, chosen),
             parts=tuple(zip(_PARTS, outcome.parts, strict=True)),
-            notes=self._notes(),
+            notes=self._notes(found, spread),
+            measured_peak=None if peaks is None else peaks.measured,
+            measured_time=None if times is None else times.planned.seconds,
+            measured_plain_time=_seconds(None if times is None else times.plain),
+            spread=spread,
         )
 
     def overview(self) -> Picture:
@@ -410,14 +623,28 @@ class Planner:
             points=tuple(self.points()),
         )
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, found: _Found, spread: float) -> tuple[str, ...]:
         """What a reader should know of how the figures came about."""
+        notes = [found.remark] if found.remark else []
         if not self.profile.can_run:
-            return ("The step was not run: all figures are predicted.",)
-        measured = "The peak was measured: the step was run under this plan."
-        if self.profile.was_run:
-            return (measured,)
-        return (measured, "There was no room for the plain step: its figures are predicted.")
+            notes.append("The step was not run: all figures are predicted.")
+        else:
+            notes.append("The peak was measured: the step was run under this plan.")
+            if not self.profile.was_run:
+                notes.append("There was no room for the plain step: its figures are predicted.")
+        if not self.step.holds_output:
+            notes.append("The output of the model is taken to be gone when backward runs.")
+        if spread >= _TOLD:
+            notes.append(
+                f"Timings vary by {spread:.0%}: samples of the same work differed by that much. "
+                "Times, and what was chosen by them, are rough; plan on a quiet machine for better "
+                "ones. Bytes do not depend on it."
+            )
+        return tuple(notes)
+
+
+def _seconds(timing: Timing | None) -> float | None:
+    return None if timing is None else timing.seconds
 
 
 def _thinned(frontier: list[Solution]) -> list[Solution]:

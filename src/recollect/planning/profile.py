@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -24,12 +23,15 @@ from recollect.planning.outline import outline_of
 from recollect.planning.rates import Rates
 from recollect.planning.script import Script
 from recollect.planning.step import Step
+from recollect.planning.timing import Timing
 from recollect.planning.trace import Trace
 
 __all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_step"]
 
-#: Seconds that the engine takes to run an op again, beside the op.
+#: Seconds that the engine takes to run an op again, beside the op, as long as nothing is measured.
 _RERUN_COST = 6e-6
+#: If ops alone are measured to take so many times what the step takes, the figures are wrong.
+_ABSURD = 3.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Profile:
         graph: The step.
         plain_peak: The most bytes that it allocates without a plan: measured, if it could run.
         seconds: What it takes then.
+        timing: What was measured of that, if it did run.
+        measured_peak: The same of its peak.
+        untimed: The step with the times of ops as each takes alone.
         was_run: Whether it did run; else all of this is predicted.
         can_run: Whether it can run under a plan: its tensors have memory.
         script: The ops that it ran, for batches of other shapes.
@@ -51,29 +56,40 @@ class Profile:
     was_run: bool
     can_run: bool
     script: Script | None = None
+    timing: Timing | None = None
+    measured_peak: int | None = None
+    untimed: Graph | None = None
+
+    def timed(self, seconds: float) -> Graph:
+        """The graph of a step that takes ``seconds``."""
+        return self.graph if self.untimed is None else _timed(self.untimed, seconds)
 
 
 def profile_step(step: Step, link: Link | None = None) -> Profile:
     """Run the step a few times, and write it down."""
     # What is made once (state of the optimizer, workspaces of libraries) is there afterwards.
     step.rehearse()
-    plain_peak = step.peak_to_expect()
-    seconds = _seconds_of(step)
-    graph, script = trace_step(step, Rates(step.device), link)
-    return Profile(_timed(graph, seconds), plain_peak, seconds, True, True, script)
-
-
-#: What a step of a model took, by what it was called with: asked twice, the answer is the same.
-_seconds: WeakKeyDictionary[nn.Module, dict[Any, float]] = WeakKeyDictionary()
-
-
-def _seconds_of(step: Step) -> float:
-    known = _seconds.setdefault(step.model, {})
-    # The code of a loss and not the loss, which may lead back to the model.
-    key = (step.signature, getattr(step.loss, "__code__", None), step.optimizer is None)
-    if key not in known:
-        known[key] = step.measured_seconds()
-    return known[key]
+    measured_peak = step.measured_peak()
+    plain_peak = measured_peak + step.spare_blocks()
+    timing = step.measured_seconds()
+    rates = Rates(step.device)
+    graph, script = trace_step(step, rates, link)
+    if graph.plain_seconds > _ABSURD * timing.seconds:
+        # Ops were timed while something else ran, or the step will not take as long again.
+        rates.forget()
+        rates, timing = Rates(step.device), step.measured_seconds()
+        graph, script = trace_step(step, rates, link)
+    return Profile(
+        graph=_timed(graph, timing.seconds),
+        plain_peak=plain_peak,
+        seconds=timing.seconds,
+        was_run=True,
+        can_run=True,
+        script=script,
+        timing=timing,
+        measured_peak=measured_peak,
+        untimed=graph,
+    )
 
 
 def trace_step(step: Step, rates: Rates, link: Link | None = None) -> tuple[Graph, Script]:
@@ -105,7 +121,12 @@ def graph_of(
         )
     on_device = trace.rates.device.type == "cuda"
     graph = build_graph(trace, recordings[0], base=base, on_device=on_device, link=link)
-    graph = replace(graph, outline=outline_of(recordings[0]), tally=tally_of(recordings[0]))
+    graph = replace(
+        graph,
+        outline=outline_of(recordings[0]),
+        tally=tally_of(recordings[0]),
+        spread=trace.rates.spread,
+    )
     return graph, trace.script
 
 

@@ -1,15 +1,14 @@
 """What ops cost: the seconds they take, and the memory they need beside their results.
 
-Measured once for each op and the looks of its arguments, and remembered for the process: the same
-step is priced the same at every look. Where an op must not run twice it is measured once, as it
-runs; where it cannot run at all (fake tensors), by what such ops were seen to move per second.
+Measured for each op and the looks of its arguments, until samples agree, and remembered for some
+minutes: the same step is priced the same at every look. What did not agree, or is older, is
+measured again. Where an op must not run twice, each of its runs in the step is a sample; where it
+cannot run at all (fake tensors), its price is what simple ops need to move as many bytes.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
 from recollect.engines.replay.kinds import Kind, kind_of
+from recollect.planning.timing import Timing, now, sampled, timing_of
 from recollect.torch_private import (
     OpOverload,
     no_dispatch_modes,
@@ -34,10 +34,17 @@ __all__ = ["Call", "Rates", "allocated_by"]
 
 _Tensor = torch.Tensor
 _MEMORY_EVENT = "[memory]"
-#: How often an op is timed.
-_TIMES = 3
-#: Bytes by which the rate of simple ops is measured.
+#: On a device: how often an op is issued before its times are read, and the quantile that counts.
+#: Times of a device are not all as they were: the lowest may be of a clock that had just changed.
+_ISSUED = 5
+_LOW = 0.25
+#: Bytes by which the rate of simple ops is measured; bytes a second, if there is no room for them.
 _PROBE = 32 << 20
+_SLOW = 5e9
+#: What a simple op may take at most if its samples do not agree: as a multiple of what it takes to
+#: move its bytes, and of the seconds that it takes to run any op.
+_GENEROUS = 50.0
+_ANY_OP = 20e-6
 
 
 @dataclass(slots=True)
@@ -48,11 +55,20 @@ class Call:
         name: Such as ``aten::mm``.
         seconds: What it takes.
         workspace: Bytes that it allocates beside its results, while it runs.
+        spread: By how much ``seconds`` may be off, as a fraction.
+        timing: What was measured; None if nothing could be.
     """
 
     name: str
     seconds: float = 0.0
     workspace: int = 0
+    spread: float = 0.0
+    timing: Timing | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it need not be measured again."""
+        return self.timing is not None and self.timing.is_good
 
 
 #: What was measured, in this process.
@@ -69,22 +85,49 @@ class Rates:
 
     def __init__(self, device: torch.device, *, fakes: bool = False) -> None:
         self.device = device
+        self._fakes = fakes
+        #: What was met here, and each time it was.
+        self._calls: dict[Any, Call] = {}
+        self._ran: list[Call] = []
         #: What is still to be measured.
         self._unmeasured: list[tuple[Call, Kind, Any, Any]] = []
-        self._fakes = fakes
-        #: Pairs of events whose distance is not known until the device has come so far.
-        self._pending: list[tuple[Call, list[tuple[Any, Any]]]] = []
+        #: Of what must not run twice: what each run took, and pairs of events whose distance is not
+        #: known until the device has come so far; and whether it is simple, and the bytes it moves.
+        self._samples: dict[int, list[float]] = {}
+        self._events: dict[int, list[tuple[Any, Any]]] = {}
+        self._once: dict[int, tuple[Call, bool, int]] = {}
+
+    @property
+    def spread(self) -> float:
+        """By how much the times of all that ran may be off, as a fraction."""
+        total = sum(call.seconds for call in self._ran)
+        return sum(call.seconds * call.spread for call in self._ran) / total if total else 0.0
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Run an op. Returns what it is, or None if it does nothing but look, and its result."""
         kind = kind_of(func)
         if (kind.is_view and not kind.facts.writes) or kind.gives_storage:
             return None, func(*args, **kwargs)
-        key = (func, self.device, _looks((args, kwargs)))
-        call = _known.get(key)
-        if call is not None:
-            return call, func(*args, **kwargs)
-        call = _known[key] = Call(op_name(func))
+        key = (func, self.device, torch.get_num_threads(), _looks((args, kwargs)))
+        call = self._calls.get(key)
+        if call is None:
+            call, result = self._first_run(key, kind, func, args, kwargs)
+        elif id(call) in self._once:
+            with no_dispatch_modes():
+                result = self._run_once(call, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._ran.append(call)
+        return call, result
+
+    def _first_run(
+        self, key: Any, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Any]:
+        known = _known.get(key)
+        if known is not None and known.is_good:
+            self._calls[key] = known
+            return known, func(*args, **kwargs)
+        call = self._calls[key] = Call(op_name(func))
         if self._fakes:
             if "_rnn" in op_name(func):
                 # How large its workspace is only its library knows.
@@ -94,31 +137,59 @@ class Rates:
         with no_dispatch_modes():
             repeat = _repeatable(kind, func, args, kwargs)
             if repeat is None:
-                return call, self._measure_once(call, func, args, kwargs)
-            self._measure(call, repeat)
+                moved = _moved(_described((args, kwargs)))
+                self._once[id(call)] = call, _is_simple(func), moved
+                return call, self._run_once(call, func, args, kwargs)
+            self._measure(call, func, repeat, _described((args, kwargs)))
         return call, func(*args, **kwargs)
 
     def settle(self) -> None:
-        """Measure what could not be before, and read the times of what was on a device."""
+        """Measure what could not be before, and remember all of it."""
         for call, kind, func, described in self._unmeasured:
             self._measure_alone(call, kind, func, described)
         self._unmeasured.clear()
-        self._read_times()
+        self._settle_once()
+        for key, call in self._calls.items():
+            known = _known.get(key)
+            if known is None or known is call or not known.is_good:
+                _known[key] = call
 
-    def _read_times(self) -> None:
-        if not self._pending:
-            return
-        torch.accelerator.synchronize(self.device)
-        for call, events in self._pending:
-            call.seconds = statistics.median(s.elapsed_time(end) / 1e3 for s, end in events)
-        self._pending.clear()
+    def forget(self) -> None:
+        """Have all that was met here measured again."""
+        for key in self._calls:
+            _known.pop(key, None)
 
-    def _measure_once(
+    # --- what must not run twice ------------------------------------------------------------------
+
+    def _run_once(
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        result: list[Any] = []
-        self._time(call, lambda: result.append(func(*args, **kwargs)), 1)
-        return result[0]
+        if self.device.type != "cuda":
+            start = now()
+            result = func(*args, **kwargs)
+            self._samples.setdefault(id(call), []).append(now() - start)
+            return result
+        begin, end = _timing_events()
+        begin.record()
+        result = func(*args, **kwargs)
+        end.record()
+        self._events.setdefault(id(call), []).append((begin, end))
+        return result
+
+    def _settle_once(self) -> None:
+        if self._events:
+            torch.accelerator.synchronize(self.device)
+        for number, events in self._events.items():
+            self._samples[number] = [begin.elapsed_time(end) / 1e3 for begin, end in events]
+        self._events.clear()
+        for number, (call, is_simple, moved) in self._once.items():
+            if number in self._samples:
+                low = _LOW if self.device.type == "cuda" else 0.0
+                self._price(call, timing_of(self._samples[number], low), is_simple, moved)
+        self._once.clear()
+        self._samples.clear()
+
+    # --- what may ---------------------------------------------------------------------------------
 
     def _measure_alone(self, call: Call, kind: Kind, func: Any, described: Any) -> None:
         """Measure an op on tensors made for that."""
@@ -127,48 +198,64 @@ class Rates:
             repeat = _repeatable(kind, func, args, kwargs)
             if repeat is not None:
                 repeat()
-                self._measure(call, repeat)
+                self._measure(call, func, repeat, described)
                 return
         except (RuntimeError, ValueError, IndexError, TypeError):
             # On such values as were made up it does not run, or there is no room for it.
             pass
+        self._guess(call, described)
+
+    def _measure(self, call: Call, func: Any, repeat: Callable[[], Any], described: Any) -> None:
+        try:
+            call.workspace = self._workspace(repeat)
+            timing = self._timing(repeat)
+        except torch.OutOfMemoryError:
+            # There was room for the op, but not for what the last run of it has left.
+            self._guess(call, described)
+            return
+        self._price(call, timing, _is_simple(func), _moved(described))
+
+    def _price(self, call: Call, timing: Timing, is_simple: bool, moved: int) -> None:
+        call.timing, call.seconds, call.spread = timing, timing.seconds, timing.spread
+        if is_simple and not timing.is_steady:
+            # It reads, computes a little and writes: much longer than that it was somebody else.
+            call.seconds = min(call.seconds, _GENEROUS * (_ANY_OP + moved / self._bandwidth))
+
+    def _guess(self, call: Call, described: Any) -> None:
+        """What it takes to move the bytes of an op that cannot be measured."""
         call.seconds = _moved(described) / self._bandwidth
 
     @cached_property
     def _bandwidth(self) -> float:
         """Bytes that a simple op reads and writes in a second."""
-        here = torch.empty(_PROBE // 4, device=self.device)
-        call = Call("probe")
-        self._time(call, lambda: here.mul_(1.0), _TIMES + 2)
-        self._read_times()
-        return 2 * _PROBE / max(call.seconds, 1e-9)
-
-    def _measure(self, call: Call, repeat: Callable[[], Any]) -> None:
         try:
-            call.workspace = self._workspace(repeat)
-            self._time(call, repeat, _TIMES)
+            here = torch.empty(_PROBE // 4, device=self.device)
+            seconds = self._timing(lambda: here.mul_(1.0)).seconds
         except torch.OutOfMemoryError:
-            # There was room for the op, but not for what the last run of it has left.
-            pass
+            return _SLOW
+        return 2 * _PROBE / max(seconds, 1e-9)
 
-    def _time(self, call: Call, run: Callable[[], Any], samples: int) -> None:
-        if self.device.type != "cuda":
-            seconds = []
-            for _ in range(samples):
-                start = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - start)
-            call.seconds = statistics.median(seconds)
-            return
-        events = []
-        for _ in range(samples):
-            start_event = torch.cuda.Event(enable_timing=True)
-            end_event = torch.cuda.Event(enable_timing=True)
-            start_event.record()
+    def _timing(self, run: Callable[[], Any]) -> Timing:
+        """What ``run`` takes."""
+        if self.device.type == "cuda":
+            return sampled(partial(self._issue, run), low=_LOW, least=_ISSUED)
+
+        def once() -> list[float]:
+            start = now()
             run()
-            end_event.record()
-            events.append((start_event, end_event))
-        self._pending.append((call, events))
+            return [now() - start]
+
+        return sampled(once)
+
+    def _issue(self, run: Callable[[], Any]) -> list[float]:
+        """What ``run`` took on the device, several times one after the other."""
+        pairs = [_timing_events() for _ in range(_ISSUED)]
+        for begin, end in pairs:
+            begin.record()
+            run()
+            end.record()
+        torch.accelerator.synchronize(self.device)
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
     def _workspace(self, run: Callable[[], Any]) -> int:
         """The most that ``run`` allocates, beside what it returns."""
@@ -222,6 +309,18 @@ def _started_profiler() -> profile | None:
     except RuntimeError:
         return None
     return profiler
+
+
+def _timing_events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _is_simple(func: Any) -> bool:
+    """Whether an op takes as long as it takes to move its bytes, more or less."""
+    if torch.Tag.pointwise in getattr(func, "tags", ()):
+        return True
+    name = op_name(func)
+    return "norm" in name or "softmax" in name
 
 
 def _repeatable(

@@ -18,10 +18,12 @@ from recollect.engines.replay.engine import Witness, replay_region
 from recollect.engines.replay.recall import Recall
 from recollect.errors import PlanWarning
 from recollect.planning.batch import is_alike, is_smaller, signature_of_batch, told_apart
+from recollect.planning.blocks import Blocks, unwrap_blocks
 from recollect.planning.choices import Choices
 from recollect.planning.conditions import Conditions, Differences, differences, facts_of
 from recollect.planning.footprint import Footprint
 from recollect.planning.identity import Identity
+from recollect.planning.output import tell_of_output, watch_output
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
 from recollect.report.units import bytes_text
@@ -40,6 +42,8 @@ __all__ = ["Runner", "Told", "run_planned"]
 _REMEMBERED = 64
 #: How many forwards are remembered whose backward has not been.
 _WAITING = 64
+#: In how many steps it is looked whether the loop holds the output of the model.
+_LOOKS = 3
 
 
 class Planned(Protocol):
@@ -84,6 +88,9 @@ class Planned(Protocol):
     def decisions_for(self, choices: Choices) -> Decisions:
         """What the engine goes by for one of the alternatives."""
 
+    @property
+    def output_bytes(self) -> int | None: ...
+
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for another batch. Raises `CannotPredict`."""
 
@@ -110,6 +117,8 @@ def run_planned(
     witness: Witness | None = None,
 ) -> Any:
     """Call ``function`` with what it makes kept, sent away or dropped as decided."""
+    if isinstance(by, Blocks):
+        return by.run(function, args, kwargs)
     deposit = Deposit(host=by.store, last_first=True)
     witness = Witness() if witness is None else witness
     is_done, result = replay_region(function, args, kwargs, by, deposit, False, witness)
@@ -136,6 +145,13 @@ class Runner:
         #: Forwards whose backward may not have been yet: of which model, in which thread.
         self._waiting: list[tuple[ReferenceType[Any] | None, int, ReferenceType[Recall]]] = []
         self._peaks = _Peaks(plan.budget)
+        #: In how many calls as planned it is still to be looked who holds the output.
+        self._looks = 0 if plan.output_bytes is None else _LOOKS
+        self._as_planned: Variant | None = None
+
+    def unwrapped(self, model: nn.Module) -> None:
+        """The model runs as it did before."""
+        unwrap_blocks(model)
 
     def __reduce__(self) -> Any:
         return Runner, (self.plan,)
@@ -170,6 +186,9 @@ class Runner:
             self._waiting = [*self._waiting[1 - _WAITING :], entry]
         if witness.recording is not None or witness.is_unrecorded:
             variant.judge(witness)
+        if self._looks > 0 and variant is self._as_planned and not is_crowded:
+            self._looks -= 1
+            watch_output(result, self._reached)
         return result
 
     # --- which variant ----------------------------------------------------------------------------
@@ -182,6 +201,8 @@ class Runner:
         variant = self._known.get(key)
         if variant is None:
             variant = self._decide(signature, other, args, kwargs)
+            if signature == self.plan.signature and other is None:
+                self._as_planned = variant
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[key] = variant
@@ -257,6 +278,13 @@ class Runner:
             if recall is not None and of is model and where == thread and recall.is_waiting():
                 return True
         return False
+
+    def _reached(self, alive: int, _: int) -> None:
+        """Backward has reached the output, of which ``alive`` bytes are in memory."""
+        planned = self.plan.output_bytes
+        if self._looks >= 0 and planned is not None:
+            is_told = tell_of_output(alive, planned, self.plan.budget)
+            self._looks = -1 if is_told else self._looks
 
     def _tell_of_compiler(self) -> None:
         self.told.tell(

@@ -80,7 +80,9 @@ def simulate(graph: Graph, schedule: Schedule, *, curve: bool = False) -> Outcom
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
     """Run the step without a plan: autograd holds what it saved."""
-    return _Run(graph, Schedule(frozenset(range(len(graph.ops)))), curve).run()
+    run = _Run(graph, Schedule(frozenset(range(len(graph.ops)))), curve)
+    run.clock = 0.0
+    return run.run()
 
 
 class _Run:
@@ -113,10 +115,11 @@ class _Run:
         self.now = 0
         #: Bytes of states of generators, which are held until all is over.
         self.states = 0
-        self.clock = 0.0
+        #: What the engine costs comes first: it is spent all over forward, and helps no copy.
+        self.clock = graph.engine_cost
         self.rerun = 0.0
         self.waits = 0.0
-        self.curve: list[tuple[float, int]] | None = [] if curve else None
+        self.curve: list[tuple[float, int]] | None = [(0.0, graph.base)] if curve else None
         self._plan()
 
     def _plan(self) -> None:

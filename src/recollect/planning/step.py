@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import inspect
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -23,6 +22,7 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import signature_of_batch
 from recollect.planning.rates import allocated_by
+from recollect.planning.timing import Timing, now, sampled
 from recollect.state.memories import Written
 from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
 from recollect.torch_private import storage_key, tree_leaves
@@ -40,6 +40,9 @@ _Tensor = torch.Tensor
 #: all of it counts. It depends on what was freed before: room is left for one block in so many.
 _BLOCK_MORE = 1 << 20
 _ONE_BLOCK_IN = 16
+#: Samples and seconds after which a step is not timed again, whether or not its samples agree.
+_SAMPLES = 10
+_SECONDS = 3.0
 
 Loss = Callable[[Any], _Tensor]
 
@@ -82,6 +85,8 @@ class Step:
         kwargs: dict[str, Any],
         loss: Loss | None = None,
         optimizer: Optimizer | None = None,
+        *,
+        holds_output: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
@@ -104,6 +109,8 @@ class Step:
         self.args, self.kwargs = args, kwargs
         self.loss = loss
         self.optimizer = optimizer
+        #: Whether the output of the model is still there when backward runs.
+        self.holds_output = holds_output
         self.device = _device_of(model)
         #: What it was seen to write to; None if nobody has looked.
         self._written: list[Written] | None = None
@@ -131,14 +138,16 @@ class Step:
             output = self._forward()
             loss = (self.loss or default_loss)(output)
             check_loss(loss, self.model)
+            if not self.holds_output:
+                del output
             if before_backward is not None:
                 before_backward()
-            # The output is held meanwhile, as by those who look at it afterwards.
             loss.backward()
         del loss
         if self.optimizer is not None:
             self.optimizer.step()
-        del output
+        if self.holds_output:
+            del output  # as by those who look at it afterwards
         self.clear()
 
     def _forward(self) -> Any:
@@ -232,23 +241,27 @@ class Step:
 
     def peak_to_expect(self) -> int:
         """The most bytes that are allocated in a step, and in others that are like it."""
-        measured = self.measured_peak()
+        return self.measured_peak() + self.spare_blocks()
+
+    def spare_blocks(self) -> int:
+        """By how much the peak of another step may be above that of the last."""
         if not self.on_cuda:
-            return measured
+            return 0
         stats = torch.cuda.memory_stats(self.device)
         blocks: int = stats["allocation.large_pool.peak"] - stats["allocation.large_pool.current"]
-        return measured + math.ceil(blocks / _ONE_BLOCK_IN) * _BLOCK_MORE
+        return math.ceil(blocks / _ONE_BLOCK_IN) * _BLOCK_MORE
 
-    def measured_seconds(self, times: int = 3) -> float:
+    def measured_seconds(self) -> Timing:
         """What a step takes, at best."""
-        samples = []
-        for _ in range(times):
-            self._wait()
-            start = time.perf_counter()
-            self.run()
-            self._wait()
-            samples.append(time.perf_counter() - start)
-        return min(samples)
+        return sampled(lambda: [self.seconds()], long=True, most=_SAMPLES, seconds=_SECONDS)
+
+    def seconds(self) -> float:
+        """What one step takes, now."""
+        self._wait()
+        start = now()
+        self.run()
+        self._wait()
+        return now() - start
 
     def _wait(self) -> None:
         if self.on_cuda:

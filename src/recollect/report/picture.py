@@ -61,6 +61,10 @@ class Picture:
         points: The frontier, plain, peers and the chosen plan.
         parts: What the peak is made of: names and bytes.
         notes: Remarks for the reader.
+        measured_peak: Bytes that steps under the plan took; None if none was run.
+        measured_time: Seconds that one took.
+        measured_plain_time: Seconds that plain ones took meanwhile.
+        spread: By how much times may be off, as a fraction.
     """
 
     title: str
@@ -78,3 +82,7 @@ class Picture:
     points: tuple[Point, ...]
     parts: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
+    measured_peak: int | None = None
+    measured_time: float | None = None
+    measured_plain_time: float | None = None
+    spread: float = 0.0

@@ -36,7 +36,14 @@ def heading(picture: Picture) -> str:
 
 def figures(picture: Picture) -> list[Figure]:
     """Those that are known, in the order in which they are asked for."""
-    found = [_peak(picture), _plain(picture), _time(picture), _gap(picture)]
+    found = [
+        _peak(picture),
+        _measured_peak(picture),
+        _plain(picture),
+        _time(picture),
+        _measured_time(picture),
+        _gap(picture),
+    ]
     if picture.budget is not None:
         found.insert(0, Figure("budget", bytes_text(picture.budget)))
     return [figure for figure in found if figure is not None]
@@ -54,9 +61,12 @@ def summary(picture: Picture) -> str:
             f"With a budget of {budget} the step is predicted to need at most {peak}, "
             f"{share} of the {plain} of the plain step"
         )
-    if picture.plain_time > 0:
+    if picture.measured_time is not None and picture.measured_plain_time:
+        longer = _longer_words(picture.measured_time, picture.measured_plain_time)
+        text += f", and was measured to take {longer}"
+    elif picture.plain_time > 0:
         then = "then takes" if picture.budget is None else "takes"
-        text += f", and {then} {_longer_words(picture)}"
+        text += f", and {then} {_longer_words(picture.predicted_time, picture.plain_time)}"
     return f"{text}. {_bound_words(picture)}".rstrip()
 
 
@@ -78,6 +88,14 @@ def _peak(picture: Picture) -> Figure:
     return Figure("predicted peak", value, f"{percent_text(share)} of the budget", share)
 
 
+def _measured_peak(picture: Picture) -> Figure | None:
+    if picture.measured_peak is None or picture.budget is None:
+        return None
+    share = _ratio(picture.measured_peak, picture.budget)
+    value = bytes_text(picture.measured_peak)
+    return Figure("measured peak", value, f"{percent_text(share)} of the budget", share)
+
+
 def _plain(picture: Picture) -> Figure:
     saved = picture.plain_peak - picture.predicted_peak
     who = "the plan saves" if picture.budget is not None else "plans save up to"
@@ -90,7 +108,18 @@ def _time(picture: Picture) -> Figure | None:
         return None
     remark = f"{seconds_text(picture.predicted_time)}, plain {seconds_text(picture.plain_time)}"
     value = longer_text(picture.predicted_time, picture.plain_time)
-    return Figure("time vs plain", value, remark)
+    label = "time vs plain" if picture.budget is None else "predicted time"
+    return Figure(label, value, remark)
+
+
+def _measured_time(picture: Picture) -> Figure | None:
+    if picture.measured_time is None:
+        return None
+    seconds, plain = seconds_text(picture.measured_time), picture.measured_plain_time
+    if not plain:
+        return Figure("measured time", seconds, "there was no plain step to compare with")
+    remark = f"{seconds}, plain {seconds_text(plain)}"
+    return Figure("measured time", longer_text(picture.measured_time, plain), remark)
 
 
 def _gap(picture: Picture) -> Figure | None:
@@ -100,8 +129,8 @@ def _gap(picture: Picture) -> Figure | None:
     return Figure("gap to the bound", percent_text(picture.gap), remark)
 
 
-def _longer_words(picture: Picture) -> str:
-    more = picture.predicted_time / picture.plain_time - 1
+def _longer_words(seconds: float, plain: float) -> str:
+    more = seconds / plain - 1
     if abs(more) < 0.0005:
         return "the same time"
     return f"{percent_text(abs(more))} {'longer' if more > 0 else 'less time'}"

@@ -90,8 +90,8 @@ def lower_bound(graph: Graph, budget: int, *, offload: bool = False, known: floa
         fits = max(lives.least, default=graph.base) <= budget
         reruns = _with_link(lives, budget) if fits else math.inf
     else:
-        reruns = _without_link(graph, budget, known)
-    return graph.plain_seconds + reruns * (1 - _ROUNDING)
+        reruns = _without_link(graph, budget, known - graph.engine_cost)
+    return graph.plain_seconds + graph.engine_cost + reruns * (1 - _ROUNDING)
 
 
 def _without_link(graph: Graph, budget: int, known: float) -> float:
