@@ -183,6 +183,14 @@ def test_offload_can_be_ruled_out(capsys, monkeypatch):
     assert seen == ["auto", False]
 
 
+def test_a_loop_that_frees_the_output_is_planned_for(capsys):
+    assert (
+        main(["plan", "job.py:pair", "--budget", "1.0", "--frees-output", "--save", "p.json"]) == 0
+    )
+    assert "taken to be gone when backward runs" in capsys.readouterr().out
+    assert recollect.Plan.load("p.json").holds_output is False
+
+
 @pytest.mark.parametrize(
     ("budget", "said"),
     [

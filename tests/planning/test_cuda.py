@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.planning import planner
 from recollect.planning.planner import Planner
+from recollect.planning.rates import Rates
 from recollect.planning.simulate import simulate, simulate_plain
 from tests.planning._models import (
     Case,
@@ -280,3 +282,73 @@ def test_autocast_that_was_not_planned_on_a_device() -> None:
         model.zero_grad()
         told += [str(each.message) for each in caught]
         assert told or torch.cuda.max_memory_allocated() <= plan.budget
+
+
+# --- times and the output ---------------------------------------------------------------------------
+
+
+def test_what_steps_took_is_measured(dropout: Made) -> None:
+    plan = recollect.plan(dropout.model, dropout.batch, 0.7, loss=squares)
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.predicted_peak <= plan.budget
+    assert plan.measured_time is not None
+    assert plan.measured_plain_time is not None
+    assert plan.measured_time > 0
+    assert plan.measured_plain_time > 0
+
+
+def test_ops_are_priced_by_the_time_of_the_device() -> None:
+    found = Rates(torch.device("cuda"))
+    wide = torch.ones(4096, 4096, device="cuda")
+    calls = [
+        found.run(torch.ops.aten.mm.default, (wide, wide), {})[0],
+        found.run(torch.ops.aten.relu.default, (wide,), {})[0],
+        found.run(torch.ops.aten.relu.default, (wide[:1],), {})[0],
+    ]
+    found.settle()
+    assert all(call.timing is not None and call.seconds > 0 for call in calls)
+
+
+@pytest.mark.usefixtures("no_bound")
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_budget_is_kept_in_loops_that_hold_the_output_and_that_do_not(holds: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = _half(Decoder, 4, 256)().cuda(), _text()
+    head = nn.Linear(96, 8192, bias=False).cuda().bfloat16()
+    whole = nn.Sequential(model, head)
+
+    def loss(out: Tensor) -> Tensor:
+        return out.sum()
+
+    def step() -> int:
+        whole.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if holds:
+            out = whole(batch)
+            loss(out).backward()
+        else:
+            loss(whole(batch)).backward()
+        return torch.cuda.max_memory_allocated()
+
+    frontier = recollect.frontier(whole, batch, loss=loss, holds_output=holds)
+    assert frontier.plain_peak == pytest.approx(max(step() for _ in range(3)), rel=0.03)
+    whole.zero_grad()
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    with plan.applied(whole):  # in which warnings are errors
+        assert max(step() for _ in range(3)) <= plan.budget
+    whole.zero_grad()
+
+
+def test_every_block_checkpointed_is_a_plan(
+    dropout: Made, monkeypatch: pytest.MonkeyPatch, reproducible: None
+) -> None:
+    monkeypatch.setattr(planner, "_NOTICEABLE", -1.0)  # compared however quick it is
+    monkeypatch.setattr(planner, "_CLEARLY", -10.0)  # and taken
+    plan = recollect.plan(dropout.model, dropout.batch, 0.7, loss=squares, offload=False)
+    assert len(plan.choices.blocks) == 8
+    twin = Made(fresh_copy(dropout.model), dropout.batch, dropout.loss)
+    with plan.applied(dropout.model):
+        assert max(peak(dropout) for _ in range(3)) <= plan.budget
+        for ours, theirs in zip(state_after(dropout), state_after(twin), strict=True):
+            assert torch.equal(ours, theirs)

@@ -239,10 +239,6 @@ class Step:
                 gc.enable()
         return base + peak
 
-    def peak_to_expect(self) -> int:
-        """The most bytes that are allocated in a step, and in others that are like it."""
-        return self.measured_peak() + self.spare_blocks()
-
     def spare_blocks(self) -> int:
         """By how much the peak of another step may be above that of the last."""
         if not self.on_cuda:
