@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,14 +404,8 @@ def _engine_takes(monkeypatch: pytest.MonkeyPatch, *seconds: float, spread: floa
 
 
 def _reruns(graph: Graph, schedule: Schedule) -> tuple[float, int]:
-    free, one = (simulate(_with_cost(graph, cost), schedule).rerun for cost in (0.0, 1.0))
+    free, one = (simulate(replace(graph, rerun_cost=cost), schedule).rerun for cost in (0.0, 1.0))
     return free, round(one - free)
-
-
-def _with_cost(graph: Graph, cost: float) -> Graph:
-    other = copy.copy(graph)
-    object.__setattr__(other, "rerun_cost", cost)
-    return other
 
 
 def test_the_engine_is_priced_by_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,21 +598,27 @@ def test_smaller_batches_are_right_and_larger_ones_too(
     model.zero_grad()
 
 
-def test_a_larger_batch_that_needs_other_choices_has_them_and_no_blocks(
+def test_a_batch_that_needs_other_choices_has_them_and_no_blocks(
     blocks: recollect.Plan, model: Decoder
 ) -> None:
-    tight = recollect.frontier(model, torch.cat([X] * 2), loss=squares).least
-    assert tight > 0
     batch = torch.cat([X] * 2)
     expected = _gradients(model, batch)
-    plan = copy.copy(blocks)
-    object.__setattr__(plan, "budget", int(1.01 * tight))
-    plan.apply(model)
-    runner = vars(model)[OPTIONS]
-    assert_identical([_gradients(model, batch), _gradients(model, batch)], [expected] * 2)
-    (decisions,) = runner._known.values()
-    assert decisions is not None
-    assert _forwards(model, batch) == (1 if decisions.kept else 2)
+    replace(blocks, budget=1).apply(model)
+    with pytest.warns(recollect.PlanWarning, match="more than its budget of 1"):
+        found = _gradients(model, batch)  # by the choices of the least peak
+    assert_identical([found, _gradients(model, batch)], [expected] * 2)
+    assert _forwards(model, batch) == 1
+    assert _forwards(model) == 2
+
+
+def test_backward_may_follow_when_it_has_been_removed(
+    blocks: recollect.Plan, model: Decoder
+) -> None:
+    expected = _gradients(model)
+    with blocks.applied(model):
+        loss = squares(model(X))
+    loss.backward()
+    assert_identical(gradients(model), expected)
 
 
 def test_without_gradients_its_blocks_just_run(blocks: recollect.Plan, model: Decoder) -> None:
