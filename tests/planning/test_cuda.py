@@ -284,7 +284,7 @@ def test_autocast_that_was_not_planned_on_a_device() -> None:
         assert told or torch.cuda.max_memory_allocated() <= plan.budget
 
 
-# --- times and the output ---------------------------------------------------------------------------
+# --- times and the output -------------------------------------------------------------------------
 
 
 def test_what_steps_took_is_measured(dropout: Made) -> None:
