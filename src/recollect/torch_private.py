@@ -8,6 +8,7 @@ release drops or changes one of them.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -69,6 +70,7 @@ __all__ = [
     "effects_of",
     "fake_on",
     "fake_tensors",
+    "fakes_left",
     "foreign_function_modes",
     "free_cuda_workspaces",
     "forward_ad_active",
@@ -104,6 +106,7 @@ __all__ = [
     "key_of_storage",
     "memory_key",
     "metadata_ops",
+    "name_of_storage",
     "nested_trace_policy",
     "never_traced",
     "no_dispatch_modes",
@@ -834,18 +837,53 @@ _pretending = _Pretending()
 def fake_tensors() -> Iterator[Any]:
     """A mode in which tensors have looks and no memory, and are taken for plain ones.
 
-    Its ``from_tensor`` makes one of another tensor.
+    Its ``from_tensor`` makes one of another tensor. Afterwards to use one of them is an error.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
 
     before, _pretending.kind = _pretending.kind, FakeTensor
+    mode = _mode_that_ends()(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with warnings.catch_warnings(), mode:
             # Fake memory has no address, and torch warns of everyone who asks for one.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield mode
     finally:
         _pretending.kind = before
+        mode.is_over = True
+
+
+@functools.cache
+def _mode_that_ends() -> Any:
+    """The type of the modes of `fake_tensors`. torch takes half a second to import what it needs.
+
+    An op on a fake tensor enters the mode that has made it, whoever calls it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class FakeMode(FakeTensorMode):
+        is_over = False
+
+        def __enter__(self) -> Any:
+            if self.is_over:
+                raise RuntimeError(
+                    "a tensor without values is used, which was made while recollect recorded a "
+                    "step and has been held since by a cache of the model's. Clear that cache, "
+                    "and make the plan on the device on which the model is trained"
+                )
+            return super().__enter__()
+
+    return FakeMode
+
+
+def fakes_left() -> list[torch.Tensor]:
+    """All tensors that are alive of those that were made in `fake_tensors`."""
+    if not _mode_that_ends.cache_info().currsize:
+        return []
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: list[Any] = [each for each in gc.get_objects() if type(each) is FakeTensor]
+    return [each for each in made if isinstance(each.fake_mode, _mode_that_ends())]
 
 
 def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -1127,9 +1165,14 @@ def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What tells the memory of ``tensor`` from any other alive at the same time, if it has some."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return name_of_storage(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def name_of_storage(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from any other alive at the same time."""
+    return int(storage._cdata)
 
 
 def memory_key(tensor: torch.Tensor) -> int | None:

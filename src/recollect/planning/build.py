@@ -339,4 +339,5 @@ def resized(graph: Graph, sizes: Sequence[int], factors: Mapping[int, float]) ->
         values=[replace(v, nbytes=memories[v.memory].nbytes) for v in graph.values],
         memories=memories,
         moments=moments,
+        origins=replace(origins, workspaces=tuple(workspaces)),
     )

@@ -154,7 +154,10 @@ def _slice(case: _Case) -> Iterator[dict[str, Any]]:
 def _ends(case: _Case, old: Shape, new: Shape) -> Iterator[dict[str, Any]]:
     """Begin and end, of a tensor of which a part is taken."""
     dim = case.now.get("dim") or 0
-    ends = [case.dims.of_index(old[dim], new[dim], case.now.get(name)) for name in ("start", "end")]
+    ends = [
+        case.dims.of_index(old[dim], new[dim], case.now.get(name), of_table=old == new)
+        for name in ("start", "end")
+    ]
     for start, end in product(*ends):
         yield {"start": start, "end": end}
 
@@ -260,10 +263,10 @@ def _numbers(*names: str) -> _Rule:
     """Sizes one by one."""
 
     def rule(case: _Case) -> Iterator[dict[str, Any]]:
-        values = [case.now.get(name) for name in names]
-        each = [case.dims.of(v) if type(v) is int else [v] for v in values]
-        for found in product(*each):
-            yield dict(zip(names, found, strict=True))
+        values = {name: case.now.get(name) for name in names}
+        given = {name: case.dims.of(size) for name, size in values.items() if type(size) is int}
+        for found in product(*given.values()):
+            yield dict(zip(given, found, strict=True))
 
     return rule
 

@@ -34,12 +34,13 @@ from recollect.planning.fake import predict_step
 from recollect.planning.footprint import Footprint, counted, estimated
 from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
+from recollect.planning.leftovers import nothing_fake_left
 from recollect.planning.links import measured_link
 from recollect.planning.literals import dense_strides
 from recollect.planning.overhead import with_overhead
 from recollect.planning.peers import block_paths, block_schedule, peers_of
 from recollect.planning.plan import Plan
-from recollect.planning.profile import Profile, profile_step
+from recollect.planning.profile import Profile, profile_step, trace_in_little
 from recollect.planning.replan import Basis
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.rows import rows_of
@@ -664,16 +665,21 @@ def _name_of(device: torch.device) -> str:
 
 
 def _profiled(step: Step, link: Link | None) -> Profile:
-    """The step as it runs; if there is no room for it without a plan, as it would."""
-    if step.device.type != "meta":
+    """The step as it runs; if there is no room for that without a plan, with as little as can be.
+
+    If there is no room for that either, or no memory at all, as it would run.
+    """
+    for profiled in (profile_step, trace_in_little):
+        if step.device.type == "meta":
+            break
         try:
-            with step.undone(rehearses=True):
-                return profile_step(step, link)
+            with step.undone(rehearses=profiled is profile_step):
+                return profiled(step, link)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
         free_memory(step.device)
-    with step.undone():
+    with nothing_fake_left(), step.undone():
         return predict_step(step, link)
 
 

@@ -22,11 +22,12 @@ from recollect.planning.graph import Graph, Link
 from recollect.planning.outline import outline_of
 from recollect.planning.rates import Rates
 from recollect.planning.script import Script
+from recollect.planning.simulate import simulate_plain
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing
 from recollect.planning.trace import Trace
 
-__all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_step"]
+__all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_in_little", "trace_step"]
 
 #: Seconds that the engine takes to run an op again, beside the op, as long as nothing is measured.
 _RERUN_COST = 6e-6
@@ -89,6 +90,22 @@ def profile_step(step: Step, link: Link | None = None) -> Profile:
         timing=timing,
         measured_peak=measured_peak,
         untimed=graph,
+    )
+
+
+def trace_in_little(step: Step, link: Link | None = None) -> Profile:
+    """Write down a step for which there is no room without a plan: all that can be is let go."""
+    rates = Rates(step.device)
+    trace_step(step, rates, link)  # what is made once is there now
+    graph, script = trace_step(step, rates, link)
+    plain = simulate_plain(graph)
+    return Profile(
+        graph=graph,
+        plain_peak=plain.peak,
+        seconds=plain.seconds,
+        was_run=False,
+        can_run=True,
+        script=script,
     )
 
 

@@ -24,8 +24,8 @@ from recollect.errors import CheckpointError
 from recollect.planning.build import resized
 from recollect.planning.graph import Graph
 from recollect.planning.literals import Call, Like, dense_strides, has_sizes, is_dense, translations
-from recollect.planning.script import Entry, Look, Ref, Script, Unknown, look_of
-from recollect.planning.sizes import Dims
+from recollect.planning.script import SAME, WHOLE, Entry, Look, Ref, Script, Unknown, look_of
+from recollect.planning.sizes import Dims, Shape
 from recollect.torch_private import OpOverload, below_python, op_name
 
 __all__ = ["CannotPredict", "Rescaled", "rescaled"]
@@ -215,6 +215,9 @@ class _Run:
         if entry.op is None:
             yield from self._outside(entry)
             return
+        if entry.op in (WHOLE, SAME):
+            yield from self._renamed(entry)
+            return
         if type(entry.op) is not OpOverload or "_rnn" in op_name(entry.op):
             raise _Misfit("it is up to a library what that takes")
         outs = [self._before[number] for _, number in entry.outs]
@@ -238,6 +241,18 @@ class _Run:
         named = {name: filled(value) for name, value in entry.kwargs.items()}
         return Call(filled(entry.args), named)
 
+    def _renamed(self, entry: Entry) -> Iterator[None]:
+        """A tensor that came to be without an op."""
+        ((_, number),), (base,) = entry.outs, entry.reads
+        if entry.op == WHOLE:
+            before, now = _nbytes(self._before[base]), _nbytes(self._looks[base])
+            self._looks[number] = (now,), (1,), torch.uint8
+            self._dims.note((before,), (now,))
+        for memory in entry.made.values():
+            factor = self._factor(entry.reads)
+            self.sizes[memory] = math.ceil(self._script.sizes[memory] * factor)
+        yield None
+
     def _outside(self, entry: Entry) -> Iterator[None]:
         """A tensor that others have made: code will make it of another shape, if at all."""
         ((_, number),) = entry.outs
@@ -246,16 +261,18 @@ class _Run:
             yield None
             return
         size, stride, dtype = before
-        for found in self._dims.of_shape(size):
-            if is_dense(size, stride):
-                strides = dense_strides(found, size, stride)
-            elif found == size:
-                strides = stride
-            else:
-                continue
+        for found in self._shapes_of(number, size, dtype):
+            strides = stride if found == size else dense_strides(found, size, stride)
             self._looks[number] = found, strides, dtype
             self._dims.note(size, found)
             yield None
+
+    def _shapes_of(self, number: int, size: Shape, dtype: torch.dtype) -> Iterator[Shape]:
+        if dtype is torch.uint8 and len(size) == 1:
+            # Bytes: as many as another tensor has, of which it is to be a copy.
+            others = [n for n in range(number) if _nbytes(self._before[n]) == size[0]]
+            yield from dict.fromkeys((_nbytes(self._looks[n]),) for n in reversed(others))
+        yield from self._dims.of_shape(size)
 
     def _take(self, entry: Entry, way: _Way) -> None:
         if way is None:
@@ -340,13 +357,8 @@ class _Run:
 
     def more(self) -> int:
         """Bytes of the tensors outside that have to be others."""
-        found = 0
-        for entry in self._script.entries:
-            if entry.op is None:
-                ((_, number),) = entry.outs
-                if self._looks[number] != self._before[number]:
-                    found += _nbytes(self._looks[number])
-        return found
+        others = [n for n in self._script.outside if self._looks[n] != self._before[n]]
+        return sum(_nbytes(self._looks[number]) for number in others)
 
 
 def _nbytes(look: Look | None) -> int:

@@ -11,6 +11,7 @@ what the model and the optimizer hold, and whatever else code can get at, as tar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,9 @@ from weakref import ref
 import torch
 
 from recollect.engines.replay.tape import tensors_of
-from recollect.torch_private import storage_key, takes_number
+from recollect.torch_private import changes_memory, name_of_storage, storage_key, takes_number
 
-__all__ = ["Entry", "Look", "Ref", "Script", "Unknown", "look_of"]
+__all__ = ["SAME", "WHOLE", "Entry", "Look", "Ref", "Script", "Unknown", "look_of"]
 
 _Tensor = torch.Tensor
 
@@ -29,6 +30,10 @@ _Tensor = torch.Tensor
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _Path = tuple[int, ...]
 
+#: Stands for an op that gives the whole memory of a tensor, byte by byte: as storages are copied.
+WHOLE = "the whole memory"
+#: For one that gives a tensor as it is, on a memory that was not seen before.
+SAME = "the same tensor"
 _CONSTANTS = (
     *(type(None), bool, int, float, complex, str),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -92,33 +97,46 @@ class Script:
         self.looks: list[Look | None] = []
         #: The numbers of the tensors of the batch, in their order.
         self.batch: list[int] = []
+        #: Of tensors that are neither made in the step nor of the batch, the model, the optimizer.
+        self.outside: set[int] = set()
         #: By number of a memory: its bytes.
         self.sizes: list[int] = []
         self._static = {storage_key(tensor) for tensor in static}
         self._ids: dict[int, tuple[Any, int]] = {}
         #: By storage: the tensors on it that were seen, by their layout.
         self._storages: dict[int | None, dict[Any, int]] = {}
+        self._watched: dict[int, Any] = {}
         self._saved: dict[int, int] = {}
         self.batch = [self._add(tensor) for tensor in batch]
 
     def close(self, sizes: list[int]) -> None:
         """The step is over, and made memories of these sizes. Lets go of all tensors."""
         self.sizes = list(sizes)
-        self._ids, self._storages, self._saved, self._static = {}, {}, {}, set()
+        self._ids, self._storages, self._watched, self._saved = {}, {}, {}, {}
+        self._static = set()
 
     # --- what is seen -----------------------------------------------------------------------------
 
     def read(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Entry:
         """An op is about to run."""
         reads: list[int] = []
-        template = [self._template(each, reads) for each in args]
+        # From the last one on: what is read tells more of what is met here first than what is
+        # written to, which comes before it.
+        template = [self._template(each, reads) for each in reversed(args)][::-1]
         named = {name: self._template(each, reads) for name, each in kwargs.items()}
         return Entry(op, template, named, tuple(reads))
 
     def wrote(self, entry: Entry, out: Any, event: int, made: dict[_Path, int]) -> None:
         """It ran."""
+        if type(out) is _Tensor and changes_memory(entry.op):
+            # It is on the memory of another one now, or on one that nobody was seen to make.
+            self._ids.pop(id(out), None)
+            number = self._number(out)
+            source = entry.reads[:-1]  # what is on the storage that it was given
+            entry = Entry(SAME, [], {}, source[:1] or (number,), [((), number)])
+        else:
+            entry.outs = [(path, self._add(tensor)) for path, tensor in tensors_of(out)]
         entry.event, entry.made = event, made
-        entry.outs = [(path, self._add(tensor)) for path, tensor in tensors_of(out)]
         if type(out) is int and takes_number(entry.op):
             entry.number = out
         self.entries.append(entry)
@@ -130,6 +148,7 @@ class Script:
     def end(self, key: int) -> None:
         """A storage was let go."""
         self._storages.pop(key, None)
+        self._watched.pop(key, None)
 
     def save(self, saved: int, tensor: _Tensor) -> None:
         """Autograd saves a tensor."""
@@ -148,6 +167,9 @@ class Script:
             return Ref(number)
         if isinstance(value, (list, tuple)):
             return [self._template(each, reads) for each in value]
+        if isinstance(value, torch.UntypedStorage):
+            reads += [*self._storages.get(name_of_storage(value), {}).values()][:1]
+            return Unknown()
         if isinstance(value, torch.Generator):
             return None  # nothing is to be drawn
         return value if isinstance(value, _CONSTANTS) else Unknown()
@@ -174,23 +196,43 @@ class Script:
         if look is None or not on_storage:
             return self._add_outside(tensor, key)
         number = on_storage.get((look, int(tensor.storage_offset())))
-        return self._add_view(tensor, look, on_storage) if number is None else number
+        if number is not None:
+            return number
+        size, stride, dtype = look
+        offset = int(tensor.storage_offset())
+        for (other, _), base in reversed(on_storage.items()):
+            if other[2] == dtype:
+                args = [Ref(base), list(size), list(stride), offset]
+                return self._add_view(tensor, torch.ops.aten.as_strided.default, args, base)
+            if dtype is torch.uint8 and size == (_nbytes(other),):
+                return self._add_view(tensor, WHOLE, [Ref(base)], base)
+        return self._add_stranger(tensor)
 
     def _add_outside(self, tensor: _Tensor, key: int | None) -> int:
-        number = self._add(tensor)
         is_weight = tensor.requires_grad and tensor.is_leaf
-        if key not in self._static and not is_weight:
-            self.entries.append(Entry(None, [], {}, (), [((), number)]))
+        if key in self._static or is_weight:
+            return self._add(tensor)
+        number = self._add_stranger(tensor)
+        self.outside.add(number)
         return number
 
-    def _add_view(self, tensor: _Tensor, look: Look, on_storage: dict[Any, int]) -> int:
-        """A tensor that nobody was seen to make, on memory that is known."""
-        base = next(reversed(on_storage.values()))
-        size, stride, _ = look
-        offset = int(tensor.storage_offset())
-        args = [Ref(base), list(size), list(stride), offset]
-        entry = Entry(torch.ops.aten.as_strided.default, args, {}, (base,))
+    def _add_stranger(self, tensor: _Tensor) -> int:
+        """A tensor of which nobody knows where it comes from."""
         number = self._add(tensor)
-        entry.outs = [((), number)]
-        self.entries.append(entry)
+        key = storage_key(tensor)
+        if key is not None and key not in self._watched:
+            # What the step makes its trace watches. When this one is gone its name means another.
+            storage = tensor.untyped_storage()
+            self._watched[key] = ref(storage, lambda _: self.end(key))
+        self.entries.append(Entry(None, [], {}, (), [((), number)]))
         return number
+
+    def _add_view(self, tensor: _Tensor, op: Any, args: list[Any], base: int) -> int:
+        """A tensor that nobody was seen to make, on memory that is known."""
+        number = self._add(tensor)
+        self.entries.append(Entry(op, args, {}, (base,), [((), number)]))
+        return number
+
+
+def _nbytes(look: Look) -> int:
+    return math.prod(look[0]) * look[2].itemsize

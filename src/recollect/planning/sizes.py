@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
-__all__ = ["Dims"]
+__all__ = ["Dims", "Shape"]
 
 Shape = tuple[int, ...]
 
@@ -39,6 +39,8 @@ class Dims:
         self._seen: dict[int, dict[int, int]] = {}
         #: How often each was seen, the last one last.
         self._shapes: dict[Shape, dict[Shape, int]] = {}
+        #: The same of how many elements there are, where that has changed.
+        self._totals: dict[int, dict[int, int]] = {}
         self._log: list[tuple[Shape, Shape]] = []
         pairs = {pair for old, new in changes for pair in zip(old, new, strict=True)}
         self._batch = sorted(pairs, reverse=True)
@@ -52,12 +54,11 @@ class Dims:
         if len(old) != len(new):
             return
         self._log.append((old, new))
-        shapes = self._shapes.setdefault(old, {})
-        shapes[new] = shapes.pop(new, 0) + 1
+        _more(self._shapes.setdefault(old, {}), new)
+        _more(self._totals.setdefault(math.prod(old), {}), math.prod(new))
         for before, now in zip(old, new, strict=True):
             if before != now:
-                counts = self._seen.setdefault(before, {})
-                counts[now] = counts.get(now, 0) + 1
+                _more(self._seen.setdefault(before, {}), now)
 
     @property
     def mark(self) -> int:
@@ -69,6 +70,7 @@ class Dims:
         while len(self._log) > mark:
             old, new = self._log.pop()
             _less(self._shapes[old], new)
+            _less(self._totals[math.prod(old)], math.prod(new))
             for before, now in zip(old, new, strict=True):
                 if before != now:
                     _less(self._seen[before], now)
@@ -79,7 +81,7 @@ class Dims:
         """What a size may be now. A one that is not the first of several is rather a one."""
         if size <= 0:
             return [size]
-        counts = self._seen.get(size, {})
+        counts = self._seen.get(size) or self._totals.get(size) or {}
         seen = sorted(counts, key=lambda now: -counts[now])
         if seen:
             found = [size, *seen] if size == 1 and not is_first else [*seen, size]
@@ -118,33 +120,28 @@ class Dims:
     def of_view(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
         """The same, of a view: ``old`` had as many elements as ``sizes``, and is ``new``."""
         groups = [self._of_group(*group) for group in _groups(old, new, sizes)]
-        for found in islice(product(*groups), _MOST):
+        for found in _products(groups):
             yield tuple(size for group in found for size in group)
 
-    def _of_group(self, old: Shape, new: Shape, sizes: Shape) -> list[Shape]:
+    def _of_group(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
         """What sizes may be whose product is that of ``new``, as it was that of ``old``."""
         total = math.prod(new)
         if old == new:
-            return [sizes]
-        if len(old) == len(sizes) and old == sizes:
-            return [new]
-        large = [place for place, size in enumerate(sizes) if size != 1]
-        if len(large) <= 1:
-            place = large[0] if large else 0
-            return [tuple(total if n == place else size for n, size in enumerate(sizes))]
-        options = product(*(self.of(sizes[place]) for place in large))
-        found = [each for each in islice(options, _MOST) if math.prod(each) == total]
-        for free in range(len(large)):
-            # All but one are as they were.
-            others = [sizes[place] for place in large]
-            rest = math.prod(others) // others[free]
+            yield sizes
+        elif old == sizes:
+            yield new
+        # A one may be any size of one that has changed.
+        free = [n for n, size in enumerate(sizes) if size != 1 or self._seen.get(1)]
+        if len(free) > 1:
+            options = product(*(self.of(sizes[n], is_first=not n) for n in free))
+            for found in islice(options, _MOST):
+                if math.prod(found) == total:
+                    yield _with(sizes, dict(zip(free, found, strict=True)))
+        for n in free or range(1):
+            # Or all but one are as they were.
+            rest = math.prod(sizes[:n]) * math.prod(sizes[n + 1 :])
             if rest and total % rest == 0:
-                others[free] = total // rest
-                found.append(tuple(others))
-        return [
-            tuple(dict(zip(large, each, strict=True)).get(n, 1) for n in range(len(sizes)))
-            for each in dict.fromkeys(found)
-        ]
+                yield _with(sizes, {n: total // rest})
 
     def of_expanded(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
         """The same, of a tensor that is expanded."""
@@ -153,13 +150,19 @@ class Dims:
         for before, now, size in zip(old, new, sizes[more:], strict=True):
             is_as_given = before == size or now != 1
             each.append([now] if is_as_given else self.of(size, is_first=False))
-        for found in reversed(self._shapes.get(sizes, {})):
+        for found in [*reversed(self._shapes.get(sizes, {}))]:  # which grow meanwhile
             if all(size in options for size, options in zip(found, each, strict=True)):
                 yield found
         yield from islice(product(*each), _MOST)
 
-    def of_index(self, length: int, now: int, index: int | None) -> list[int | None]:
-        """What the begin or end of a slice may be, of a dimension that was ``length`` long."""
+    def of_index(
+        self, length: int, now: int, index: int | None, *, of_table: bool
+    ) -> list[int | None]:
+        """What the begin or end of a slice may be, of a dimension that was ``length`` long.
+
+        ``of_table``: of a tensor that is as before. Of such the first rows are taken, as many as
+        the batch is long. Others are cut within a layer, if not along what has changed.
+        """
         if index is None or index <= 0:
             return [index]
         if index >= length:
@@ -169,6 +172,8 @@ class Dims:
             from_end = now - (length - index)
             place = 0 if length - index <= 2 < index else len(found)
             found.insert(place, from_end)
+        elif not of_table:
+            found.insert(0, index)
         return list(dict.fromkeys(found))
 
     def of_parts(self, length: int, now: int, parts: Shape) -> Iterator[Shape]:
@@ -182,6 +187,25 @@ class Dims:
             rest = now - (sum(parts) - parts[place])
             if rest >= 0:
                 yield (*parts[:place], rest, *parts[place + 1 :])
+
+
+def _with(sizes: Shape, others: dict[int, int]) -> Shape:
+    return tuple(others.get(n, size) for n, size in enumerate(sizes))
+
+
+def _products(options: Sequence[Iterator[Shape]]) -> Iterator[tuple[Shape, ...]]:
+    """All combinations: the first of each first, which is mostly all that is asked for."""
+    first = tuple(next(each, None) for each in options)
+    likeliest = tuple(each for each in first if each is not None)
+    if len(likeliest) < len(first):
+        return
+    yield likeliest
+    each = [dict.fromkeys((one, *rest)) for one, rest in zip(likeliest, options, strict=True)]
+    yield from islice(product(*each), 1, _MOST)
+
+
+def _more(counts: dict[Any, int], key: Any) -> None:
+    counts[key] = counts.pop(key, 0) + 1  # as the last one
 
 
 def _less(counts: dict[Any, int], key: Any) -> None:
