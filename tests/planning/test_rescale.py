@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect.planning.batch import split_batch, tensors_of_batch
 from recollect.planning.graph import Graph
 from recollect.planning.literals import dense_strides, is_dense
 from recollect.planning.profile import trace_step
@@ -22,7 +23,7 @@ from recollect.planning.rescale import CannotPredict, Rescaled, rescaled
 from recollect.planning.script import Script, look_of
 from recollect.planning.simulate import simulate_plain
 from recollect.planning.sizes import Dims
-from recollect.planning.step import Step, split_batch, tensors_of_batch
+from recollect.planning.step import Step
 from tests.planning._models import VOCABULARY, Decoder, made, squares, tokens
 
 Loss = Callable[[Any], Tensor]
