@@ -239,7 +239,8 @@ TRAINING = [*HABITS][:4]
 
 @habit
 def closures_of_hooks(trained: Trained) -> None:
-    total, seen, table = torch.zeros(()), [], {"norms": deque(maxlen=3), "by": defaultdict(list)}
+    total, seen = torch.zeros((), device=trained.model.norm.weight.device), []
+    table = {"norms": deque(maxlen=3), "by": defaultdict(list)}
     calls, kinds, names, ordered = 0, Counter(), set(), OrderedDict()
 
     def hook(module: Any, args: Any, out: Tensor) -> None:

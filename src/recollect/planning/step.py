@@ -290,7 +290,8 @@ def _check_takes_output(loss: Loss) -> None:
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that cannot be the one of the step."""
-    refusal = _refusal(optimizer.step, (), {})
+    # Of its class: what a scheduler puts in the place of the method says that it takes `self`.
+    refusal = _refusal(type(optimizer).step, (optimizer,), {})
     if refusal is not None:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), by which it calls "

@@ -234,7 +234,7 @@ class WriteLog(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with no_function_modes():
-            for position, name in written_arguments(func):
+            for position, name in _written_by(func):
                 value = args[position] if position < len(args) else kwargs.get(name)
                 for tensor in _tensors_in(value):
                     self._memories.save_before_write(tensor, self._made)
@@ -248,6 +248,17 @@ class WriteLog(DispatchMode):
 
     def _forget(self, key: int) -> Any:
         return lambda _: self._made.pop(key, None)
+
+
+#: By id: ops live for good, and hash slowly.
+_known: dict[int, list[tuple[int, str]]] = {}
+
+
+def _written_by(op: Any) -> list[tuple[int, str]]:
+    known = _known.get(id(op))
+    if known is None:
+        known = _known[id(op)] = written_arguments(op)
+    return known
 
 
 def _tensors_in(values: Any) -> Iterable[_Tensor]:
