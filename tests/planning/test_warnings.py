@@ -139,6 +139,17 @@ def planned(model: nn.Module, given: Any, part: float = 0.6, **options: Any) -> 
     return plan
 
 
+@cache
+def _usual_plan() -> recollect.Plan:
+    return planned(net(), batch())
+
+
+def usual() -> tuple[Net, recollect.Plan]:
+    """A model with a plan: made once, for one like it."""
+    model, plan = net(), _usual_plan()
+    return plan.apply(model), plan
+
+
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Nothing is to be told in here: warnings are errors in these tests."""
@@ -250,8 +261,7 @@ def test_tensors_wherever_they_are_in_a_batch(kind: str) -> None:
 
 
 def test_an_argument_that_was_not_there() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     run = train(model, call=lambda model, _: model(batch(), times=3))
     (message,) = run.told
     assert "in the batch there is times, and was nothing more" in message
@@ -276,8 +286,7 @@ def test_parameters_that_are_unfrozen() -> None:
 
 
 def test_parameters_that_are_frozen() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     model.blocks[0].requires_grad_(False)
     run = train(model)
     assert run.told == []
@@ -325,8 +334,7 @@ def test_planned_in_eval_mode_without_anything_that_depends_on_it() -> None:
 
 
 def test_another_dtype() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     model.double()
     run = train(model, call=lambda model, _: model(batch().double()))
     (message,) = run.told
@@ -334,8 +342,7 @@ def test_another_dtype() -> None:
 
 
 def test_parameters_that_are_added() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     model.blocks.append(Block(32))
     run = train(model)
     (message,) = run.told
@@ -411,8 +418,7 @@ def test_a_step_now_and_then_that_does_more() -> None:
 
 
 def test_a_forward_that_is_set_on_the_instance() -> None:
-    model = net()
-    plan = recollect.plan(model, batch(), 0.6, loss=squares)
+    model, plan = net(), _usual_plan()
     own = model.forward
 
     def forward(x: Tensor) -> Tensor:  # no method of anybody's
@@ -473,16 +479,14 @@ def _compiled_steps(run: Callable[[Tensor], Any], model: nn.Module, plan: recoll
 @pytest.mark.usefixtures("dynamo")
 @BACKENDS
 def test_a_planned_model_that_is_compiled(backend: str) -> None:
-    model = net()
-    plan = planned(model, batch())
+    model, plan = usual()
     _compiled_steps(torch.compile(model, backend=backend), model, plan)
 
 
 @pytest.mark.usefixtures("dynamo")
 @BACKENDS
 def test_a_planned_model_that_is_compiled_in_place(backend: str) -> None:
-    model = net()
-    plan = planned(model, batch())
+    model, plan = usual()
     model.compile(backend=backend)
     _compiled_steps(model, model, plan)
 
@@ -490,8 +494,7 @@ def test_a_planned_model_that_is_compiled_in_place(backend: str) -> None:
 @pytest.mark.usefixtures("dynamo")
 @BACKENDS
 def test_a_planned_model_inside_of_compiled_code(backend: str) -> None:
-    model = net()
-    plan = planned(model, batch())
+    model, plan = usual()
 
     def run(x: Tensor) -> Tensor:
         return model(x.sin().asin()) * 1.0
@@ -516,8 +519,7 @@ def test_a_model_that_was_compiled_before_the_plan_is_applied() -> None:
 
 @pytest.mark.usefixtures("dynamo")
 def test_a_planned_model_in_one_graph() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs under a plan of recollect"):
         compiled(batch())
@@ -525,8 +527,7 @@ def test_a_planned_model_in_one_graph() -> None:
 
 @pytest.mark.usefixtures("dynamo")
 def test_a_planned_model_is_compiled_where_there_is_no_backward() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     with torch.no_grad(), silence():
         torch.compile(model, backend="eager", fullgraph=True)(batch())
 
@@ -534,7 +535,7 @@ def test_a_planned_model_is_compiled_where_there_is_no_backward() -> None:
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 def test_a_plan_is_not_applied_to_what_is_compiled(how: str) -> None:
     model = net()
-    plan = recollect.plan(model, batch(), 0.7, loss=squares)
+    plan = _usual_plan()
     if how == "torch.compile":
         compiled: Any = torch.compile(model, backend="eager")
     else:
@@ -548,8 +549,7 @@ def test_a_plan_is_not_applied_to_what_is_compiled(how: str) -> None:
 
 
 def test_two_forwards_before_backward() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     run = train(model, call=lambda model, _: (model(batch()), model(batch(seed=2))), loss=_of_two)
     (message,) = run.told
     assert "while an earlier one still waits for its backward" in message
@@ -562,8 +562,7 @@ def _of_two(outputs: tuple[Tensor, Tensor]) -> Tensor:
 
 def test_one_forward_after_the_other() -> None:
     """What is no second forward: nothing is told."""
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     with silence():
         for _ in range(2):  # accumulation: backward after each
             squares(model(batch())).backward()
@@ -590,8 +589,7 @@ def test_one_forward_after_the_other() -> None:
 
 
 def test_outputs_that_are_kept_without_a_backward() -> None:
-    model = net()
-    planned(model, batch())
+    model, _ = usual()
     outputs = [model(batch())]
     with pytest.warns(recollect.PlanWarning, match="let go of outputs that have no backward"):
         outputs.append(model(batch()))
@@ -616,8 +614,7 @@ def test_a_peak_that_has_risen_above_the_budget(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    plan = planned(model, batch())
+    model, plan = usual()
     monkeypatch.setattr(_Peaks, "risen_to", lambda *_: 2 * plan.budget)
     with pytest.warns(recollect.PlanWarning, match="more than its budget of") as caught:
         model(batch())
