@@ -575,6 +575,11 @@ def with_examples(number: int, at_most: int = 1 << 30) -> settings:
 CHANGED = ("modified by an inplace operation", "has been mutated")
 
 
+def writes_elsewhere(program: Program) -> bool:
+    """Whether another thread writes, where nobody is to say what backward should have had."""
+    return "elsewhere_" in repr(program)
+
+
 def region(*body: Instruction, **facts: Any) -> Region:
     return Region(body, **facts)
 
@@ -609,7 +614,7 @@ def test_random_programs(program: Program) -> None:
     elif expected.in_forward:
         assert actual.in_forward
         assert type(actual.error) is type(expected.error)
-    elif actual.error is None:
+    elif actual.error is None and not writes_elsewhere(program):
         # Quiet where plain autograd is loud: with the values that backward should have had.
         assert CHANGED[0] in str(expected.error)
         with torch.autograd.graph.allow_mutation_on_saved_tensors():

@@ -58,6 +58,7 @@ from tests.test_properties import (
     tuples,
     weighted,
     with_examples,
+    writes_elsewhere,
 )
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -477,14 +478,19 @@ def compare(program: Program, settings: tuple[Setting, ...], **options: Any) -> 
         is_refused = expected.error is not None and not expected.in_forward
         with nullcontext() if is_refused else nothing_is_left_behind():
             actual = play(program, replaying, call, own_state)
-        again = partial(play, program, plainly, call, before)
+        again = None if writes_elsewhere(program) else partial(play, program, plainly, call, before)
         assert_agree(actual, expected, again, wrote_to_input=plainly.wrote_to_input)
     replaying.wrote_to_input = plainly.wrote_to_input
     return replaying
 
 
+#: What plain autograd does not look into, and we may have no need to: one of several views, whose
+#: memory was written to, was saved.
+REFUSED = "is a view and its base or another view of its base has been modified inplace"
+
+
 def assert_agree(
-    actual: Outcome, expected: Outcome, again: Callable[[], Outcome], *, wrote_to_input: bool
+    actual: Outcome, expected: Outcome, again: Callable[[], Outcome] | None, *, wrote_to_input: bool
 ) -> None:
     if expected.error is None and actual.error is None:
         assert_identical(actual.results, expected.results)
@@ -495,7 +501,7 @@ def assert_agree(
     elif expected.in_forward:
         assert actual.in_forward
         assert type(actual.error) is type(expected.error)
-    elif actual.error is None:
+    elif actual.error is None and again is not None and REFUSED not in str(expected.error):
         # Quiet where plain autograd is loud: with the values that backward should have had.
         assert CHANGED[0] in str(expected.error)
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
