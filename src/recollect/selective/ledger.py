@@ -16,11 +16,13 @@ from recollect.errors import KeptTensorError
 from recollect.selective.origins import Origins
 from recollect.state.rng import RngState
 from recollect.store.deposit import Deposit, Looks, Parcel, looks_of
-from recollect.store.handles import version_of
+from recollect.store.handles import is_memory, version_of
+from recollect.store.spans import copy_of
 from recollect.torch_private import (
     OpOverload,
     below_python,
     inductor_region_key,
+    raw_memory,
     storage_key,
     tree_leaves,
     tree_map_only,
@@ -46,11 +48,10 @@ def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` with its strides, which ``clone`` does not always keep."""
-    if tensor.layout is not torch.strided or 0 in tensor.stride():
+    if not is_memory(tensor):
         return tensor.clone()
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+    with raw_memory():
+        return copy_of(tensor)
 
 
 class Kept:

@@ -17,6 +17,7 @@ from recollect.errors import KeptTensorError
 from recollect.store.handles import version_of
 from recollect.store.host import host_store
 from recollect.store.protocol import Store
+from recollect.store.spans import copy_of, laid_out, shift_of
 from recollect.torch_private import memory_key, raw_memory, storage_key, unobserved
 
 __all__ = ["Deposit", "Looks", "Parcel", "looks_of"]
@@ -53,6 +54,7 @@ class Parcel:
         "_handle",
         "_layout",
         "_memory",
+        "_shift",
         "_storage",
         "_store",
         "_tensor",
@@ -65,6 +67,7 @@ class Parcel:
         self._address = memory_key(tensor)
         self._storage = None if self._memory is None else ref(tensor.untyped_storage())
         self.looks = looks_of(tensor)
+        self._shift = 0 if self.looks is None else shift_of(tensor)
         self._store = store
         self._tensor = ref(tensor)
         self._version = version_of(tensor)
@@ -107,7 +110,19 @@ class Parcel:
                 f"of shape {list(tensor.shape)} that {type(self._store).__name__} holds was "
                 "changed in place afterwards. Let put() copy it, or replace the in-place operation."
             )
-        return tensor
+        return self._laid_out(tensor)
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a store gave back, laid out as it was: a copy may have other strides.
+
+        What is computed from it may depend on that, to the last bit.
+        """
+        if self.looks is None or tensor is self._tensor():
+            return tensor
+        if tensor.stride() == self.looks[1] and shift_of(tensor) == self._shift:
+            return tensor
+        with unobserved():
+            return laid_out(tensor, self.looks[1], self._shift)
 
     def _is_spoilt(self) -> bool:
         """Whether the tensor that was put is still there, and was written to."""
@@ -124,7 +139,7 @@ class Parcel:
             size, stride, offset, dtype = self._layout
             with raw_memory():
                 whole = torch.empty(0, dtype=dtype, device=tensor.device)
-                copy = whole.set_(tensor.untyped_storage(), offset, size, stride).clone()
+                copy = copy_of(whole.set_(tensor.untyped_storage(), offset, size, stride))
             handle, self._handle = self._handle, self._store.put(copy)
             self._store.drop(handle)
             self._storage = None

@@ -29,11 +29,10 @@ from recollect.store.links import CudaLinks, Link
 from recollect.store.pool import Pool, memory_of_machine
 from recollect.store.spans import (
     Span,
-    bytes_of,
+    copy_of,
     layout_of,
     span_of,
     span_to_store,
-    tensor_on,
 )
 from recollect.store.traffic import Traffic
 from recollect.torch_private import raw_memory, storage_key, unobserved
@@ -361,21 +360,10 @@ def _keep_values(handle: Held) -> None:
     tensor = _still_there(handle)
     with raw_memory():
         if is_memory(tensor):
-            handle.hold(_copy_of(tensor))
+            handle.hold(copy_of(tensor))
             return
     with unobserved():
         handle.hold(tensor.detach().clone())
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` with its strides."""
-    layout = layout_of(tensor)
-    if tensor.numel() == 0:
-        return torch.empty_strided(
-            layout.size, layout.stride, dtype=layout.dtype, device=tensor.device
-        )
-    span = span_of(layout)
-    return tensor_on(bytes_of(tensor.untyped_storage(), span).clone(), span.start, layout)
 
 
 def _still_there(handle: Held, *, check: bool = True) -> Tensor:

@@ -11,7 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Span", "bytes_of", "layout_of", "span_of", "span_to_store", "tensor_on"]
+__all__ = [
+    "Layout",
+    "Span",
+    "bytes_of",
+    "copy_of",
+    "laid_out",
+    "layout_of",
+    "shift_of",
+    "span_of",
+    "span_to_store",
+    "tensor_on",
+]
 
 #: Ranges start at a multiple of this, as allocations of a device do. So a copy is aligned for every
 #: dtype and kernel if the original was.
@@ -74,3 +85,39 @@ def tensor_on(memory: Tensor, start: int, layout: Layout) -> Tensor:
     empty = torch.empty(0, dtype=layout.dtype, device=memory.device)
     offset = layout.offset - start // layout.dtype.itemsize
     return empty.set_(memory.untyped_storage(), offset, layout.size, layout.stride)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` with its strides."""
+    layout = layout_of(tensor)
+    if tensor.numel() == 0:
+        return torch.empty_strided(
+            layout.size, layout.stride, dtype=layout.dtype, device=tensor.device
+        )
+    span = span_of(layout)
+    return tensor_on(bytes_of(tensor.untyped_storage(), span).clone(), span.start, layout)
+
+
+def shift_of(tensor: Tensor) -> int:
+    """By how many bytes ``tensor`` begins after where an allocation could begin.
+
+    What libraries compute, to the last bit, may depend on it. (cuBLAS looks at 256 bytes.)
+    """
+    try:
+        return tensor.data_ptr() % (64 if tensor.device.type == "cpu" else 256)
+    except RuntimeError:  # it has no memory
+        return 0
+
+
+def laid_out(values: Tensor, stride: tuple[int, ...], shift: int) -> Tensor:
+    """A tensor with the values of another, these strides and, if it can be, this `shift_of`."""
+    steps = zip(values.shape, stride, strict=True)
+    extent = 1 + sum((size - 1) * step for size, step in steps) if values.numel() else 0
+    start = shift // values.element_size() if extent else 0
+    memory = torch.empty(start + extent, dtype=values.dtype, device=values.device)
+    tensor = torch.empty(0, dtype=values.dtype, device=values.device)
+    tensor.set_(memory.untyped_storage(), start, values.shape, stride)
+    # Where one place stands for many, it is written to once.
+    once = tuple(slice(None) if step else slice(0, 1) for step in stride)
+    tensor[once].copy_(values[once])
+    return tensor
