@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,6 +31,24 @@ class State:
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
+
+
+class WithSlots:
+    """An object without a dictionary."""
+
+    __slots__ = ("lines",)
+
+    def __init__(self, lines: Any) -> None:
+        self.lines = lines
+
+
+class Items(list[Any]):
+    """A list with attributes."""
+
+
+@dataclass
+class Row:
+    items: Any
 
 
 class Pair(NamedTuple):
@@ -391,6 +413,12 @@ def test_name_is_where_it_was_at_the_call() -> None:
         (lambda it: ((), {"data": {"batches": it}}), "kwargs['data']['batches']"),
         (lambda it: ((Pair(1, it),), {}), "args[0][1]"),
         (lambda it: (({it},), {}), "args[0]{...}"),
+        (lambda it: ((State(lines=it),), {}), "args[0].lines"),
+        (lambda it: ((State(inner=[1, {"a": it}]),), {}), "args[0].inner[1]['a']"),
+        (lambda it: ((State(inner=State(lines=(it,))),), {}), "args[0].inner.lines[0]"),
+        (lambda it: ((WithSlots(it),), {}), "args[0].lines"),
+        (lambda it: ((Items([it]),), {}), "args[0][0]"),
+        (lambda it: ((), {"batch": [Row(it)]}), "kwargs['batch'][0].items"),
     ],
 )
 def test_iterators_are_refused_by_name(place: Callable[[Any], Any], name: str) -> None:
@@ -403,8 +431,29 @@ def test_iterators_are_refused_by_name(place: Callable[[Any], Any], name: str) -
     assert "list(...)" in str(info.value)
 
 
-def test_iterators_in_attributes_are_the_objects_own() -> None:
-    Inputs((State(lines=iter([1]), inner=[iter([2])]),), {})
+@pytest.mark.parametrize(
+    "iterator",
+    [
+        (n for n in range(3)),
+        zip([1], [2], strict=True),
+        map(str, [1]),
+        filter(None, [1]),
+        enumerate([1]),
+        reversed([1]),
+        iter({1: 2}.items()),
+        itertools.count(),
+        itertools.chain([1], [2]),
+    ],
+    ids=lambda iterator: type(iterator).__name__,
+)
+def test_iterators_of_any_kind_are_refused_in_attributes(iterator: Any) -> None:
+    with pytest.raises(TypeError, match=rf"args\[0\]\.items .* \({type(iterator).__name__}\)"):
+        Inputs((Row(iterator),), {})
+
+
+def test_files_are_no_iterators() -> None:
+    with tempfile.TemporaryFile() as file:
+        Inputs((State(log=file, out=io.StringIO()),), {})
 
 
 # --- one after the other, and at once -------------------------------------------------------------

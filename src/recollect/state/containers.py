@@ -77,9 +77,9 @@ class Contents:
     def look_into(self, values: Collection[Any]) -> Any:
         """Write down what ``values`` hold. Returns an iterator that is among them, or None."""
         entries = self._entries
-        #: What to look at, whether these are arguments or attributes, and whether they can change.
-        pending: list[tuple[Collection[Any], bool, bool]] = [(values, True, False)]
-        for items, are_arguments, are_state in pending:  # which grows meanwhile
+        #: What to look at, and whether it can change.
+        pending: list[tuple[Collection[Any], bool]] = [(values, False)]
+        for items, are_state in pending:  # which grows meanwhile
             if len(items) > 8 and ATOMS.issuperset(map(type, items)):
                 continue
             for value in items:
@@ -90,15 +90,12 @@ class Contents:
                 if kinds is TENSOR:
                     self._add_tensor(value, are_state)
                 elif kinds is ITERATOR:
-                    if are_arguments:
-                        return value
+                    return value
                 elif kinds is CARED_FOR:
                     self.cared_for.append(value)
                 elif kinds and len(entries) < LIMIT:
                     for kind, contents in self._add(value, kinds):
-                        as_arguments = are_arguments and kind.holds_arguments
-                        as_state = are_state or kind.mutable
-                        pending.append((kind.items(contents), as_arguments, as_state))
+                        pending.append((kind.items(contents), are_state or kind.mutable))
         return None
 
     def _add(self, thing: Any, kinds: Kinds) -> list[tuple[Kind, Any]]:

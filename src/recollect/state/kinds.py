@@ -91,8 +91,6 @@ UNSET = object()
 class Kind:
     """How the contents of one kind of thing are taken, compared and put back."""
 
-    #: Whether what is inside was handed over as such: an iterator there is an argument.
-    holds_arguments = True
     #: Whether the contents can change.
     mutable = True
 
@@ -220,8 +218,6 @@ _read_attribute = object.__getattribute__
 class _Attributes(_Mapping):
     """The ``__dict__`` of an object, whatever its class does to attributes."""
 
-    holds_arguments = False
-
     def take(self, thing: Any) -> dict[Any, Any]:
         return super().take(_read_attribute(thing, "__dict__"))
 
@@ -240,8 +236,6 @@ class _Slots(Kind):
 
     A class is not held by what is known of it, as it would be by the descriptors of its slots.
     """
-
-    holds_arguments = False
 
     def __init__(self, slots: list[tuple[ref[type], str]]) -> None:
         self._slots = slots
