@@ -103,8 +103,8 @@ endef
 
 .PHONY: test-gpu
 test-gpu: NEEDS := pytest, torch
-test-gpu: ## Run the tests that need a GPU, on PYTHON or else the virtual environment
-	$(run-with-cuda) -m pytest -m gpu $(ARGS)
+test-gpu: ## Run the tests that need a GPU, but for slow ones, on PYTHON or else the virtual environment
+	$(run-with-cuda) -m pytest -m "gpu and not slow" $(ARGS)
 
 .PHONY: bench-frontier
 bench-frontier: NEEDS := torch

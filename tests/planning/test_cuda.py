@@ -129,13 +129,14 @@ def state_after(made: Made) -> list[Tensor]:
 
 @pytest.mark.usefixtures("no_bound")
 @pytest.mark.parametrize("offload", [False, "auto"], ids=["here", "offload"])
-def test_the_peak_obeys_ten_budgets(each: Made, offload: Any) -> None:
+@pytest.mark.parametrize("number", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_the_peak_obeys_budgets(each: Made, offload: Any, number: int) -> None:
     frontier = recollect.frontier(each.model, each.batch, loss=each.loss, offload=offload)
     low, high = frontier.least, frontier.plain_peak
     assert low < 0.7 * high
     last = float("inf")
-    for n in range(10):
-        budget = low + (high - low) * n // 9
+    for n in range(number):
+        budget = low + (high - low) * n // (number - 1)
         plan = frontier.plan_for(budget)
         with plan.applied(each.model):
             found = [peak(each) for _ in range(3)]
