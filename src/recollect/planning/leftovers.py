@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
@@ -33,16 +33,20 @@ _MOST = 1000
 
 
 @contextmanager
-def nothing_fake_left() -> Iterator[None]:
-    """A context after which no tensor is left that `fake_tensors` made in it."""
+def nothing_fake_left(caches: Callable[[], Iterable[Any]] = list) -> Iterator[None]:
+    """A context after which no tensor is left that `fake_tensors` made in it.
+
+    ``caches``: gives those of ``functools`` that are known. Of what is frozen (``gc.freeze``) the
+    collector does not tell.
+    """
     before = {id(fake) for fake in fakes_left()}
     try:
         yield
     except BaseException:
-        _clear_caches(before)  # the exception itself may hold some, as long as it is looked at
+        _clear_caches(before, caches())  # the exception may hold some, as long as it is there
         raise
     gc.collect()
-    _clear_caches(before)
+    _clear_caches(before, caches())
     left = _left(before)
     if left:
         raise CheckpointError(
@@ -57,15 +61,26 @@ def _left(before: set[int]) -> list[Any]:
     return [fake for fake in fakes_left() if id(fake) not in before]
 
 
-def _clear_caches(before: set[int]) -> None:
+def _clear_caches(before: set[int], known: Iterable[Any]) -> None:
     left = _left(before)
     if not left:
         return
-    for holder, _ in _holders(left):
-        if type(holder) is _Cache:
-            holder.cache_clear()
+    ids = {id(fake) for fake in left}
+    found = [holder for holder, _ in _holders(left) if type(holder) is _Cache]
+    for cache in [*found, *(each for each in known if _leads_to(each, ids))]:
+        cache.cache_clear()
     del left
     gc.collect()
+
+
+def _leads_to(cache: Any, ids: set[int]) -> bool:
+    """Whether one of some things is among what a cache holds, or inside of that."""
+    things = gc.get_referents(cache)
+    for _ in range(_DEPTH):
+        if any(id(each) in ids for each in things):
+            return True
+        things = gc.get_referents(*(each for each in things if type(each) in _CONTAINERS))
+    return False
 
 
 def _holders(things: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

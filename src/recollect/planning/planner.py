@@ -679,7 +679,7 @@ def _profiled(step: Step, link: Link | None) -> Profile:
             if not _is_out_of_memory(error):
                 raise
         free_memory(step.device)
-    with nothing_fake_left(), step.undone():
+    with nothing_fake_left(step.caches), step.undone():
         return predict_step(step, link)
 
 

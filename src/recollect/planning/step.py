@@ -203,6 +203,11 @@ class Step:
             self.run()
         self._written = self._snapshot.written
 
+    def caches(self) -> list[Any]:
+        """All ``functools.lru_cache`` that were found when it was last run inside of `undone`."""
+        snapshot = vars(self).get("_snapshot")
+        return [] if snapshot is None else [*snapshot.caches]
+
     # --- memory and time --------------------------------------------------------------------------
 
     def base(self) -> int:

@@ -156,6 +156,11 @@ class Snapshot:
 
     # --- what there is ----------------------------------------------------------------------------
 
+    @property
+    def caches(self) -> list[Any]:
+        """All of ``functools`` that were found."""
+        return [cache for cache, _ in self._caches]
+
     def _find(self, values: Collection[Any]) -> None:
         self._push(values, None)
         for value, holder in self._pending:  # which grows meanwhile
