@@ -83,7 +83,7 @@ def calls(region: Callable[..., Tensor], make: Make, count: int, run: Any) -> li
         inputs = make(number)
         out = run(region, *inputs)
         leaves = [each for each in inputs if each.requires_grad]
-        weights = torch.linspace(0.5, 1.5, out.numel()).view(out.shape)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device=out.device).view(out.shape)
         grads = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
         found.append([out.detach().clone(), *grads])
     return found
@@ -934,3 +934,64 @@ def _work(rank: int, store: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_collectives_that_write_in_place(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path / "store"),), nprocs=2)
+
+
+# --- on a device ----------------------------------------------------------------------------------
+
+
+def matrices(number: int) -> tuple[Tensor, ...]:
+    return (torch.rand(256, 256, device="cuda").requires_grad_(),)
+
+
+@contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@ALL
+@ALWAYS_OR_NOT
+def test_a_precision_set_for_a_part_of_the_region(when: Any, run: Any) -> None:
+    def region(x: Tensor) -> Tensor:
+        with tf32(when()):
+            h = (x @ x).sin()
+        return (h @ x).sin() * h
+
+    check(run, region, matrices)
+
+
+@pytest.mark.gpu
+@ALL
+def test_generators_of_a_device(run: Any) -> None:
+    own = torch.Generator("cuda")
+
+    def region(x: Tensor) -> Tensor:
+        h = torch.poisson(x.detach() * 5, own) * x
+        # On the device, whatever the tensor is on that it is like.
+        noise = torch.rand_like(torch.empty(256, 256), device="cuda")
+        return (h.sin() * noise).exp() * F.dropout(x)
+
+    def scenario(run: Any) -> Any:
+        own.manual_seed(7)
+        torch.cuda.manual_seed(8)
+        return calls(region, matrices, 4, run), own.get_state(), torch.cuda.get_rng_state()
+
+    assert_transparent(scenario, run)
+
+
+@pytest.mark.gpu
+@ALL
+@ALWAYS_OR_NOT
+def test_a_write_by_another_thread_on_a_device(when: Any, run: Any) -> None:
+    def region(x: Tensor) -> Tensor:
+        h = x.detach() * 2
+        if when():
+            write_elsewhere(h)
+        return used(x, h)
+
+    check(run, region, matrices)
