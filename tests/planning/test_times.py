@@ -658,6 +658,18 @@ def test_blocks_that_do_not_fit_are_not_used(
     assert frontier.plan_for(found.peak).choices.blocks
 
 
+def test_another_budget_is_planned_for_while_a_plan_of_blocks_is_applied(
+    blocks: recollect.Plan, model: Decoder
+) -> None:
+    frontier = recollect.frontier(model, X, loss=squares)
+    blocks.apply(model)
+    other = frontier.plan_for(0.7)
+    assert _forwards(model) == 2  # as before
+    blocks.remove(model)
+    with other.applied(model):
+        assert _forwards(model) == 1
+
+
 def test_a_model_without_blocks_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, compared: None
 ) -> None:
