@@ -14,8 +14,9 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 BIN := $(VENV)/bin
 DOCS := $(VENV)-docs
 # The constraints keep torch at the version that is tested. Without build isolation, the pinned
-# build backend is used and pip makes no second environment.
-INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-build-isolation
+# build backend is used and pip makes no second environment. What is never imported is not compiled:
+# that would take half a minute.
+INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt --no-build-isolation
 
 .PHONY: help
 help: ## Show this help
