@@ -17,12 +17,11 @@ from recollect.selective.origins import Origins
 from recollect.state.rng import RngState
 from recollect.store.deposit import Deposit, Looks, Parcel, looks_of
 from recollect.store.handles import is_memory, version_of
-from recollect.store.spans import copy_of
+from recollect.store.spans import laid_out
 from recollect.torch_private import (
     OpOverload,
     below_python,
     inductor_region_key,
-    raw_memory,
     storage_key,
     tree_leaves,
     tree_map_only,
@@ -48,10 +47,7 @@ def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` with its strides, which ``clone`` does not always keep."""
-    if not is_memory(tensor):
-        return tensor.clone()
-    with raw_memory():
-        return copy_of(tensor)
+    return laid_out(tensor, tensor.stride(), 0) if is_memory(tensor) else tensor.clone()
 
 
 class Kept:
