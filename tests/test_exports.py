@@ -5,7 +5,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import pytest
 from torch.utils import checkpoint as torch_checkpoint
@@ -49,9 +49,26 @@ def test_everything_public_in_the_package_is_exported():
     assert public == set(recollect.__all__)
 
 
-def test_install_stays_a_function_though_a_module_has_its_name():
-    importlib.import_module("recollect.install")
-    assert isinstance(recollect.install, FunctionType)
+def test_every_module_is_imported_by_its_name():
+    script = f"""
+import sys
+import recollect
+for name in {MODULES!r}:
+    if not name.endswith("__main__"):  # which runs
+        exec(f"import {{name}} as found")
+        assert found is sys.modules[name], name
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_functions_stay_functions():
+    for name in MODULES:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    modules = {
+        name for name in recollect.__all__ if isinstance(getattr(recollect, name), ModuleType)
+    }
+    assert modules == {"policy", "store"}
 
 
 @pytest.mark.parametrize("name", ["recollect", *MODULES])

@@ -16,7 +16,7 @@ LAYERS = [
     {"selective"},
     {"engines"},
     {"options", "region", "modules", "sequential"},
-    {"api", "compat", "explain", "install"},
+    {"api", "compat", "explaining", "installing"},
     {"planning"},
     {"__init__"},
     {"cli", "__main__"},

@@ -14,8 +14,8 @@ from recollect.engines.reentrant import (
     detach_variable,
 )
 from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
-from recollect.explain import explain
-from recollect.install import install, installed, uninstall
+from recollect.explaining import explain
+from recollect.installing import install, installed, uninstall
 from recollect.naming import tag
 from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from recollect.checks.place import Names, Place
-from recollect.explain.memory import Memories, Memory
-from recollect.explain.region import Region
+from recollect.explaining.memory import Memories, Memory
+from recollect.explaining.region import Region
 from recollect.settings import is_recomputing
 from recollect.torch_private import DispatchMode, op_name, tree_leaves
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from recollect.explain.rows import HELD, OUTSIDE, Call, Row, Totals
-from recollect.explain.text import render, share_of
+from recollect.explaining.rows import HELD, OUTSIDE, Call, Row, Totals
+from recollect.explaining.text import render, share_of
 from recollect.report.units import bytes_text
 
 __all__ = ["Explanation"]

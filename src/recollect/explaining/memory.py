@@ -12,7 +12,7 @@ from weakref import ReferenceType, ref
 
 import torch
 
-from recollect.explain.region import Region
+from recollect.explaining.region import Region
 from recollect.state.containers import Contents
 from recollect.store.deposit import Parcel
 from recollect.torch_private import (

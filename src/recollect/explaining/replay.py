@@ -20,9 +20,9 @@ from recollect.engines.replay.library import Slot, slot_of
 from recollect.engines.replay.plan import uses_of
 from recollect.engines.replay.recall import Recall
 from recollect.engines.replay.tape import Buffer, Op, Tape
-from recollect.explain.memory import Memories, Memory
-from recollect.explain.region import NO_POLICY, Region, Seen
-from recollect.explain.watcher import Watcher
+from recollect.explaining.memory import Memories, Memory
+from recollect.explaining.region import NO_POLICY, Region, Seen
+from recollect.explaining.watcher import Watcher
 from recollect.policy.rules import Policy
 from recollect.torch_private import CAST, op_name
 

@@ -14,8 +14,8 @@ are still there when forward is over, and asks who holds them. So what it report
     `explanation`   rows, totals, remarks                          `rows`, `text`
 """
 
-from recollect.explain.explanation import Explanation
-from recollect.explain.rows import FATES, Call, Row, Totals
-from recollect.explain.run import explain
+from recollect.explaining.explanation import Explanation
+from recollect.explaining.rows import FATES, Call, Row, Totals
+from recollect.explaining.run import explain
 
 __all__ = ["FATES", "Call", "Explanation", "Row", "Totals", "explain"]

@@ -13,10 +13,10 @@ from torch import nn
 
 from recollect.checks.names import module_of, name_in
 from recollect.engines.rerun import Frame
-from recollect.explain.memory import Memory, tensors_in
-from recollect.explain.region import NO_POLICY, REENTRANT, Region
-from recollect.explain.replay import Replayed, Slots
-from recollect.explain.watcher import Watcher
+from recollect.explaining.memory import Memory, tensors_in
+from recollect.explaining.region import NO_POLICY, REENTRANT, Region
+from recollect.explaining.replay import Replayed, Slots
+from recollect.explaining.watcher import Watcher
 from recollect.policy.rules import NameRule, Policy
 from recollect.selective import RecordMode
 from recollect.selective.ledger import Entry, Kept

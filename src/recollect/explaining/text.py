@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from recollect.explain.rows import HELD, Call, Row, Totals
+from recollect.explaining.rows import HELD, Call, Row, Totals
 from recollect.report.columns import columns
 from recollect.report.units import bytes_text
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from recollect.explain.account import rows_of
-from recollect.explain.explanation import Explanation
-from recollect.explain.memory import tensors_in
-from recollect.explain.region import Region
-from recollect.explain.regions import Observer
-from recollect.explain.replay import Slots
-from recollect.explain.rows import Call, Row
-from recollect.explain.watcher import Watcher
+from recollect.explaining.account import rows_of
+from recollect.explaining.explanation import Explanation
+from recollect.explaining.memory import tensors_in
+from recollect.explaining.region import Region
+from recollect.explaining.regions import Observer
+from recollect.explaining.replay import Slots
+from recollect.explaining.rows import Call, Row
+from recollect.explaining.watcher import Watcher
 from recollect.selective.explaining import explaining
 from recollect.state.reach import Reach
 from recollect.state.snapshot import Snapshot, check_arguments
