@@ -27,6 +27,8 @@ op_db = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations", exc_type=ImportError
 ).op_db
 
+set_rng_seed = pytest.importorskip("torch.testing._internal.common_utils").set_rng_seed
+
 pytestmark = [
     # What the ops have to say about their samples (deprecations, beta features) is not our subject.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -284,7 +286,10 @@ def assert_as_listed(op: Any, reasons: set[str | None]) -> None:
 
 
 def samples_of(op: Any, count: int) -> list[Any]:
-    return list(islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), count))
+    # Not by `op.sample_inputs`, which looks for a unittest in every frame: that takes longer than
+    # all that is done with the samples.
+    set_rng_seed(0)
+    return list(islice(op.sample_inputs_func(op, "cpu", torch.float64, True), count))
 
 
 @pytest.mark.parametrize("op", OPS)

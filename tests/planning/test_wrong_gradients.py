@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import InputChanged
-from recollect.planning import runner
+from recollect.planning import runner, variant
 from recollect.planning.planner import Planner
 from tests._support import Counted, assert_identical, gradients
 from tests.planning._models import (
@@ -84,7 +84,7 @@ def same(
             counted = Counted(runner.run_planned)
             patch.setattr(runner, "run_planned", counted)
             # Batches of other looks would run without a plan, which they fit.
-            patch.setattr(runner, "_decisions_of", lambda plan: plan.decisions)
+            patch.setattr(variant, "_decisions_of", lambda plan: plan.decisions)
             found = played(planned, act or usual, steps)
         assert counted.started >= steps  # by the plan, and not as without one
         assert_identical(found, expected)

@@ -24,6 +24,7 @@ from recollect.explaining.memory import Memories, Memory
 from recollect.explaining.region import NO_POLICY, Region, Seen
 from recollect.explaining.watcher import Watcher
 from recollect.policy.rules import Policy
+from recollect.state.memories import WriteLog
 from recollect.torch_private import CAST, op_name
 
 __all__ = ["Replayed", "Slots"]
@@ -46,11 +47,15 @@ class Slots:
         return self._copies.setdefault(id(slot), (slot, copy(slot)))[1]
 
 
+#: The dispatch modes that `recollect.explain` runs a function under.
+_LOOKING_ON: tuple[Any, ...] = (Watcher, WriteLog)
+
+
 def _unwatched(part: Any) -> Any:
     """A part of a signature as it is when nobody looks on."""
-    if not isinstance(part, tuple) or not any(each is Watcher for each in part):
+    if not isinstance(part, tuple) or not any(each in _LOOKING_ON for each in part):
         return part
-    return tuple(each for each in part if each is not Watcher)
+    return tuple(each for each in part if each not in _LOOKING_ON)
 
 
 class Replayed:

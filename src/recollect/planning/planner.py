@@ -442,8 +442,11 @@ class Planner:
         if budget >= self.plain_peak:
             outcome = replace(simulate_plain(graph, curve=True), seconds=self.profile.seconds)
         if found.blocks and times is not None:
-            # It is not simulated: what goes from block to block is only nearly what is held.
-            outcome = replace(outcome, seconds=times.planned.seconds)
+            # It is not simulated: what goes from block to block is only nearly what is held. Plain
+            # steps in between tell how quick the machine was just then.
+            plain = self.profile.seconds if times.plain is None else times.plain.seconds
+            seconds = times.planned.seconds * self.profile.seconds / plain
+            outcome = replace(outcome, seconds=seconds)
         bound = self._bound(budget, outcome.seconds)
         choices, decisions = self._chosen(found)
         plan = Plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -434,30 +435,26 @@ def test_training_goes_on_as_if_nothing_had_been_asked(name: str) -> None:
     assert_identical(train(True), train(False))
 
 
-FOUND: list[Any] = []
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_the_call_that_is_explained(name: str) -> None:
-    FOUND.clear()
+    found: SimpleQueue[Any] = SimpleQueue()  # a list would be put back as it was
     model = decoder(REPLAY[name], dropout=0.1)
     weights = list(model.parameters())
 
     def step() -> None:
         torch.manual_seed(3)
-        FOUND.append(torch.autograd.grad(model(tokens()), weights))
+        found.put(torch.autograd.grad(model(tokens()), weights))
 
     plain = decoder(dropout=0.1)
     torch.manual_seed(3)
     expected = torch.autograd.grad(plain(tokens()), list(plain.parameters()))
     recollect.explain(step)
-    assert len(FOUND) == 2  # recorded, and then as every later call
-    for found in FOUND:
-        assert_identical(found, expected)
+    assert found.qsize() == 2  # recorded, and then as every later call
     step()
     recollect.explain(step)
-    assert len(FOUND) == 4
-    assert_identical(FOUND[-1], expected)
+    assert found.qsize() == 4
+    for _ in range(4):
+        assert_identical(found.get(), expected)
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "matmuls_and_attention", "offload"])
