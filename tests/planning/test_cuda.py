@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.planning import planner
+from recollect.planning.batch import split_batch, tensors_of_batch
 from recollect.planning.planner import Planner
 from recollect.planning.rates import Rates
+from recollect.planning.rescale import rescaled
+from recollect.planning.script import look_of
 from recollect.planning.simulate import simulate, simulate_plain
 from tests.planning._models import (
     Case,
@@ -222,6 +226,48 @@ def test_workspaces_of_other_streams_do_not_count() -> None:
     frontier = recollect.frontier(small.model, small.batch, loss=small.loss, offload=False)
     assert torch.cuda.memory_allocated() < before
     assert frontier.least < 0.9 * frontier.plain_peak
+
+
+# --- batches of other shapes ----------------------------------------------------------------------
+
+LARGER: dict[str, Callable[[], Any]] = {
+    "decoder": lambda: _text(20),
+    "dropout": lambda: _text(16, 640),
+    "encoder_decoder": lambda: (_normal(20, 512, 512)(), _normal(20, 384, 512)()),
+    "conv": _normal(40, 3, 64, 64),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_the_graph_for_a_larger_batch_is_the_recorded_one(name: str) -> None:
+    case, larger = made(name), LARGER[name]()
+    first, second = (Planner(case.model, each, case.loss) for each in (case.batch, larger))
+    looks = [look_of(tensor) for tensor in tensors_of_batch(*split_batch(larger))]
+    assert first.profile.script is not None
+    found = rescaled(first.graph, first.profile.script, looks).graph
+    assert found.memories == second.graph.memories
+    assert found.values == second.graph.values
+    simulated = simulate_plain(replace(found, base=second.graph.base)).peak
+    assert simulated == pytest.approx(simulate_plain(second.graph).peak, rel=0.02)
+
+
+@pytest.mark.usefixtures("no_bound", "reproducible")
+@pytest.mark.parametrize("name", LARGER)
+def test_a_larger_batch_keeps_the_budget_bit_for_bit(name: str) -> None:
+    case = made(name)
+    plan = recollect.plan(case.model, case.batch, 0.8, loss=case.loss)
+    twin = Made(fresh_copy(case.model), LARGER[name](), case.loss)
+    case.batch = twin.batch
+    plan.apply(case.model)
+    static = sum(p.nbytes for p in twin.model.parameters()) + sum(
+        b.nbytes for b in twin.model.buffers()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", recollect.PlanWarning)
+        for _ in range(3):
+            assert peak(case) - static <= plan.budget  # the twin is there too
+    for ours, theirs in zip(state_after(case), state_after(twin), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # --- steps that are not the planned one -----------------------------------------------------------

@@ -154,12 +154,20 @@ def _slice(case: _Case) -> Iterator[dict[str, Any]]:
 def _ends(case: _Case, old: Shape, new: Shape) -> Iterator[dict[str, Any]]:
     """Begin and end, of a tensor of which a part is taken."""
     dim = case.now.get("dim") or 0
-    ends = [
-        case.dims.of_index(old[dim], new[dim], case.now.get(name), of_table=old == new)
-        for name in ("start", "end")
-    ]
-    for start, end in product(*ends):
-        yield {"start": start, "end": end}
+    before, now, dims = old[dim], new[dim], case.dims
+    given = [case.now.get("start"), case.now.get("end")]
+    starts, ends = (dims.of_index(before, now, each, of_table=old == new) for each in given)
+    found: list[tuple[Any, Any]] = [*product(starts, ends)]
+    inner = [index for index in given if type(index) is int and 0 < index < before]
+    if now != before and len(inner) == 2:
+        # One of several parts, one after the other: as what they are put together from.
+        lengths = dims.of(inner[1] - inner[0])
+        found += [(start, (start or 0) + length) for start, length in product(starts, lengths)]
+    for both in dict.fromkeys(found):
+        for index, other in zip(given, both, strict=True):
+            if index in inner and other != index:
+                dims.note((index,), (other,))
+        yield {"start": both[0], "end": both[1]}
 
 
 def _slice_backward(case: _Case) -> Iterator[dict[str, Any]]:
@@ -194,17 +202,21 @@ def _repeat(case: _Case) -> Iterator[dict[str, Any]]:
 
 
 def _arange(case: _Case) -> Iterator[dict[str, Any]]:
-    # What it goes from is hardly ever a size, and if it is, the end is too.
-    end = case.now.get("end")
-    start = case.now.get("start") or 0
-    whole = int(end) if isinstance(end, (int, float)) and end == int(end) else 0
-    found = case.dims.of(whole) if whole > 1 else [end]
-    for each in dict.fromkeys(found):
-        yield {"end": type(end)(each)}
-    if type(start) is int and start > 0:
-        length = whole - start
-        for begin, each in product(case.dims.of(start), case.dims.of(length)):
-            yield {"start": begin, "end": type(end)(begin + each)}
+    start, end, step = (case.now.get(name) for name in ("start", "end", "step"))
+    dims = case.dims
+
+    def of(value: Any) -> list[Any]:
+        is_size = isinstance(value, (int, float)) and value == int(value) and value > 1
+        return [type(value)(each) for each in dims.of(int(value))] if is_size else [value]
+
+    # What it goes by is hardly ever a size, and what it goes from only if the end is one too.
+    steps = list(dict.fromkeys([step, *of(step)]))
+    found = [{"end": each, "step": by} for by in steps for each in of(end)]
+    if type(start) is int and type(end) is int and start > 0:
+        ways = product(of(start), of(end - start))
+        found += [{"start": begin, "end": begin + length} for begin, length in ways]
+    for values in found:
+        yield {name: value for name, value in values.items() if value is not None}
 
 
 def _group_norm(case: _Case) -> Iterator[dict[str, Any]]:

@@ -190,7 +190,7 @@ class _Run:
 
     def _go(self, place: int, ways: Iterator[_Way]) -> bool:
         """Take the next way that fits, if there is one."""
-        entry = self._script.entries[place]
+        entry, mark = self._script.entries[place], self._dims.mark
         try:
             for way in ways:
                 self._left -= 1
@@ -198,6 +198,7 @@ class _Run:
                     self._take(entry, way)
                 except _Misfit as misfit:
                     self._note_failure(place, str(misfit))
+                    self._dims.undo(mark)
                     continue
                 return True
         except _Misfit as misfit:
@@ -304,19 +305,22 @@ class _Run:
         actual = nbytes_before if memory is None else self._script.sizes[memory]
         if predicted == recorded and nbytes_before == actual:
             return look, nbytes
-        if memory is not None and size == predicted[0] and dtype == predicted[2]:
-            # Of the same shape. How it lies in memory is up to the kernel, and stays so.
-            if is_dense(size, stride) and math.prod(size) * dtype.itemsize == actual:
-                shape = look[0]
-                nbytes = math.prod(shape) * dtype.itemsize
-                return (shape, dense_strides(shape, size, stride), dtype), nbytes
-        elif memory is not None and len(size) == 1 and dtype.itemsize == 1:
-            # What a library puts aside for its backward.
-            factor = self._factor(entry.reads)
-            length = math.ceil(size[0] * factor)
-            return ((length,), (1,), dtype), math.ceil(actual * factor)
-        elif memory is None and size == predicted[0] and dtype == predicted[2]:
+        is_foreseen = size == predicted[0] and dtype == predicted[2]
+        if memory is None and is_foreseen:
             return look, nbytes
+        if not math.prod(size) and not actual:
+            return recorded, 0  # what this kernel does not need
+        if is_dense(size, stride) and math.prod(size) * dtype.itemsize == actual:
+            # How it lies in memory is up to the kernel, and stays so. If not even its shape was
+            # foreseen, it becomes what others of that shape do.
+            shape = look[0] if is_foreseen else next(self._dims.of_shape(size), None)
+            if shape is not None:
+                strides = dense_strides(shape, size, stride)
+                return (shape, strides, dtype), math.prod(shape) * dtype.itemsize
+        if len(size) == dtype.itemsize == 1 and not is_foreseen:
+            # Bytes that a library puts aside for its backward.
+            factor = self._factor(entry.reads)
+            return ((math.ceil(size[0] * factor),), (1,), dtype), math.ceil(actual * factor)
         raise _Misfit("it made something else than could be predicted")
 
     def _ask(self, op: Any, call: Call) -> _Results:

@@ -10,7 +10,7 @@ Whoever asks goes on to the next if one turns out not to fit. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
@@ -132,16 +132,21 @@ class Dims:
             yield new
         # A one may be any size of one that has changed.
         free = [n for n, size in enumerate(sizes) if size != 1 or self._seen.get(1)]
-        if len(free) > 1:
-            options = product(*(self.of(sizes[n], is_first=not n) for n in free))
-            for found in islice(options, _MOST):
+
+        def filling(options: Iterable[Sequence[int]]) -> Iterator[Shape]:
+            for found in islice(product(*options), _MOST):
                 if math.prod(found) == total:
                     yield _with(sizes, dict(zip(free, found, strict=True)))
+
+        if len(free) > 1:
+            yield from filling([*self._seen.get(sizes[n], {}), sizes[n]] for n in free)
         for n in free or range(1):
-            # Or all but one are as they were.
+            # Or all but one are as they were; what is cut off at the end rather than at the front.
             rest = math.prod(sizes[:n]) * math.prod(sizes[n + 1 :])
             if rest and total % rest == 0:
                 yield _with(sizes, {n: total // rest})
+        if len(free) > 1:
+            yield from filling(self.of(sizes[n], is_first=not n) for n in free)
 
     def of_expanded(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
         """The same, of a tensor that is expanded."""
