@@ -137,7 +137,7 @@ def test_an_optimizer_that_is_none(optimizer: Any) -> None:
 
 def test_an_optimizer_that_calls_the_model_itself() -> None:
     model = _model()
-    with pytest.raises(ValueError, match=r"optimizer: LBFGS needs a closure .* Leave it out"):
+    with pytest.raises(ValueError, match=r"optimizer: LBFGS needs a closure.* Leave it out"):
         recollect.plan(model, X, 0.5, optimizer=torch.optim.LBFGS(model.parameters()))
 
 

@@ -392,11 +392,38 @@ def test_layers_that_are_left_out_by_chance(seed: int) -> None:
     assert len(run.told) <= 2
 
 
+@pytest.mark.slow
+def test_wav2vec2_as_it_comes() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=128,
+        conv_dim=(32,) * 7,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        layerdrop=0.3,
+        mask_time_prob=0.0,  # which draws from numpy, and needs longer inputs
+    )
+    model = transformers.Wav2Vec2Model(config).train()
+    sound = torch.randn(2, 8000)
+
+    def loss(out: Any) -> Tensor:
+        return squares(out.last_hidden_state)
+
+    frontier = recollect.frontier(model, sound, loss=loss)
+    frontier.plan_for(max(frontier.least, int(0.7 * frontier.plain_peak))).apply(model)
+    run = train(model, 8, lambda model, _: model(sound), loss)
+    assert len(run.told) <= 2
+
+
 def test_tokens_that_go_to_other_experts() -> None:
     torch.manual_seed(0)
     model = MoE()
     batches = [batch(4 * 32, seed=n).view(4, 32, 32) for n in range(8)]
-    planned(model, batches[0])
+    planned(model, batches[0], 0.8)
     run = train(model, 8, lambda model, n: model(batches[n]))
     assert run.told == run.over == []
 

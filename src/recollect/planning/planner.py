@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from recollect.checks.place import warn_user
 from recollect.engines.replay.direct import Alike, Decisions
+from recollect.engines.replay.engine import Witness
 from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.batch import check_batch, split_batch
@@ -31,12 +33,13 @@ from recollect.planning.blocks import Blocks, wrap_blocks
 from recollect.planning.choices import Choices, trimmed
 from recollect.planning.conditions import Conditions, differences, has_modes
 from recollect.planning.fake import predict_step
-from recollect.planning.footprint import Footprint, counted, estimated
+from recollect.planning.footprint import Footprint, counted, estimated, tally_of
 from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
 from recollect.planning.leftovers import nothing_fake_left
 from recollect.planning.links import measured_link
 from recollect.planning.literals import dense_strides
+from recollect.planning.outline import outline_of
 from recollect.planning.overhead import with_overhead
 from recollect.planning.peers import block_paths, block_schedule, peers_of
 from recollect.planning.plan import Plan
@@ -280,19 +283,51 @@ class Planner:
         if not self.profile.can_run:
             return simulated
         try:
-            found = self._run_under(Way(self.choices(schedule)[1]))
+            witnesses: list[Witness] = []
+            found = self._run_under(Way(self.choices(schedule)[1]), witnesses)
         except RuntimeError as error:
             self._check_memory(error)
             return int(simulated * _MORE_THAN_THERE_IS)
+        found = self._of_the_planned(schedule, simulated, found, witnesses)
         self._peaks[schedule] = found
         return found.expected
 
-    def _run_under(self, way: Way) -> Peaks:
+    def _run_under(self, way: Way, witnesses: list[Witness] | None = None) -> Peaks:
         def progress(done: float) -> None:
             self._progress("trying the plan", done)
 
         with self._unplanned():
-            return peaks_under(way, self.step, self._told, progress)
+            return peaks_under(way, self.step, self._told, progress, witnesses)
+
+    def _of_the_planned(
+        self, schedule: Schedule, simulated: int, found: Peaks, witnesses: list[Witness]
+    ) -> Peaks:
+        """What steps that were tried tell of the one that is planned.
+
+        They are others if what forward does is up to chance. Then they tell by comparison alone.
+        """
+        if not any(map(self._is_another, witnesses)):
+            return found
+        base, choices = self.graph.base, self.choices(schedule)[0]
+        scale = (simulated - base) / self._guess(self.graph.outline, choices)
+        expected = [found.expected]
+        for peak, witness in zip(found.each, witnesses, strict=True):
+            if witness.recording is not None and witness.difference is None:
+                guess = self._guess(outline_of(witness.recording), choices)
+                excess = peak / (base + scale * guess)
+                expected.append(math.ceil(simulated * max(1.0, excess)))
+        return replace(found, expected=max(expected))
+
+    def _guess(self, outline: Graph | None, choices: Choices) -> int:
+        assert outline is not None
+        return max(1, estimated(outline, choices, self._alike))
+
+    def _is_another(self, witness: Witness) -> bool:
+        """Whether a forward that was tried is not the one that was recorded."""
+        recording, tally = witness.recording, self.graph.tally
+        if recording is None or tally is None or witness.difference is not None:
+            return witness.difference is not None
+        return tally_of(recording).made != tally.made
 
     @contextmanager
     def _unplanned(self) -> Iterator[None]:
@@ -531,13 +566,10 @@ class Planner:
         """What steps under the plan are compared with. ``peak``: under its own choices."""
         graph = self.graph
         outline, tally = graph.outline, graph.tally
-        assert outline is not None
         assert tally is not None
         peaks = [simulate(graph, each.schedule_in(graph)).peak for each in self._alternatives]
         options = zip((choices, *self._alternatives), (peak, *peaks), strict=True)
-        factors = [
-            (taken - graph.base) / max(1, estimated(outline, each)) for each, taken in options
-        ]
+        factors = [(taken - graph.base) / self._guess(outline, each) for each, taken in options]
         return Footprint(tally, tuple(factors), counted(graph))
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from recollect.engines.replay.direct import Decisions
+from recollect.engines.replay.engine import Witness
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.blocks import unwrap_blocks, wrap_blocks
 from recollect.planning.output import watch_output
@@ -40,11 +41,16 @@ class Way:
 
     @contextmanager
     def taken(
-        self, model: nn.Module, told: Told, note: Callable[[int], None] | None = None
+        self,
+        model: nn.Module,
+        told: Told,
+        note: Callable[[int], None] | None = None,
+        witnesses: list[Witness] | None = None,
     ) -> Iterator[None]:
         """A context in which ``model`` is run so.
 
-        ``note`` is given the bytes of its output that are there when backward reaches it.
+        ``note`` is given the bytes of its output that are there when backward reaches it;
+        ``witnesses`` one for each call.
         """
         by = self.by
         if by is None:
@@ -52,7 +58,10 @@ class Way:
             return
 
         def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-            output = run_planned(function, args, kwargs, by, told)
+            witness = Witness()
+            output = run_planned(function, args, kwargs, by, told, witness)
+            if witnesses is not None:
+                witnesses.append(witness)
             if note is not None:
                 watch_output(output, lambda alive, _: note(alive))
             return output
@@ -75,24 +84,32 @@ class Peaks:
         expected: With room for what may be more in others that are like them.
         output: Bytes of the model's output that were there when backward reached it; None if it did
             not.
+        each: What was measured, step by step.
     """
 
     measured: int
     expected: int
     output: int | None
+    each: tuple[int, ...] = ()
 
 
-def peaks_under(way: Way, step: Step, told: Told, progress: Callable[[float], None]) -> Peaks:
+def peaks_under(
+    way: Way,
+    step: Step,
+    told: Told,
+    progress: Callable[[float], None],
+    witnesses: list[Witness] | None = None,
+) -> Peaks:
     """What steps allocate that are run in a way."""
     measured, spare = [], []
     output: list[int] = []
-    with step.undone(), way.taken(step.model, told, output.append):
+    with step.undone(), way.taken(step.model, told, output.append, witnesses):
         for number in range(_STEPS):
             progress(number / _STEPS)
             measured.append(step.measured_peak())
             spare.append(step.spare_blocks())
     expected = max(map(sum, zip(measured, spare, strict=True)))
-    return Peaks(max(measured), expected, max(output, default=None))
+    return Peaks(max(measured), expected, max(output, default=None), tuple(measured))
 
 
 def times_under(ways: Sequence[Way], step: Step, told: Told, warm: int = 1) -> list[Timing]:
