@@ -46,7 +46,7 @@ def without_workspace(graph: Graph) -> Graph:
     pairs = zip(graph.moments, graph.origins.workspaces, strict=True)
     moments = [replace(moment, seconds=0, during=moment.during - work) for moment, work in pairs]
     ops = [replace(op, seconds=0, workspace=0, can_send=False) for op in graph.ops]
-    return replace(graph, ops=ops, moments=moments, rerun_cost=0)
+    return replace(graph, ops=ops, moments=moments, rerun_cost=0, engine_cost=0, spread=0)
 
 
 def assert_the_same(
