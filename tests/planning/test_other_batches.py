@@ -169,6 +169,7 @@ def test_another_thread_may_use_the_model_meanwhile(model):
             out = model(x)
             if type(out) is not torch.Tensor or not torch.equal(out, expected):
                 wrong.append(str(type(out)))
+            del out  # or the next forward begins while this one waits, which is told
 
     thread = threading.Thread(target=use)
     thread.start()
