@@ -34,6 +34,21 @@ pytestmark = pytest.mark.usefixtures("no_bound")
 VOCABULARY = 1024
 
 
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged in the test."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append
+    logger = logging.getLogger("recollect")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _little_solving() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -184,13 +199,12 @@ def test_a_loop_that_holds_more_than_planned_is_warned_of_once(model: Model) -> 
 
 
 def test_a_loop_that_holds_less_is_told_what_goes_unused(
-    model: Model, caplog: pytest.LogCaptureFixture
+    model: Model, logged: list[logging.LogRecord]
 ) -> None:
     recollect.plan(model, X, 0.9, loss=loss_of).apply(model)
-    with caplog.at_level(logging.INFO, "recollect"):
-        for _ in range(4):
-            freeing(model)
-    (record,) = caplog.records
+    for _ in range(4):
+        freeing(model)
+    (record,) = logged
     assert record.levelno == logging.INFO
     assert f"{LOGITS:,} bytes of the budget go unused" in record.getMessage()
     assert "holds_output=False" in record.getMessage()
@@ -198,14 +212,14 @@ def test_a_loop_that_holds_less_is_told_what_goes_unused(
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_loop_as_planned_is_not_told_anything(
-    model: Model, holds: bool, caplog: pytest.LogCaptureFixture
+    model: Model, holds: bool, logged: list[logging.LogRecord]
 ) -> None:
     recollect.plan(model, X, 0.9, loss=loss_of, holds_output=holds).apply(model)
-    with caplog.at_level(logging.INFO, "recollect"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(4):
             LOOPS[holds](model)
-    assert not caplog.records
+    assert not logged
 
 
 def test_copies_are_looked_at_by_themselves(model: Model) -> None:
@@ -312,7 +326,7 @@ def test_looking_holds_nothing() -> None:
 
 
 def test_a_model_with_a_loss_of_its_own_is_seen_as_planned(
-    caplog: pytest.LogCaptureFixture,
+    logged: list[logging.LogRecord],
 ) -> None:
     class WithLoss(Model):
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -329,7 +343,7 @@ def test_a_model_with_a_loss_of_its_own_is_seen_as_planned(
         planned(**batch)["loss"].backward()
 
     plan = freed.plan_for((freed.least + freed.plain_peak) // 2)
-    with plan.applied(model), warnings.catch_warnings(), caplog.at_level(logging.INFO, "recollect"):
+    with plan.applied(model), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert peak(model, loop) <= plan.budget
-    assert not caplog.records
+    assert not logged
