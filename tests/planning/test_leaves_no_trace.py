@@ -109,7 +109,8 @@ def looked_at(trained: Trained, x: Tensor, check: Callable[[str], None]) -> reco
     check("frontier")
     least = frontier.least
     check("Frontier.least")
-    budget = (least + frontier.plain_peak) // 2 + 64
+    spare = 1 << 16 if x.is_cuda else 64  # blocks of a device's allocator are larger
+    budget = (least + frontier.plain_peak) // 2 + spare
     plan = recollect.plan(trained.model, x, budget, **options)
     check("plan")
     recollect.explain(trained.model, x)
