@@ -372,10 +372,10 @@ def test_a_mask_that_lets_more_through() -> None:
 
 
 class LayerDrop(Net):
-    """Leaves layers out by chance."""
+    """Leaves layers out by chance, all but the first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = torch.rand(len(self.blocks)) < 0.6
+        kept = torch.rand(len(self.blocks)) < torch.tensor([1.0] + [0.6] * (len(self.blocks) - 1))
         for block, is_kept in zip(self.blocks, kept, strict=True):
             if is_kept or not self.training:
                 x = block(x)
