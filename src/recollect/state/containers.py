@@ -15,8 +15,10 @@ Looked into: lists, dicts, sets, deques and whatever derives from them; tuples, 
 objects that have a ``__dict__`` or ``__slots__``. Arrays and bytearrays are compared by content:
 small ones are put back, of large ones there is a checksum, and a change is an error. Small tensors
 without grad are copied, if something that can change holds them: a region that counts in a dict may
-do so. Not looked into are modules and what else ``kinds`` leaves alone, and everything beyond the
-first ``LIMIT`` things, counted from the outside in.
+do so. An iterator cannot be put back: as an argument it is refused. One that an attribute leads to,
+as in an object that has much else, may be of no concern to the region: a rerun finds a stand-in
+that raises if it is drawn from. Not looked into are modules and what else ``kinds`` leaves alone,
+and everything beyond the first ``LIMIT`` things, counted from the outside in.
 
 What was taken is held for as long as the graph of the region lives, and so are the things. A thing
 that comes to hold what the region has made thus holds itself, until backward frees the graph; this
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 
 from recollect.errors import CheckpointError, InputChanged
+from recollect.settings import recomputing
 from recollect.state.kinds import (
     ATOMS,
     CARED_FOR,
@@ -40,11 +43,13 @@ from recollect.state.kinds import (
     TENSOR,
     Kind,
     Kinds,
+    attribute_kinds,
+    is_made_in_python,
     kinds_of,
 )
 from recollect.state.tensors import are_statistics, is_small
 
-__all__ = ["Contents", "Swapped", "tensor_changed"]
+__all__ = ["Contents", "StandIn", "Swapped", "tensor_changed"]
 
 _Tensor = torch.Tensor
 
@@ -75,31 +80,40 @@ class Contents:
         self.cared_for: list[Any] = []
 
     def look_into(self, values: Collection[Any]) -> Any:
-        """Write down what ``values`` hold. Returns an iterator that is among them, or None."""
+        """Write down what ``values`` hold. Returns an iterator that cannot be there, or None."""
         entries = self._entries
-        #: What to look at, and whether it can change.
-        pending: list[tuple[Collection[Any], bool]] = [(values, False)]
-        for items, are_state in pending:  # which grows meanwhile
+        #: What to look at, whether these are arguments or attributes, and whether they can change.
+        pending: list[tuple[Collection[Any], bool, bool]] = [(values, True, False)]
+        for items, are_arguments, are_state in pending:  # which grows meanwhile
             if len(items) > 8 and ATOMS.issuperset(map(type, items)):
                 continue
             for value in items:
                 cls = type(value)
-                if cls in ATOMS or id(value) in entries:
+                if cls in _NO_CONTENTS or id(value) in entries:
                     continue
                 kinds = TENSOR if cls is _Tensor else kinds_of(cls)
+                if kinds is ITERATOR:
+                    if are_arguments or not is_made_in_python(cls):
+                        return value
+                    kinds = tuple(attribute_kinds(cls))
                 if kinds is TENSOR:
                     self._add_tensor(value, are_state)
-                elif kinds is ITERATOR:
-                    return value
                 elif kinds is CARED_FOR:
                     self.cared_for.append(value)
                 elif kinds and len(entries) < LIMIT:
-                    for kind, contents in self._add(value, kinds):
-                        pending.append((kind.items(contents), are_state or kind.mutable))
+                    for kind, contents in self._add(value, kinds, are_arguments):
+                        as_arguments = are_arguments and kind.holds_arguments
+                        as_state = are_state or kind.mutable
+                        pending.append((kind.items(contents), as_arguments, as_state))
         return None
 
-    def _add(self, thing: Any, kinds: Kinds) -> list[tuple[Kind, Any]]:
-        entries = [(thing, kind, kind.take(thing)) for kind in kinds]
+    def _add(self, thing: Any, kinds: Kinds, is_argument: bool = True) -> list[tuple[Kind, Any]]:
+        entries: list[_Entry] = []
+        for kind in kinds:
+            taken = kind.take(thing)
+            if not (is_argument and kind.holds_arguments):
+                taken = _with_stand_ins(thing, kind, taken)
+            entries.append((thing, kind, taken))
         self._entries[id(thing)] = entries
         self._mutable += [entry for entry in entries if entry[1].mutable]
         return [(kind, taken) for _, kind, taken in entries]
@@ -200,6 +214,68 @@ class Swapped:
                     kind.put(thing, held)
         finally:
             _claims.give_back(claimed)
+
+
+# --- iterators in attributes ----------------------------------------------------------------------
+
+
+class StandIn:
+    """Stands for an iterator while a region is rerun, which would find it used up."""
+
+    __slots__ = ("_iterator", "_name")
+
+    def __init__(self, iterator: Any, name: str) -> None:
+        self._iterator = iterator
+        self._name = name
+
+    def __iter__(self) -> StandIn:
+        return self
+
+    def __next__(self) -> Any:
+        self._before_draw()
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DRAWING:
+            self._before_draw()
+        return getattr(self._iterator, name)
+
+    def _before_draw(self) -> None:
+        if recomputing.depth:  # or it is another thread, that has nothing to do with the rerun
+            raise InputChanged(
+                f"{self._name} of an argument of a checkpointed region is an iterator "
+                f"({type(self._iterator).__name__}), which can be gone through only once, and the "
+                "recomputation of the region draws from it. Take the item outside and pass it as "
+                "an argument, or hold a list and the number of the next item."
+            )
+
+
+#: The methods of generators by which they are drawn from.
+_DRAWING = frozenset({"send", "throw", "close", "asend", "athrow", "aclose", "__anext__"})
+
+
+def _with_stand_ins(thing: Any, kind: Kind, taken: Any) -> Any:
+    """What was taken, with stand-ins for the iterators in it, if these can be put there."""
+    if not kind.mutable or not any(map(_is_used_up, kind.items(taken))):
+        return taken
+    names = {id(value): type(thing).__name__ + suffix for suffix, value in kind.parts(taken)}
+
+    def stand_in(value: Any) -> Any:
+        return StandIn(value, names[id(value)]) if _is_used_up(value) else value
+
+    if isinstance(taken, dict):
+        return {key: stand_in(value) for key, value in taken.items()}
+    return [stand_in(value) for value in taken]
+
+
+def _is_used_up(value: Any) -> bool:
+    """Whether ``value`` is an iterator of which a rerun would not find what forward has found."""
+    cls = type(value)
+    return cls not in ATOMS and kinds_of(cls) is ITERATOR and not is_made_in_python(cls)
+
+
+# One that is met is that of a rerun around.
+_NO_CONTENTS = ATOMS | {StandIn}
 
 
 def tensor_changed(name: str, tensor: _Tensor, version: int, when: str) -> InputChanged:

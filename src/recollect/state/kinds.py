@@ -49,6 +49,7 @@ __all__ = [
     "TENSOR",
     "UNSET",
     "attribute_kinds",
+    "is_made_in_python",
     "is_opaque",
     "kinds_of",
 ]
@@ -91,6 +92,8 @@ UNSET = object()
 class Kind:
     """How the contents of one kind of thing are taken, compared and put back."""
 
+    #: Whether what is inside was handed over as such: an iterator there is an argument.
+    holds_arguments = True
     #: Whether the contents can change.
     mutable = True
 
@@ -218,6 +221,8 @@ _read_attribute = object.__getattribute__
 class _Attributes(_Mapping):
     """The ``__dict__`` of an object, whatever its class does to attributes."""
 
+    holds_arguments = False
+
     def take(self, thing: Any) -> dict[Any, Any]:
         return super().take(_read_attribute(thing, "__dict__"))
 
@@ -236,6 +241,8 @@ class _Slots(Kind):
 
     A class is not held by what is known of it, as it would be by the descriptors of its slots.
     """
+
+    holds_arguments = False
 
     def __init__(self, slots: list[tuple[ref[type], str]]) -> None:
         self._slots = slots
@@ -474,6 +481,11 @@ def _find_kinds(cls: type) -> Kinds:
     if not is_opaque(cls):
         kinds += attribute_kinds(cls)
     return tuple(kinds)
+
+
+def is_made_in_python(cls: type) -> bool:
+    """Whether the method ``__next__`` of an iterator is Python's, so that attributes tell all."""
+    return type(getattr(cls, "__next__", None)) is FunctionType and not is_opaque(cls)
 
 
 def _content_kind(cls: type) -> Kind | None:

@@ -55,7 +55,7 @@ from recollect.state.kinds import (
     ITERATOR,
     Kind,
     attribute_kinds,
-    is_opaque,
+    is_made_in_python,
     kinds_of,
 )
 from recollect.state.memories import Memories, WriteLog, Written
@@ -101,11 +101,6 @@ def _is_closed(name: Any) -> bool:
 def _is_open(cls: type) -> bool:
     """Whether objects of type ``cls`` are looked into, though others of torch are not."""
     return str(cls.__module__).startswith(_OPEN) or issubclass(cls, Optimizer)
-
-
-def _is_made_in_python(cls: type) -> bool:
-    """Whether the method ``__next__`` of an iterator is Python's, so that attributes tell all."""
-    return type(getattr(cls, "__next__", None)) is FunctionType and not is_opaque(cls)
 
 
 def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +202,7 @@ class Snapshot:
 
     def _look_into_object(self, value: Any, cls: type) -> None:
         kinds = kinds_of(cls)
-        if kinds is ITERATOR and not _is_made_in_python(cls):
+        if kinds is ITERATOR and not is_made_in_python(cls):
             self._iterators.append((value, repr(value) if cls is count else ""))
             return
         if kinds in (ITERATOR, CARED_FOR) or _is_open(cls):
