@@ -355,6 +355,27 @@ def test_what_steps_took_is_measured_in_turn_and_said(
     assert "was measured to take 25.0% longer" in page
 
 
+def test_steps_that_are_timed_in_turn_draw_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What forward does may be up to them: layers that are left out.
+    case = made("decoder_dropout")
+    seen: list[Any] = []
+
+    def seconds(step: Step) -> float:
+        seen.append((torch.get_rng_state().sum().item(), random.getstate()))
+        step.run()
+        random.random()
+        return 1.0
+
+    monkeypatch.setattr(Step, "seconds", seconds)
+    made_by = Planner(case.model, case.batch, case.loss)
+    made_by.plan_for(int(0.8 * made_by.plain_peak))
+    del seen[:3]  # of the plain step, one after the other
+    assert len(seen) == 6  # and what the engine costs is little, in a step of a second
+    assert all(each == seen[0] for each in seen)
+
+
 def test_a_step_that_fits_as_it_is_took_what_plain_took(monkeypatch: pytest.MonkeyPatch) -> None:
     _step_takes(monkeypatch, plain=1.0, planned=9.0)
     plan = recollect.plan(_model(), X, 1.0, loss=squares)

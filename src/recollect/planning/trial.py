@@ -17,6 +17,7 @@ from recollect.planning.output import watch_output
 from recollect.planning.runner import Told, run_planned
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing, timing_of
+from recollect.state.streams import read_streams, settle_streams, write_streams
 
 __all__ = ["Peaks", "Way", "peaks_under", "times_under"]
 
@@ -116,17 +117,21 @@ def times_under(ways: Sequence[Way], step: Step, told: Told, warm: int = 1) -> l
     """What a step takes in each of several ways.
 
     They take turns, so that what slows the machine down for a while slows all of them down. Before
-    that, ``warm`` steps are run in each.
+    that, ``warm`` steps are run in each. All draw the same random numbers: what forward does may be
+    up to chance.
     """
     samples: list[list[float]] = [[] for _ in ways]
     with step.undone():
+        streams = read_streams(())
         for way in ways:
             with way.taken(step.model, told):
                 for _ in range(warm):
+                    write_streams(settle_streams(streams))
                     step.run()
         while True:
             for way, found in zip(ways, samples, strict=True):
                 with way.taken(step.model, told):
+                    write_streams(settle_streams(streams))
                     found.append(step.seconds())
             timings = [timing_of(found, long=True) for found in samples]
             if _is_enough(len(samples[0]), sum(map(sum, samples)), timings):
