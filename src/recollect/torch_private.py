@@ -1259,6 +1259,25 @@ def _flushes_denormals() -> bool:
     return _NORMAL / 2 == 0.0
 
 
+def _set_num_threads(count: int) -> None:
+    """Compute with so many threads in this thread.
+
+    torch has those that start later take the number over, which is for the user to say.
+    """
+    usual = _in_new_thread(torch.get_num_threads)
+    torch.set_num_threads(count)
+    if usual != count:
+        _in_new_thread(lambda: torch.set_num_threads(usual))
+
+
+def _in_new_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
 def _precision(backend: str, op: str) -> _Flag:
     """The float32 precision of ops that the older switches do not speak of."""
 
@@ -1291,7 +1310,7 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
     _precision("mkldnn", "conv"),
     _precision("mkldnn", "rnn"),
     # Sums are taken in as many parts as there are threads.
-    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_num_threads, _set_num_threads),
     (_flushes_denormals, torch.set_flush_denormal),
 )
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import recollect
 from recollect.state.flags import read_flags, write_flags
 from tests._support import Run, leaf, reentrant, rerun
 
@@ -140,3 +142,29 @@ def test_switches_that_torch_refuses_to_read() -> None:
     finally:
         torch.backends.cuda.matmul.fp32_precision = precision
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("engine", ["rerun", "replay"])
+def test_a_backward_elsewhere_leaves_the_number_of_threads_of_new_threads(engine: str) -> None:
+    def of_new_thread() -> int:
+        with ThreadPoolExecutor(1) as new:
+            return new.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    weight = torch.randn(4, 4, requires_grad=True)
+    with ThreadPoolExecutor(1) as elsewhere:
+        others = elsewhere.submit(torch.get_num_threads).result()
+        torch.set_num_threads(others + 1)
+        try:
+            out = recollect.checkpoint(
+                lambda x: (x @ weight).tanh().exp(),
+                torch.randn(2, 4),
+                use_reentrant=False,
+                engine=engine,
+            )
+            elsewhere.submit(out.sum().backward).result()
+            assert elsewhere.submit(torch.get_num_threads).result() == others
+            assert torch.get_num_threads() == others + 1
+            assert of_new_thread() == others + 1
+        finally:
+            torch.set_num_threads(before)
