@@ -109,8 +109,11 @@ def _hooks_of(callers: list[Attributes]) -> _AllHooks:
     """The hooks of modules, and of all modules."""
     if not (any(map(_after, callers)) or any(map(_before, callers)) or any(_OF_ALL)):
         return _NO_HOOKS
-    places: list[_Place] = [(each, name) for each in callers for name in FORWARD_HOOKS]
-    places += [(None, number) for number in range(len(GLOBAL_FORWARD_HOOKS))]
+    # How hooks are to be called is said only where there are some. Few modules have any.
+    hooked = [each for each in callers if _after(each) or _before(each)]
+    places: list[_Place] = [(each, name) for each in hooked for name in FORWARD_HOOKS if each[name]]
+    if any(_OF_ALL):
+        places += [(None, number) for number in range(len(GLOBAL_FORWARD_HOOKS))]
     found = [(place, hooks) for place in places if (hooks := _users_in(place))]
     return {(id(place[0]), place[1]): (place, hooks) for place, hooks in found}
 
