@@ -100,3 +100,13 @@ def test_ops_that_make_memory(op):
 @pytest.mark.parametrize("op", [aten.mm.default, aten.clone.default, aten.view.default])
 def test_ops_that_make_no_memory_for_others(op):
     assert not allocates(op)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "is_known"), [("torchvision", True), ("bitsandbytes", True), ("mine", False)]
+)
+def test_ops_of_some_libraries_are_known_to_depend_on_their_arguments_alone(namespace, is_known):
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("recollect_test(Tensor x) -> Tensor")
+        op = getattr(torch.ops, namespace).recollect_test.default
+        assert op_sets.is_function(op) is is_known

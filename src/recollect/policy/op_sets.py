@@ -101,12 +101,13 @@ def not_to_be_repeated(op: Any) -> str | None:
     return None
 
 
-#: Whose ops give the same from the same arguments, or say by a tag if they draw: those of torch and
-#: of its own libraries.
+#: Whose ops give the same from the same arguments, or say by a tag if they draw: those of torch, of
+#: its own libraries, and of bitsandbytes, which dequantizes weights at every use (QLoRA): to keep
+#: those would take more memory than they take in full precision.
 _FUNCTIONS = (
     *_OF_TORCH,
     *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),
-    *("torch_attn::", "torchvision::"),
+    *("torch_attn::", "torchvision::", "bitsandbytes::"),
 )
 
 
