@@ -1,11 +1,11 @@
 """Set-up of the tests of plans."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from recollect.planning import planner
+from recollect.planning import planner, trial
+from recollect.planning.solving import solve
 from tests.planning._models import with_fixed_times
 
 
@@ -27,15 +27,27 @@ def _no_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def fixed_times() -> Iterator[None]:
+#: Where times are what is tested; and where the solver is.
+_OF_TIMES = ("test_times", "test_rescale", "test_cuda")
+_OF_SOLVING = ("test_solve", "test_bound", "test_exact", "test_budgets", "test_cuda")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fixed_times(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have every op cost what its name and its sizes say, however busy the machine is."""
-    profiled = planner._profiled
-
-    def with_fixed(*step: Any) -> Any:
-        return with_fixed_times(profiled(*step))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_profiled", with_fixed)
-        patch.setattr(planner, "with_overhead", lambda profile, *_: profile)
+        if not request.module.__name__.endswith(_OF_TIMES):
+            # In place of what the engine costs, which is measured too.
+            patch.setattr(planner, "with_overhead", lambda profile, *_: with_fixed_times(profile))
+            patch.setattr(trial, "_LEAST", 2)
+            patch.setattr(trial, "_MOST", 2)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_solving(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have plans made in little time, where it does not matter how good they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.endswith(_OF_SOLVING):
+            patch.setattr(solve, "_WORK", 10_000)
         yield

@@ -19,10 +19,9 @@ from torch import Tensor
 
 import recollect
 from recollect.planning import planner
+from recollect.planning.solving import solve
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
-
-pytestmark = pytest.mark.usefixtures("fixed_times")
 
 #: Those of ten budgets, and of the bound; for the others three do.
 _FULL = ("decoder", "encoder_decoder", "conv", "moe", "lstm")
@@ -121,11 +120,12 @@ _STUDIES = {
 
 
 @pytest.fixture(scope="module", params=sampled(_STUDIES, usual=_USUAL))
-def study(request: pytest.FixtureRequest, fixed_times: None) -> Iterator[Study]:
+def study(request: pytest.FixtureRequest) -> Iterator[Study]:
     name, parts, is_bounded = _STUDIES[request.param]
     with pytest.MonkeyPatch.context() as patch:
         if not is_bounded:
             patch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
+            patch.setattr(solve, "_WORK", 30_000)
         yield Study(name, parts, is_bounded)
 
 
@@ -226,6 +226,7 @@ def test_training_goes_as_without_a_plan_and_stays_within_the_budget(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planner, "lower_bound", lambda graph, *_, **__: graph.plain_seconds)
+    monkeypatch.setattr(solve, "_WORK", 30_000)
     plain, planned = made(name), made(name)
     first, second = (
         torch.optim.AdamW(each.model.parameters(), lr=1e-3) for each in (plain, planned)

@@ -23,7 +23,6 @@ from recollect.planning.output import watch_output
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
 from recollect.planning.simulate import simulate_plain
-from recollect.planning.solving import solve
 from recollect.planning.step import Step
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import static_bytes
@@ -47,13 +46,6 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     yield records
     logger.setLevel(level)
     logger.removeHandler(handler)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_solving() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "_WORK", 30_000)
-        yield
 
 
 @dataclass

@@ -23,6 +23,7 @@ from recollect.planning.choices import trimmed
 from recollect.planning.rescale import rescaled
 from recollect.planning.script import look_of
 from recollect.planning.simulate import simulate
+from recollect.planning.solving import solve
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -161,10 +162,13 @@ def test_the_frontier_has_plans_plain_and_peers(frontier: recollect.Frontier) ->
     assert [p.seconds for p in plans] == sorted((p.seconds for p in plans), reverse=True)
 
 
+@pytest.mark.slow
 def test_its_alternatives_are_from_the_quickest_to_the_least(
-    plan: recollect.Plan, frontier: recollect.Frontier
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph = frontier.graph
+    monkeypatch.setattr(solve, "_WORK", 1_000_000)  # as usual
+    frontier = recollect.frontier(_model(), X, loss=squares)
+    plan, graph = frontier.plan_for(0.7), frontier.graph
     larger = rescaled(graph, plan.basis.script, [look_of(torch.cat([X, X]))]).graph
     assert 4 < len(plan.alternatives) <= 16
     peaks = [simulate(larger, each.schedule_in(larger)).peak for each in plan.alternatives]

@@ -71,8 +71,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("has_state", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["decoder_dropout", "conv", "cast"])
+@pytest.mark.parametrize("optimizer", sampled(OPTIMIZERS, usual=["none", "adamw"]))
+@pytest.mark.parametrize("name", sampled(["decoder_dropout", "conv", "cast"], usual=["conv"]))
 def test_nothing_is_left_changed(name: str, optimizer: str, has_state: bool) -> None:
     case = made(name)
     model = case.model
@@ -444,10 +444,10 @@ def test_a_model_without_memory_that_depends_on_data_says_that_it_cannot_be_plan
 
 def test_the_times_of_the_graph_add_up_to_the_measured_step() -> None:
     case = made("decoder")
-    made_by = Planner(case.model, case.batch, case.loss)
-    assert made_by.profile.seconds > 0
-    assert made_by.graph.plain_seconds == pytest.approx(made_by.profile.seconds)
-    assert simulate_plain(made_by.graph).seconds == pytest.approx(made_by.profile.seconds)
+    profile = Planner(case.model, case.batch, case.loss).profile  # as it was measured
+    assert profile.seconds > 0
+    assert profile.graph.plain_seconds == pytest.approx(profile.seconds)
+    assert simulate_plain(profile.graph).seconds == pytest.approx(profile.seconds)
 
 
 def test_a_memory_that_an_op_is_given_is_not_read_to_know_it_again() -> None:

@@ -24,6 +24,7 @@ from recollect.planning.script import Script, look_of
 from recollect.planning.simulate import simulate_plain
 from recollect.planning.sizes import Dims
 from recollect.planning.step import Step
+from tests._support import sampled
 from tests.planning._models import VOCABULARY, Decoder, made, squares, tokens
 
 Loss = Callable[[Any], Tensor]
@@ -146,7 +147,11 @@ def _of_transformers(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize(("count", "length"), [(6, 24), (3, 31)])
 @pytest.mark.parametrize(
-    "kind", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"]
+    "kind",
+    sampled(
+        ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"],
+        usual=["LlamaForCausalLM"],
+    ),
 )
 def test_models_of_transformers(kind: str, count: int, length: int) -> None:
     def batch(count: int, length: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from recollect.planning.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.line import Line
 from recollect.planning.solving.solve import Solver
+from tests._support import sampled
 from tests.planning import _graphs as graphs
 from tests.planning._graphs import graph_of, solver_of
 
@@ -23,7 +24,10 @@ def budgets_of(name: str, count: int = 23) -> list[int]:
     return [low + (high - low) * n // (count - 1) for n in range(count)]
 
 
-every_graph = pytest.mark.parametrize("name", list(graphs.GRAPHS))
+#: But for those that take longest in each run.
+every_graph = pytest.mark.parametrize(
+    "name", sampled(graphs.GRAPHS, usual=["decoder", "unet", "recurrent", "random"])
+)
 
 
 @every_graph

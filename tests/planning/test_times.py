@@ -30,7 +30,6 @@ from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
 from recollect.planning.rates import Call, Rates
 from recollect.planning.simulate import Schedule, simulate
-from recollect.planning.solving import solve
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing, sampled, timing_of
 from recollect.report.units import bytes_text
@@ -41,14 +40,6 @@ pytestmark = pytest.mark.usefixtures("no_bound")
 
 TICK, MS = 1e-5, 1e-3
 X = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_solving() -> Iterator[None]:
-    """How good a plan is does not matter here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "_WORK", 30_000)
-        yield
 
 
 def _model(layers: int = 3) -> Decoder:
