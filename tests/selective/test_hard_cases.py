@@ -180,6 +180,18 @@ def test_a_guess_that_turns_out_wrong_is_an_error(given):
         gradient(function, with_policy(given))
 
 
+def test_choices_that_change_places_are_an_error():
+    def function(x):
+        scores = [x.sin().detach(), x.cos().detach()]
+        if recollect.is_recomputing():
+            scores.reverse()
+        first, second = (each.topk(2).indices for each in scores)
+        return x.gather(-1, first).sin() * x.gather(-1, second).exp()
+
+    with pytest.raises(KeptTensorError, match="gets other inputs now"):
+        gradient(function, with_policy([aten.topk]))
+
+
 def test_a_recomputation_that_fails_and_is_repeated():
     fails = [True]
 
