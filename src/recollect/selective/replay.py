@@ -206,8 +206,8 @@ class ReplayMode(DispatchMode):
             return entry
         if entry.is_vacant or facts.is_random:
             return None
-        # What goes in may be the same all the same, made in another way. And a choice stands, however
-        # its scores come out now.
+        # What goes in may be the same all the same, made in another way. And a choice stands,
+        # however its scores come out now.
         is_same = _same(facts.call(*args, **(kwargs or {})), entry.look())
         if is_same or (
             facts.not_to_be_repeated is not None and not self._is_another(entry, inputs)
@@ -218,7 +218,7 @@ class ReplayMode(DispatchMode):
         )
 
     def _is_another(self, entry: Entry, inputs: tuple[Any, ...]) -> bool:
-        """Whether ``inputs`` are those of another call than ``entry``: calls have changed places."""
+        """Whether ``inputs`` are those of another call: calls have changed places."""
         return any(each.inputs == inputs for each in self._entries.values() if each is not entry)
 
     def _guessed_right(self) -> bool:
