@@ -43,7 +43,7 @@ def rescaled_for(model: nn.Module, batch: Any, other: Any, loss: Loss | None = s
 
 
 def without_workspace(graph: Graph) -> Graph:
-    """What the kernels of this machine allocate besides is not known for other shapes."""
+    """What the kernels of this machine allocate and take is not known for other shapes."""
     pairs = zip(graph.moments, graph.origins.workspaces, strict=True)
     moments = [replace(moment, seconds=0, during=moment.during - work) for moment, work in pairs]
     ops = [replace(op, seconds=0, workspace=0, can_send=False) for op in graph.ops]
@@ -268,6 +268,40 @@ def test_sizes_that_mean_two_things(count: int, time: int) -> None:
 
     model = Net()
     assert_the_same(model, torch.randn(32, 32, 32), torch.randn(count, time, 32))
+
+
+class Attending(nn.Module):
+    """Attention by hand after a product, which takes batch and length as one."""
+
+    def __init__(self, *, is_time_first: bool) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 96)
+        self.is_time_first = is_time_first
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.is_time_first:
+            x = x.transpose(0, 1)
+        first, second = x.shape[:2]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.is_time_first:
+            heads = [h.reshape(first, second * 4, 8).transpose(0, 1) for h in (q, k, v)]
+        else:
+            heads = [h.view(first, second, 4, 8).transpose(1, 2) for h in (q, k, v)]
+        scores = heads[0] @ heads[1].transpose(-2, -1)
+        time = scores.shape[-1]
+        mixed = (scores + torch.full((time, time), -math.inf).triu(1)).softmax(-1) @ heads[2]
+        if self.is_time_first:
+            return x + mixed.transpose(0, 1).reshape(first, second, 32)
+        return x + mixed.transpose(1, 2).reshape(first, second, 32)
+
+
+@pytest.mark.parametrize("is_time_first", [False, True])
+@pytest.mark.parametrize(("count", "time"), [(32, 48), (48, 32), (40, 48)])
+def test_a_batch_that_is_as_long_as_there_are_sequences(
+    count: int, time: int, is_time_first: bool
+) -> None:
+    assert_the_same(Attending(is_time_first=is_time_first), tokens(32, 32), tokens(count, time))
 
 
 @pytest.mark.parametrize("count", [2, 7])

@@ -39,6 +39,8 @@ class Dims:
         self._seen: dict[int, dict[int, int]] = {}
         #: How often each was seen, the last one last.
         self._shapes: dict[Shape, dict[Shape, int]] = {}
+        #: The same of the first sizes of shapes, two or more, where one of them has changed.
+        self._starts: dict[Shape, dict[Shape, int]] = {}
         #: The same of how many elements there are, where that has changed.
         self._totals: dict[int, dict[int, int]] = {}
         self._log: list[tuple[Shape, Shape]] = []
@@ -56,6 +58,8 @@ class Dims:
         self._log.append((old, new))
         _more(self._shapes.setdefault(old, {}), new)
         _more(self._totals.setdefault(math.prod(old), {}), math.prod(new))
+        for start, found in _starts(old, new):
+            _more(self._starts.setdefault(start, {}), found)
         for before, now in zip(old, new, strict=True):
             if before != now:
                 _more(self._seen.setdefault(before, {}), now)
@@ -71,6 +75,8 @@ class Dims:
             old, new = self._log.pop()
             _less(self._shapes[old], new)
             _less(self._totals[math.prod(old)], math.prod(new))
+            for start, found in _starts(old, new):
+                _less(self._starts[start], found)
             for before, now in zip(old, new, strict=True):
                 if before != now:
                     _less(self._seen[before], now)
@@ -130,6 +136,16 @@ class Dims:
             yield sizes
         elif old == sizes:
             yield new
+        changed = [n for n in range(len(old)) if old[n] != new[n]]
+        for n, place in ((0, 0), (len(old) - 1, len(sizes) - 1)):
+            # What lies outside lies outside in the view too, and so does what lies inside.
+            size = sizes[place] * new[n] // old[n] if len(old) > 1 and changed == [n] else 0
+            if size and sizes[place] * total == size * math.prod(sizes):
+                yield _with(sizes, {place: size})
+        # Batch and length may be the same number: which of them has changed is seen elsewhere.
+        for found in [*reversed(self._starts.get(sizes, {}))]:  # which grow meanwhile
+            if math.prod(found) == total:
+                yield found
         # A one may be any size of one that has changed.
         free = [n for n, size in enumerate(sizes) if size != 1 or self._seen.get(1)]
 
@@ -192,6 +208,13 @@ class Dims:
             rest = now - (sum(parts) - parts[place])
             if rest >= 0:
                 yield (*parts[:place], rest, *parts[place + 1 :])
+
+
+def _starts(old: Shape, new: Shape) -> Iterator[tuple[Shape, Shape]]:
+    """The first two and more sizes of a shape, as they were and are, if they have changed."""
+    for end in range(2, len(old) + 1):
+        if old[:end] != new[:end]:
+            yield old[:end], new[:end]
 
 
 def _with(sizes: Shape, others: dict[int, int]) -> Shape:
