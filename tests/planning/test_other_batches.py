@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import math
 import random
 import threading
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import fake, planner
+from recollect.planning import fake, planner, replan
 from recollect.planning.leftovers import nothing_fake_left
+from recollect.planning.rescale import Rescaled, rescaled
 from recollect.planning.solving.solve import Solver
 from recollect.torch_private import fakes_left
 from tests._support import assert_identical, gradients, measure
@@ -240,6 +243,34 @@ def test_targets_of_the_planned_batch_do_not_count_as_small(model):
         peak = step()
     said = int(str(caught[0].message).split("needs ")[1].split(" bytes")[0].replace(",", ""))
     assert peak <= said < 1.1 * peak
+
+
+@pytest.mark.parametrize("part", [1.0, 0.85])
+def test_a_prediction_that_was_too_low_is_found_out(monkeypatch, part):
+    case = made("decoder")
+    plan = recollect.plan(case.model, case.batch, 0.8, loss=case.loss)
+
+    def mistaken(graph: Any, script: Any, batch: Any) -> Rescaled:
+        found = rescaled(graph, script, batch)
+        sizes = [math.ceil(part * memory.nbytes) for memory in found.graph.memories]
+        memories = [replace(m, nbytes=n) for m, n in zip(found.graph.memories, sizes, strict=True)]
+        values = [replace(v, nbytes=sizes[v.memory]) for v in found.graph.values]
+        return replace(found, graph=replace(found.graph, memories=memories, values=values))
+
+    monkeypatch.setattr(replan, "rescaled", mistaken)
+    told = []
+    for case.batch in (tokens(5, 48), tokens(5, 52), tokens(4, 62), tokens(5, 56)):
+        peaks = []
+        with warnings.catch_warnings(record=True) as caught, plan.applied(case.model):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                case.model.zero_grad()
+                run = measure(case.forward, lambda o: case.loss_of(o).backward(), warm_up=False)
+                peaks.append(run.peak + static_bytes(case.model))
+        told.append(bool(caught))
+        assert told[-1] or peaks[0] <= plan.budget
+        assert peaks[1] <= plan.budget
+    assert any(told) == (part < 1)
 
 
 def test_a_plan_that_was_loaded_runs_with_the_least_memory(tmp_path):

@@ -68,10 +68,13 @@ class Footprint:
 
     def growth(self, other: Tally) -> int:
         """The bytes by which another forward is above this one, wherever that is."""
-        known = dict(self.tally.made)
-        more = sum(max(0, size - known.get(path, 0)) for path, size in other.made)
         saved = max(0, other.saved - self.tally.saved)
-        return more + saved + max(0, other.gradients - self.tally.gradients)
+        return self.made_more(other) + saved + max(0, other.gradients - self.tally.gradients)
+
+    def made_more(self, other: Tally) -> int:
+        """The same of what its ops make."""
+        known = dict(self.tally.made)
+        return sum(max(0, size - known.get(path, 0)) for path, size in other.made)
 
     def grown(self, other: Tally) -> list[tuple[str, int, int]]:
         """The modules that make more in another forward: what they make there, and made here."""

@@ -181,9 +181,11 @@ class Plan:
         """
         options = dict.fromkeys((self.choices, *self.alternatives))
         other = replanned(self.basis, self.budget, options, tensors_of_batch(args, kwargs))
+        tally = other.tally or self.footprint.tally
         plan = replace(
             self,
             choices=other.choices,
+            footprint=replace(self.footprint, tally=tally),
             predicted_peak=other.peak,
             predicted_time=other.seconds,
             plain_peak=other.plain_peak,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from recollect.planning.choices import Choices
-from recollect.planning.graph import Graph
+from recollect.planning.graph import Graph, Tally
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.script import Look, Script, look_of
 from recollect.planning.simulate import simulate, simulate_plain
@@ -38,12 +38,21 @@ class Basis:
 
 @dataclass(frozen=True)
 class Replanned:
-    """The choices for a batch, and what is predicted of them."""
+    """The choices for a batch, and what is predicted of them.
+
+    Args:
+        choices: Which.
+        peak: Bytes of a step under them.
+        seconds: What that takes.
+        plain_peak: Bytes of a step without a plan.
+        tally: What its forward comes to; None if that is not known.
+    """
 
     choices: Choices
     peak: int
     seconds: float
     plain_peak: int
+    tally: Tally | None
 
 
 def replanned(
@@ -76,7 +85,28 @@ def replanned(
         choices, outcome = min(outcomes, key=lambda pair: pair[1].peak)
     plain_peak = expected(plain.peak)
     peak = plain_peak if plain_peak <= budget else expected(outcome.peak)
-    return Replanned(choices, peak, outcome.seconds, plain_peak)
+    return Replanned(choices, peak, outcome.seconds, plain_peak, _tally(basis.graph, step.graph))
+
+
+def _tally(graph: Graph, other: Graph) -> Tally | None:
+    """What the forward of a rescaled step comes to, of which ``graph`` is the one recorded."""
+    if graph.tally is None:
+        return None
+    before, now = _made(graph), _made(other)
+    made = [
+        (path, math.ceil(size * now[path] / before[path]) if before.get(path) else size)
+        for path, size in graph.tally.made
+    ]
+    return replace(graph.tally, made=tuple(made))
+
+
+def _made(graph: Graph) -> dict[str, int]:
+    """By module: the bytes that its ops make."""
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        nbytes = sum(graph.values[value].nbytes for value in op.makes)
+        found[op.path] = found.get(op.path, 0) + nbytes
+    return found
 
 
 def _growth(basis: Basis, looks: Sequence[Look]) -> int:

@@ -27,6 +27,8 @@ __all__ = ["Variant"]
 
 #: By how much the estimate for a larger batch has to be above what was predicted to be believed.
 _ROUGH = 1.2
+#: The part of what a forward makes by which it may be above what was predicted to be the same.
+_SAME = 0.01
 #: The part of a growth by which the estimate of its step may be too low.
 _EXACT = 8
 #: What is left free of the budget by choices that were not tried.
@@ -49,6 +51,7 @@ class Variant:
         choices: Choices | None,
         differences: Differences | None = None,
         predicted: int | None = None,
+        expected: Footprint | None = None,
     ) -> None:
         self._plan = plan
         self._told = told
@@ -58,7 +61,7 @@ class Variant:
         self._choices = choices
         self._differences = differences
         #: For a batch that is larger than planned: what is predicted of it.
-        self._predicted = predicted
+        self._predicted, self._expected = predicted, expected
         #: What to compare with; and the growth over that which is known to be accounted for.
         self._footprint: Footprint | None = None if predicted is not None else plan.footprint
         self._accounted = 0.0
@@ -77,6 +80,7 @@ class Variant:
             told,
             choices=other.choices,
             predicted=other.predicted_peak,
+            expected=other.footprint,
         )
 
     @classmethod
@@ -110,19 +114,29 @@ class Variant:
 
     def _first(self, recording: Recording, tally: Tally) -> Footprint:
         """A larger batch as it is first met: what later calls with it are compared with."""
-        assert self._predicted is not None
+        predicted, expected = self._predicted, self._expected
+        assert predicted is not None
+        assert expected is not None
         plan = self._plan
         known: Footprint = plan.footprint
         outline = outline_of(recording)
         peak = self._estimate(outline, self._choices)
-        if peak > max(plan.budget, _ROUGH * self._predicted):
+        more = expected.made_more(tally)
+        is_wrong = more > _SAME * sum(size for _, size in expected.tally.made)
+        if is_wrong and predicted + more > plan.budget:
+            self._settle(outline, tally, predicted + more)  # sizes were mistaken for others
+            return known
+        if peak > max(plan.budget, _ROUGH * predicted):
             self._settle(outline, tally)  # there is more to it than the batch
             return known
-        scale = (self._predicted - plan.base) / max(1.0, peak - plan.base)
+        scale = (predicted - plan.base) / max(1.0, peak - plan.base)
         return replace(known, tally=tally, factors=tuple(scale * each for each in known.factors))
 
-    def _settle(self, outline: Graph, tally: Tally) -> None:
-        """Find what to go by from now on. Say so if it is not what was planned."""
+    def _settle(self, outline: Graph, tally: Tally, least: float = 0.0) -> None:
+        """Find what to go by from now on. Say so if it is not what was planned.
+
+        ``least``: bytes that the step is known to take, whatever is estimated.
+        """
         plan = self._plan
         options = (plan.choices, *plan.alternatives)
         room = plan.budget * (1 - _SPARE)
@@ -136,7 +150,7 @@ class Variant:
         fitting = [n for n, peak in enumerate(peaks) if n and peak <= room]
         number = fitting[0] if fitting else min(range(len(peaks)), key=peaks.__getitem__)
         peak = peaks[0] if was_unknown else self._estimate(outline, self._choices)
-        self._tell(peak, tally, peaks[number])
+        self._tell(max(peak, least), tally, peaks[number])
         self._choices = options[number]
         self.decisions = plan.decisions_for(self._choices)
         if number < len(options) - 1:
