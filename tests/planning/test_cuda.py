@@ -165,7 +165,8 @@ def test_the_simulator_knows_what_offload_takes(dropout: Made) -> None:
     planner = Planner(dropout.model, dropout.batch, squares)
     with planner.step.undone():
         measured = planner.step.measured_peak()
-    assert simulate_plain(planner.graph).peak == pytest.approx(measured, rel=0.001)
+    # A free block that is larger than what was asked for counts as it is.
+    assert simulate_plain(planner.graph).peak == pytest.approx(measured, rel=0.001, abs=1 << 21)
     assert measured <= planner.plain_peak
     sent = [s for s in planner.solver.frontier() if s.schedule.away]
     assert sent
@@ -289,7 +290,7 @@ def test_a_step_above_the_budget_is_told_at_the_next_forward() -> None:
     case.model.zero_grad()
     peak = torch.cuda.max_memory_allocated()
     assert peak > plan.budget
-    with pytest.warns(recollect.PlanWarning, match="since the last forward under the plan") as told:
+    with pytest.warns(recollect.PlanWarning, match="the last step under the plan took") as told:
         case.step()
     assert len(told) == 1
     case.model.zero_grad()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning.runner import _Peaks
+from recollect.planning import runner
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import MoE, squares, static_bytes
 
@@ -626,28 +626,41 @@ def test_outputs_that_are_kept_without_a_backward() -> None:
 # --- what CUDA's allocator has counted ------------------------------------------------------------
 
 
-def test_a_peak_that_has_risen_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = iter([50, 50, 90, 130, 130, 40, 110, 110])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda,
-        "memory_stats_as_nested_dict",
-        lambda device: {"allocated_bytes": {"all": {"peak": next(counted)}}},
-    )
-    peaks = _Peaks(100)
-    peaks._device = torch.device("cuda", 0)
-    found = [peaks.risen_to(nn.Identity()) for _ in range(8)]
-    # After the sixth look somebody had it counted anew.
-    assert found == [None, None, None, 130, None, None, 110, None]
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What an allocator counts at most; as if the model were on its device."""
+    found = [0]
+    monkeypatch.setattr(runner._Peaks, "read", lambda self, _: found[0])
+    monkeypatch.setattr(runner, "_peak_on", lambda _: found[0])
+    return found
 
 
-def test_a_peak_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_above_the_budget_is_told_once(counted: list[int]) -> None:
     model, plan = usual()
-    monkeypatch.setattr(_Peaks, "risen_to", lambda *_: 2 * plan.budget)
+    vars(model)[OPTIONS]._peaks._device = torch.device("cuda", 0)
+    with silence():
+        out = squares(model(batch()))
+        counted[0] = 2 * plan.budget
+        out.backward()
     with pytest.warns(recollect.PlanWarning, match="more than its budget of") as caught:
         model(batch())
     assert caught[0].filename == __file__
     with silence():
+        out = squares(model(batch()))
+        counted[0] *= 2
+        out.backward()
+        model(batch())
+
+
+def test_what_is_done_between_steps_is_not_the_plans(counted: list[int]) -> None:
+    model, plan = usual()
+    vars(model)[OPTIONS]._peaks._device = torch.device("cuda", 0)
+    with silence():
+        for _ in range(3):
+            out = squares(model(batch()))
+            counted[0] = plan.budget // 2  # somebody had it counted anew
+            out.backward()
+            counted[0] = 3 * plan.budget  # an evaluation
         model(batch())
 
 

@@ -16,9 +16,9 @@ import torch
 
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
-from recollect.torch_private import storage_key, tree_leaves
+from recollect.torch_private import at_end_of_backward, storage_key, tree_leaves
 
-__all__ = ["tell_of_output", "watch_output"]
+__all__ = ["at_end_of_backward_of", "tell_of_output", "watch_output"]
 
 _Tensor = torch.Tensor
 _log = logging.getLogger("recollect")
@@ -33,24 +33,37 @@ def watch_output(output: Any, tell: Callable[[int, int], None]) -> None:
     saved of it has been freed at that moment, unless the graph is retained. Holds nothing of it.
     """
     storages: dict[int, tuple[Any, int]] = {}
-    nodes: dict[int, Any] = {}
     for tensor in _tensors(output):
         key = storage_key(tensor)
         if key is not None:
             storage = tensor.untyped_storage()
             storages[key] = ref(storage), storage.nbytes()
-        if tensor.grad_fn is not None:
-            nodes[id(tensor.grad_fn)] = tensor.grad_fn
+
+    def reached() -> None:
+        found = [*storages.values()]
+        alive = sum(nbytes for storage, nbytes in found if storage() is not None)
+        tell(alive, sum(nbytes for _, nbytes in found))
+
+    if storages:
+        _when_backward_reaches(output, reached)
+
+
+def at_end_of_backward_of(output: Any, act: Callable[[], None]) -> None:
+    """Have ``act`` called once, when the backward is over that first reaches ``output``."""
+    _when_backward_reaches(output, lambda: at_end_of_backward(act))
+
+
+def _when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
+    nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
     handles: list[Any] = []
 
     def reached(_: Any) -> None:
-        while handles:
-            handles.pop().remove()
-        found = [*storages.values()]
-        storages.clear()
-        if found:
-            alive = sum(nbytes for storage, nbytes in found if storage() is not None)
-            tell(alive, sum(nbytes for _, nbytes in found))
+        found = [*handles]
+        handles.clear()
+        for handle in found:
+            handle.remove()
+        if found:  # else another of the nodes was first
+            act()
 
     handles += [node.register_prehook(reached) for node in nodes.values()]
 

@@ -23,7 +23,7 @@ from recollect.planning.choices import Choices
 from recollect.planning.conditions import Conditions, Differences, differences, facts_of
 from recollect.planning.footprint import Footprint
 from recollect.planning.identity import Identity
-from recollect.planning.output import tell_of_output, watch_output
+from recollect.planning.output import at_end_of_backward_of, tell_of_output, watch_output
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
 from recollect.report.units import bytes_text
@@ -170,7 +170,8 @@ class Runner:
             self._tell_of_compiler()
             return run_without_dynamo(self, _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
-        self._look_back(model)
+        self._look_back()
+        before = self._peaks.read(model)
         variant = self._variant(model, args, kwargs)
         is_crowded = self._is_waiting(model)
         decisions = variant.decisions
@@ -189,6 +190,8 @@ class Runner:
         if self._looks > 0 and variant is self._as_planned and not is_crowded:
             self._looks -= 1
             watch_output(result, self._reached)
+        if before is not None:
+            at_end_of_backward_of(result, partial(self._peaks.compare, before))
         return result
 
     # --- which variant ----------------------------------------------------------------------------
@@ -253,18 +256,19 @@ class Runner:
 
     # --- what came of it --------------------------------------------------------------------------
 
-    def _look_back(self, model: Any) -> None:
-        over = self._peaks.risen_to(model)
+    def _look_back(self) -> None:
+        """Tell of a step that went over the budget, now that the user's line can be named."""
+        over, self._peaks.over = self._peaks.over, None
         if over is not None:
             budget = self.plan.budget
             self.told.tell(
                 "measured",
-                f"since the last forward under the plan {bytes_text(over)} were allocated on the "
-                f"device, {bytes_text(over - budget)} more than its budget of "
-                f"{bytes_text(budget)}. If not by something between the steps (evaluation, say), "
-                "the step is another one than was planned: make the plan with the loss, the "
-                "optimizer and the largest batch of the training, recollect.plan(model, batch, "
-                "budget, loss=..., optimizer=...)",
+                f"the last step under the plan took {bytes_text(over)} on the device, "
+                f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
+                "Either something else is in memory beside the step, or the step is another one "
+                "than was planned: make the plan with the loss, the optimizer and the largest "
+                "batch of the training, recollect.plan(model, batch, budget, loss=..., "
+                "optimizer=...)",
             )
 
     def _is_waiting(self, model: Any) -> bool:
@@ -335,25 +339,37 @@ hide_from_dynamo(Runner.__call__)
 
 
 class _Peaks:
-    """What CUDA's allocator has counted, looked at before each forward under a plan."""
+    """What CUDA's allocator counts from the beginning of a forward to the end of its backward.
+
+    What is done between steps (evaluation, other models) is none of the plan's. The statistics are
+    the user's, and are never reset: a step whose peak is below one from before is not noticed.
+    """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._seen: int | None = None
         self._device: torch.device | None = None
+        #: The peak of the last step, if that was above the budget.
+        self.over: int | None = None
 
-    def risen_to(self, model: Any) -> int | None:
-        """The most that was allocated since the last look, if that is above the budget."""
+    def read(self, model: Any) -> int | None:
+        """The peak so far; None if there is nothing to read."""
         if not torch.cuda.is_initialized() or not isinstance(model, nn.Module):
             return None
         if self._device is None:
             devices = {parameter.device for parameter in model.parameters()}
             on_cuda = [device for device in devices if device.type == "cuda"]
             self._device = min(on_cuda, key=str, default=torch.device("cpu"))
-        if self._device.type != "cuda":
-            return None
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        peak: int = stats["allocated_bytes"]["all"]["peak"]
-        # Somebody may have had it counted anew meanwhile: it is less then, and has still risen.
-        seen, self._seen = self._seen, peak
-        return peak if seen is not None and peak != seen and peak > self._budget else None
+        return None if self._device.type != "cuda" else _peak_on(self._device)
+
+    def compare(self, before: int) -> None:
+        """Backward is over. ``before``: the peak when its forward began."""
+        assert self._device is not None
+        peak = _peak_on(self._device)
+        if peak > before and peak > self._budget:
+            self.over = peak
+
+
+def _peak_on(device: torch.device) -> int:
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    peak: int = stats["allocated_bytes"]["all"]["peak"]
+    return peak
