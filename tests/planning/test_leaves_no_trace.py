@@ -452,3 +452,24 @@ def test_on_a_device(name: str) -> None:
     x = batch_of(trained).cuda()
     before = state(trained)
     looked_at(trained, x, lambda after: assert_same(state(trained), before, after))
+
+
+class _Defaults(dict[str, Any]):
+    """A dict whose keys are attributes, and whatever else is asked for is None: many have one."""
+
+    __getattr__ = dict.get
+
+
+class _Loads:
+    """Reads what it is about when somebody asks how large that is."""
+
+    @property
+    def nbytes(self) -> int:
+        raise AssertionError("nobody was to ask")
+
+
+def test_nothing_is_asked_of_what_is_looked_into() -> None:
+    trained = built([])
+    trained.model.options, trained.model.data = _Defaults(rate=0.1), _Loads()
+    recollect.plan(trained.model, batch_of(trained), 0.9, loss=loss)
+    assert trained.model.options == {"rate": 0.1}

@@ -105,6 +105,10 @@ class Kind:
         """The same, and certainly enough to put it back."""
         return self.take(thing)
 
+    def nbytes(self, thing: Any) -> int:
+        """How many bytes are copied to hold it, where that may be many."""
+        return 0
+
     def is_whole(self, taken: Any) -> bool:
         """Whether what was taken is enough to put it back."""
         return True
@@ -341,6 +345,9 @@ class _Array(_Buffer):
     """An array of numpy's. Objects in it count as bytes do: by their addresses."""
 
     _measure = "shape"
+
+    def nbytes(self, thing: Any) -> int:
+        return int(thing.nbytes)
 
     def _assign(self, thing: Any, copy: Any) -> None:
         if (thing.shape, thing.dtype) != (copy.shape, copy.dtype):

@@ -175,8 +175,7 @@ class Snapshot:
         self._pending += [(value, address) for value in values if type(value) not in _ATOMS]
 
     def _take(self, thing: Any, kind: Kind) -> None:
-        is_large = getattr(thing, "nbytes", 0) > LARGE if kind.mutable else False
-        taken = kind.take(thing) if is_large else kind.hold(thing)
+        taken = kind.take(thing) if kind.nbytes(thing) > LARGE else kind.hold(thing)
         self._entries.append((thing, kind, taken))
         self._push(kind.items(taken), thing)
 
