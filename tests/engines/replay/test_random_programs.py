@@ -611,7 +611,14 @@ def test_random_programs_with_everything_kept(
     compare(program, settings, policy=policy.everything())
 
 
+#: Another thread writes to an input that has been sent away.
+WRITTEN_ELSEWHERE = Program(
+    (region(Step("sin"), Step("elsewhere_", 1), Step("sin", 1), inputs=(0,)),), (0,), "backward"
+)
+
+
 @with_examples(30)
+@example(WRITTEN_ELSEWHERE, policy.everything(), True)
 @example(SAVED_AND_CHANGED, policy.save_ops(torch.ops.aten.sin), True)
 @given(programs(), policies, st.booleans())
 def test_random_programs_with_a_store(program: Program, chosen: Any, inputs: bool) -> None:

@@ -373,7 +373,9 @@ class Recorder(TorchFunctionMode):
         outside = self._outsides[number] = Outside(number, looks_of(tensor))
         memory = ground.memory(tensor)
         if memory is None:
-            buffer = outside.buffer = ground.add(tensor, number).buffer
+            memory = ground.add(tensor, number)
+            memory.watch(tensor)
+            buffer = outside.buffer = memory.buffer
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
             self._recall.keep(buffer, without_history(tensor), buffer.layout, away=away)
         elif memory.buffer.outside is not None:
