@@ -25,7 +25,7 @@ from recollect.planning.rates import allocated_by
 from recollect.planning.timing import Timing, now, sampled
 from recollect.state.memories import Written
 from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
-from recollect.torch_private import storage_key, tree_leaves
+from recollect.torch_private import any_autocast_enabled, storage_key, tree_leaves
 
 __all__ = [
     "Loss",
@@ -134,6 +134,9 @@ class Step:
         copy_context().run(self._run, before_backward)
 
     def _run(self, before_backward: Callable[[], None] | None) -> None:
+        if any_autocast_enabled():
+            # Those who train enter it anew for every step, which makes casts of weights then.
+            torch.clear_autocast_cache()
         with torch.inference_mode(False), torch.enable_grad():
             output = self._forward()
             loss = (self.loss or default_loss)(output)

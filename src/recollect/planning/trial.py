@@ -62,6 +62,7 @@ class Way:
             witness = Witness()
             output = run_planned(function, args, kwargs, by, told, witness)
             if witnesses is not None:
+                witness.recall = None  # which holds tensors: they would count in the next step
                 witnesses.append(witness)
             if note is not None:
                 watch_output(output, lambda alive, _: note(alive))
