@@ -138,8 +138,9 @@ class Dims:
             yield new
         changed = [n for n in range(len(old)) if old[n] != new[n]]
         for n, place in ((0, 0), (len(old) - 1, len(sizes) - 1)):
-            # What lies outside lies outside in the view too, and so does what lies inside.
-            size = sizes[place] * new[n] // old[n] if len(old) > 1 and changed == [n] else 0
+            # Which of two equal sizes has changed: what lies outside lies outside in the view too.
+            is_alike = changed == [n] and old.count(old[n]) > 1
+            size = sizes[place] * new[n] // old[n] if is_alike else 0
             if size and sizes[place] * total == size * math.prod(sizes):
                 yield _with(sizes, {place: size})
         # Batch and length may be the same number: which of them has changed is seen elsewhere.
