@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import recollect
+from recollect.planning.solving import solve
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -35,7 +36,8 @@ def anchors(page):
 
 
 @pytest.fixture
-def clean_slate():
+def clean_slate(monkeypatch):
+    monkeypatch.setattr(solve, "_WORK", 10_000)  # how good plans are does not matter here
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import recollect
+from tests._support import sampled
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +74,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     [*((gpt2, way) for way in WAYS.values()), (t5, recollect.checkpointed)],
     ids=[*WAYS, "encoder and decoder"],
 )
-@pytest.mark.parametrize("with_mask", [True, False])
+@pytest.mark.parametrize("with_mask", sampled([True, False], usual=[True]))
 def test_generation_of_a_padded_batch(
     make: Callable[[], Any], way: Callable[[Any], Any], with_mask: bool
 ) -> None:
