@@ -27,6 +27,8 @@ __all__ = ["Variant"]
 
 #: By how much the estimate for a larger batch has to be above what was predicted to be believed.
 _ROUGH = 1.2
+#: The part of the budget up to which a step that was predicted to fit without a plan surely does.
+_FAR = 0.5
 #: The part of what a forward makes by which it may be above what was predicted to be the same.
 _SAME = 0.01
 #: The part of a growth by which the estimate of its step may be too low.
@@ -57,6 +59,8 @@ class Variant:
         self._told = told
         #: What to go by; None: as without a plan, which fits.
         self.decisions = decisions
+        #: Whether it is predicted that one fits without a plan, and to be seen.
+        self._is_trial = False
         #: The choices behind them; None: nothing is known of such calls yet.
         self._choices = choices
         self._differences = differences
@@ -74,7 +78,7 @@ class Variant:
     @classmethod
     def replanned(cls, plan: Any, other: Any, told: _Tells) -> Variant:
         """Calls with another batch, for which ``other`` is the plan."""
-        return cls(
+        variant = cls(
             plan,
             _decisions_of(other),
             told,
@@ -82,6 +86,11 @@ class Variant:
             predicted=other.predicted_peak,
             expected=other.footprint,
         )
+        is_near = other.plain_peak > _FAR * plan.budget
+        if variant.decisions is None and is_near and not other.choices.blocks:
+            # The first is recorded, since what was predicted may be wrong.
+            variant.decisions, variant._is_trial = other.decisions, True
+        return variant
 
     @classmethod
     def unknown(cls, plan: Any, differences: Differences, told: _Tells) -> Variant:
@@ -92,6 +101,13 @@ class Variant:
 
     def judge(self, witness: Witness) -> None:
         """A call was recorded, all of it or a part: see whether it is what was planned."""
+        before = self.decisions
+        self._judge(witness)
+        if self._is_trial and self.decisions is before:
+            self.decisions = None
+        self._is_trial = False
+
+    def _judge(self, witness: Witness) -> None:
         if witness.difference is not None:
             self._judge_rest(witness)
             return
