@@ -271,11 +271,12 @@ def test_sizes_that_mean_two_things(count: int, time: int) -> None:
 
 
 class Attending(nn.Module):
-    """Attention by hand after a product, which takes batch and length as one."""
+    """Attention by hand between products, which take batch and length as one."""
 
     def __init__(self, *, is_time_first: bool) -> None:
         super().__init__()
-        self.embed, self.qkv = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 96)
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
         self.is_time_first = is_time_first
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -292,8 +293,8 @@ class Attending(nn.Module):
         time = scores.shape[-1]
         mixed = (scores + torch.full((time, time), -math.inf).triu(1)).softmax(-1) @ heads[2]
         if self.is_time_first:
-            return x + mixed.transpose(0, 1).reshape(first, second, 32)
-        return x + mixed.transpose(1, 2).reshape(first, second, 32)
+            return x + self.out(mixed.transpose(0, 1).reshape(first, second, 32))
+        return x + self.out(mixed.transpose(1, 2).reshape(first, second, 32))
 
 
 @pytest.mark.parametrize("is_time_first", [False, True])
