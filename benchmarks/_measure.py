@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from recollect.torch_private import stderr_hushed
+from recollect._torch.devices import stderr_hushed
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.report.page import page
-from recollect.report.picture import Point
+from recollect.report.plan_report import Point
 
 MIB, GIB = 2**20, 2**30
 PEERS = {

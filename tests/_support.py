@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_flatten
 
 import recollect
-from recollect.torch_private import stderr_hushed
+from recollect._torch.devices import stderr_hushed
 
 Run = Callable[..., Any]
 Scenario = Callable[[Run], Any]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _python_dispatch
 
-from recollect.torch_private import free_cuda_workspaces
+from recollect._torch.devices import free_cuda_workspaces
 
 # The tensors of the tests are small: a second thread costs more than it gives, and on a busy
 # machine the two wait for each other.

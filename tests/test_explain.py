@@ -14,7 +14,7 @@ from torch import nn
 
 import recollect
 from recollect import policy
-from recollect.selective.explaining import explaining
+from recollect.rerun.selective.explaining import explaining
 from tests._support import assert_identical, gradients, leaf, measure
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 40

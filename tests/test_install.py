@@ -11,7 +11,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 import recollect
-from recollect import compat, selective
+from recollect import compat
+from recollect.rerun import selective
 from tests._support import sampled
 
 NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]

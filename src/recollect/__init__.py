@@ -7,12 +7,6 @@ place of ``torch.utils.checkpoint``.
 
 from recollect import policy, store
 from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
-from recollect.engines.groups import GraphExecGroup
-from recollect.engines.reentrant import (
-    CheckpointFunction,
-    check_backward_validity,
-    detach_variable,
-)
 from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
 from recollect.explaining import explain
 from recollect.installing import install, installed, uninstall
@@ -21,7 +15,13 @@ from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan
 from recollect.planning.plan import Plan
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
+from recollect.rerun.groups import GraphExecGroup
+from recollect.rerun.reentrant import (
+    CheckpointFunction,
+    check_backward_validity,
+    detach_variable,
+)
+from recollect.rerun.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from recollect.settings import (
     is_recomputing,
     set_checkpoint_debug_enabled,

@@ -10,15 +10,15 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from recollect._torch.dynamo import hide_from_dynamo
 from recollect.checks.determinism import Describe
-from recollect.engines.rerun import Contexts
 from recollect.modules import OPTIONS, look_like, unwrap_module, wrap_module
 from recollect.options import Options, noop_context_fn, usual_options
 from recollect.region import run_compiled, run_region
-from recollect.selective import create_selective_checkpoint_contexts
+from recollect.rerun.engine import Contexts
+from recollect.rerun.selective import create_selective_checkpoint_contexts
 from recollect.sequential import as_functions, balanced, run_segments
 from recollect.store import Store
-from recollect.torch_private import hide_from_dynamo
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpointed", "unwrap"]
 

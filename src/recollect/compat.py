@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from recollect.engines.groups import GraphExecGroup
-from recollect.engines.reentrant import (
-    CheckpointFunction,
-    check_backward_validity,
-    detach_variable,
-)
+from recollect._torch.dynamo import hide_from_dynamo
 from recollect.errors import CheckpointError
 from recollect.options import DEFAULTS, Options, noop_context_fn
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
 from recollect.policy.rules import as_policy
 from recollect.region import enter_region, run_compiled, run_region
-from recollect.selective import SAC_IGNORED_OPS, selective_contexts
+from recollect.rerun.groups import GraphExecGroup
+from recollect.rerun.reentrant import (
+    CheckpointFunction,
+    check_backward_validity,
+    detach_variable,
+)
+from recollect.rerun.selective import SAC_IGNORED_OPS, selective_contexts
 from recollect.sequential import as_functions, run_segments
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from recollect.state.devices import DefaultDeviceType, infer_device_type
 from recollect.state.rng import get_device_states, set_device_states
-from recollect.torch_private import hide_from_dynamo
 
 __all__ = [
     "checkpoint",

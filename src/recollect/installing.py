@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
-from recollect import compat, selective
+from recollect import compat
+from recollect.rerun import selective
 
 __all__ = ["install", "installed", "uninstall"]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from recollect.torch_private import tag_in_trace
+from recollect._torch.dynamo import tag_in_trace
 
 __all__ = ["Listener", "listening", "tag"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from recollect.checks.determinism import Describe, default_check, resolve_check, values_check
-from recollect.engines.rerun import Contexts
 from recollect.policy.rules import Policy, as_policy
-from recollect.selective import create_selective_checkpoint_contexts, selective_contexts
-from recollect.state.reach import leads_nowhere
+from recollect.rerun.engine import Contexts
+from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
+from recollect.state.reachable import leads_nowhere
 from recollect.store import Store, check_store
 
 __all__ = ["DEFAULTS", "Options", "noop_context_fn", "usual_options"]

@@ -10,15 +10,15 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect.engines.reentrant import CheckpointFunction
-from recollect.engines.replay.engine import replay_region
-from recollect.engines.rerun import Contexts, Frame, make_contexts
+from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
 from recollect.options import Options
-from recollect.selective import RecordMode
-from recollect.selective.explaining import explaining, make_deposit
+from recollect.replay.engine import replay_region
+from recollect.rerun.engine import Contexts, Frame, make_contexts
+from recollect.rerun.reentrant import CheckpointFunction
+from recollect.rerun.selective import RecordMode
+from recollect.rerun.selective.explaining import explaining, make_deposit
 from recollect.settings import resolve_debug, resolve_early_stop
-from recollect.store.deposit import Deposit
-from recollect.torch_private import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
+from recollect.store.offload_batch import Deposit
 
 __all__ = ["enter_region", "run_compiled", "run_region"]
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from recollect.report.page import page
-from recollect.report.picture import Row
+from recollect.report.plan_report import Row
 from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
 from tests.report._pictures import GIB, MIB, frontier_only, realistic
 

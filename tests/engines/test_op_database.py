@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from recollect import policy
-from recollect.engines.replay import library
+from recollect.replay import recording_cache as library
 from tests._support import Run, assert_identical, reentrant, rerun
 
 # Needs expecttest, which an interpreter that has only torch and pytest (`make test-gpu`) may lack.

@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as collectives
 import recollect
 from recollect import CheckpointPolicy, is_recomputing, policy
 from tests._support import assert_identical, measure
-from tests.selective._helpers import (
+from tests.rerun.selective._helpers import (
     Block,
     Model,
     Ops,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Value
+from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Value
 from recollect.planning.solving.solve import Solver
 
 __all__ = [

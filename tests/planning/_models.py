@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from recollect.graph.simulate import Schedule
 from recollect.planning.choices import trimmed
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
 from recollect.planning.profile import Profile
-from recollect.planning.simulate import Schedule
 
 #: Tokens that there are.
 VOCABULARY = 96

@@ -10,12 +10,12 @@ from itertools import pairwise, product
 
 import pytest
 
-from recollect.flow import Network
-from recollect.planning.graph import Graph, Link
-from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
+from recollect.graph.flow import Network
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.branch import decided
-from recollect.planning.solving.mixture import best_mixture
+from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.solve import Solver
 from tests._support import sampled
 from tests.planning._graphs import GRAPHS, Maker, decoder, graph_of, random_dag, solver_of

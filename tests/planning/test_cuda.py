@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import planner
 from recollect.planning.batch import split_batch, tensors_of_batch
 from recollect.planning.planner import Planner
 from recollect.planning.rates import Rates
 from recollect.planning.rescale import rescaled
 from recollect.planning.script import look_of
-from recollect.planning.simulate import simulate, simulate_plain
 from tests.planning._models import (
     Case,
     ConvNet,

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.solving import exact
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.exact import NeedsScipy, solve_exact

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recollect.graph.graph import Link
+from recollect.graph.simulate import Schedule, simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import choices, planner
 from recollect.planning.choices import trimmed
-from recollect.planning.graph import Link
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
-from recollect.planning.simulate import Schedule, simulate
 from tests._support import assert_identical, sampled
 from tests.planning._models import CASES, Case, Made
 from tests.store._fake import FakeLink, make_store

@@ -22,12 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import recollect
+from recollect._torch.tensors import fakes_left
 from recollect.modules import OPTIONS
 from recollect.planning import fake, planner, replan
 from recollect.planning.leftovers import nothing_fake_left
 from recollect.planning.rescale import Rescaled, rescaled
 from recollect.planning.solving.solve import Solver
-from recollect.torch_private import fakes_left
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import made, squares, static_bytes, tokens
 

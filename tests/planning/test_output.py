@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
+from recollect.graph.simulate import simulate_plain
 from recollect.planning.fake import predict_step
 from recollect.planning.output import watch_output
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
-from recollect.planning.simulate import simulate_plain
 from recollect.planning.step import Step
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import static_bytes

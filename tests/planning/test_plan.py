@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
 from recollect.planning.choices import trimmed
 from recollect.planning.rescale import rescaled
 from recollect.planning.script import look_of
-from recollect.planning.simulate import simulate
 from recollect.planning.solving import solve
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.graph.simulate import Schedule, simulate, simulate_plain
 from recollect.planning import rates
 from recollect.planning.batch import split_batch
 from recollect.planning.fake import CannotPredict, predict_step, trace_fake
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
-from recollect.planning.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.step import Step, default_loss
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import (

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import simulate_plain
 from recollect.planning.batch import split_batch, tensors_of_batch
-from recollect.planning.graph import Graph
 from recollect.planning.literals import dense_strides, is_dense
 from recollect.planning.profile import trace_step
 from recollect.planning.rates import Rates
 from recollect.planning.rescale import CannotPredict, Rescaled, rescaled
 from recollect.planning.script import Script, look_of
-from recollect.planning.simulate import simulate_plain
 from recollect.planning.sizes import Dims
 from recollect.planning.step import Step
 from tests._support import sampled

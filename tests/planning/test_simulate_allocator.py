@@ -13,11 +13,11 @@ from functools import cached_property
 import pytest
 import torch
 
+from recollect.graph.simulate import Schedule, simulate, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.choices import Choices, trimmed
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
-from recollect.planning.simulate import Schedule, simulate, simulate_plain
 from tests._support import assert_identical, gradients, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
 

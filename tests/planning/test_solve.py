@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from recollect.planning.graph import Graph, Link
-from recollect.planning.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import Schedule, simulate, simulate_plain
 from recollect.planning.solving.chain import Chain
-from recollect.planning.solving.line import Line
+from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.solve import Solver
 from tests._support import sampled
 from tests.planning import _graphs as graphs

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, simulate
 from recollect.modules import OPTIONS
 from recollect.planning import links, overhead, planner, rates, timing
 from recollect.planning.blocks import _Block
-from recollect.planning.graph import Graph
 from recollect.planning.planner import Planner
 from recollect.planning.profile import profile_step
 from recollect.planning.rates import Call, Rates
-from recollect.planning.simulate import Schedule, simulate
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing, sampled, timing_of
 from recollect.report.units import bytes_text

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import recollect
-from recollect.engines.replay.engine import Witness
 from recollect.planning import trial
 from recollect.planning.step import Step
+from recollect.replay.engine import Witness
 
 pytestmark = pytest.mark.usefixtures("no_bound")
 

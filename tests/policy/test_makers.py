@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import recollect
 from recollect import policy
-from tests.selective._helpers import (
+from tests.rerun.selective._helpers import (
     Block,
     again,
     assert_right,

@@ -11,7 +11,7 @@ from torch import nn
 import recollect
 from recollect import CheckpointPolicy, policy
 from recollect.policy.rules import as_policy
-from tests.selective._helpers import Block, Ops, again, leaves, seeded, square, total
+from tests.rerun.selective._helpers import Block, Ops, again, leaves, seeded, square, total
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recollect.report.picture import Picture, Point, Row
+from recollect.report.plan_report import Picture, Point, Row
 
 MIB = 2**20
 GIB = 2**30

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from recollect.report.page import page
-from recollect.report.picture import Row
+from recollect.report.plan_report import Row
 from recollect.report.words import summary
 from tests.report._pictures import GIB, curve, frontier_only, realistic
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.report.picture import Row
+from recollect.report.plan_report import Row
 from recollect.report.table import frontier_table, table
 from tests.report._pictures import GIB, MIB, frontier_only, realistic
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import recollect
-from recollect.torch_private import function_mode_count
+from recollect._torch.modes import function_mode_count
 from tests._support import Run, assert_transparent, leaf, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect.state import mutation
 from recollect.state.mutation import Watch
-from recollect.state.reach import Writes
+from recollect.state.reachable import Writes
 from recollect.state.tensors import LARGE
 from tests._support import ALL, Run, assert_transparent, leaf, rerun
 

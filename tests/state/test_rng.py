@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from recollect.state import surroundings
+from recollect.state import region_state as surroundings
 from tests._support import Run, assert_identical, assert_transparent, leaf, plain, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recollect.store import HostStore
 from recollect.store import pool as pool_module
 from recollect.store.links import CudaLink, CudaLinks
-from recollect.store.traffic import Traffic
+from recollect.store.transfers import Traffic
 from tests.store._fake import poison_buffers, same_bits, was_copied
 
 pytestmark = [

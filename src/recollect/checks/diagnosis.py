@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from recollect._torch.autograd import current_node, packed_by
 from recollect.checks.causes import Evidence, Look, likely_cause
 from recollect.checks.names import module_of, region_name
-from recollect.torch_private import current_node, packed_by
 
 __all__ = ["Scene", "describe", "describe_saved", "saved_by_forward", "saved_by_recomputation"]
 

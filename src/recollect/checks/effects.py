@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from recollect.torch_private import effects_of, storage_key, tree_leaves
+from recollect._torch.ops import effects_of
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import storage_key
 
 __all__ = ["Effects", "strides_of", "tensors_in"]
 

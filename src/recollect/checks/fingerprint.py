@@ -21,7 +21,8 @@ from itertools import zip_longest
 
 import torch
 
-from recollect.torch_private import below_python, inner_tensors
+from recollect._torch.modes import below_python
+from recollect._torch.tensors import inner_tensors
 
 __all__ = ["compare", "fingerprint"]
 

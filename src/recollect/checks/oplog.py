@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from recollect._torch.modes import DispatchMode
 from recollect.checks.effects import Effects, strides_of, tensors_in
 from recollect.checks.fingerprint import fingerprint
 from recollect.checks.place import Names, Place, Stack
-from recollect.torch_private import DispatchMode
 
 __all__ = ["Entry", "OpLog", "Row", "Saved", "Strides", "align"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.modules.module
 from torch import nn
 
+from recollect._torch.modules import MODULE_CALL
 from recollect.checks.names import name_in
-from recollect.torch_private import MODULE_CALL
 
 __all__ = ["Names", "Place", "Stack", "warn_user"]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from recollect._torch.ops import is_random
 from recollect.checks.causes import (
     FROM_OUTSIDE,
     OTHER_LAYOUT,
@@ -23,7 +24,6 @@ from recollect.checks.names import region_name
 from recollect.checks.oplog import Entry, OpLog, Row, Saved, Strides, align
 from recollect.checks.trace import both, op_number, whereabouts
 from recollect.errors import RecomputeMismatch
-from recollect.torch_private import is_random
 
 __all__ = ["value_difference"]
 

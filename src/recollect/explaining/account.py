@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from recollect._torch.ops import op_name
 from recollect.explaining.graph import saved_by_graph
 from recollect.explaining.memory import Memory, storages_of, tensors_in
 from recollect.explaining.region import Region
 from recollect.explaining.regions import OFFLOAD_INPUTS, Observer
 from recollect.explaining.rows import AUTOGRAD, ELSEWHERE, RESULT, Row
 from recollect.store.handles import Copied, Held, Parts
-from recollect.torch_private import op_name
 
 __all__ = ["rows_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from recollect._torch.autograd import packed_by
 from recollect.explaining.memory import tensors_in
-from recollect.torch_private import packed_by
 
 __all__ = ["saved_by_graph"]
 

@@ -12,16 +12,12 @@ from weakref import ReferenceType, ref
 
 import torch
 
+from recollect._torch.modes import below_python, no_function_modes
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import inner_tensors, storage_key
 from recollect.explaining.region import Region
-from recollect.state.containers import Contents
-from recollect.store.deposit import Parcel
-from recollect.torch_private import (
-    below_python,
-    inner_tensors,
-    no_function_modes,
-    storage_key,
-    tree_leaves,
-)
+from recollect.state.argument_snapshot import Contents
+from recollect.store.offload_batch import Parcel
 
 __all__ = ["Memories", "Memory", "storages_of", "tensors_in"]
 

@@ -11,21 +11,22 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from recollect._torch.autograd import saved_tensor_hooks_active
+from recollect._torch.pytree import tree_leaves
 from recollect.checks.names import module_of, name_in
-from recollect.engines.rerun import Frame
 from recollect.explaining.memory import Memory, tensors_in
 from recollect.explaining.region import NO_POLICY, REENTRANT, Region
 from recollect.explaining.replay import Replayed, Slots
 from recollect.explaining.watcher import Watcher
 from recollect.policy.rules import NameRule, Policy
-from recollect.selective import RecordMode
-from recollect.selective.ledger import Entry, Kept
-from recollect.selective.rulings import Ruling
+from recollect.policy.rulings import Ruling
+from recollect.rerun.engine import Frame
+from recollect.rerun.selective import RecordMode
+from recollect.rerun.selective.ledger import Entry, Kept
 from recollect.settings import is_recomputing
 from recollect.state.rng import RngState, read_rng
-from recollect.store.deposit import Deposit, Parcel
+from recollect.store.offload_batch import Deposit, Parcel
 from recollect.store.protocol import Store
-from recollect.torch_private import saved_tensor_hooks_active, tree_leaves
 
 __all__ = ["OFFLOAD_INPUTS", "Observer"]
 

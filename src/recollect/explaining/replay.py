@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from recollect.engines.replay.direct import held_by, key_of
-from recollect.engines.replay.held import Held
-from recollect.engines.replay.kinds import kind_of
-from recollect.engines.replay.library import Slot, slot_of
-from recollect.engines.replay.plan import uses_of
-from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.tape import Buffer, Op, Tape
+from recollect._torch.ops import CAST, op_name
 from recollect.explaining.memory import Memories, Memory
 from recollect.explaining.region import NO_POLICY, Region, Seen
 from recollect.explaining.watcher import Watcher
 from recollect.policy.rules import Policy
+from recollect.replay.held_tensor import Held
+from recollect.replay.kinds import kind_of
+from recollect.replay.plan import uses_of
+from recollect.replay.planned_ops import held_by, key_of
+from recollect.replay.recording_cache import Slot, slot_of
+from recollect.replay.rematerialize import Recall
+from recollect.replay.tape import Buffer, Op, Tape
 from recollect.state.memories import WriteLog
-from recollect.torch_private import CAST, op_name
 
 __all__ = ["Replayed", "Slots"]
 

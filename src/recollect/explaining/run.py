@@ -17,8 +17,8 @@ from recollect.explaining.regions import Observer
 from recollect.explaining.replay import Slots
 from recollect.explaining.rows import Call, Row
 from recollect.explaining.watcher import Watcher
-from recollect.selective.explaining import explaining
-from recollect.state.reach import Reach
+from recollect.rerun.selective.explaining import explaining
+from recollect.state.reachable import Reach
 from recollect.state.snapshot import Snapshot, check_arguments
 
 __all__ = ["explain"]

@@ -15,11 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recollect._torch.modes import DispatchMode
+from recollect._torch.ops import op_name
+from recollect._torch.pytree import tree_leaves
 from recollect.checks.place import Names, Place
 from recollect.explaining.memory import Memories, Memory
 from recollect.explaining.region import Region
 from recollect.settings import is_recomputing
-from recollect.torch_private import DispatchMode, op_name, tree_leaves
 
 __all__ = ["Watcher"]
 

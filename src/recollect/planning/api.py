@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect.graph.graph import Graph
 from recollect.planning.budget import check_budget, resolve_budget
-from recollect.planning.graph import Graph
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Progress
 from recollect.planning.step import Loss
 from recollect.report.page import page
-from recollect.report.picture import Picture, Point
+from recollect.report.plan_report import Picture, Point
 from recollect.report.table import frontier_table
 
 __all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.engines.replay.direct import Decisions
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS
 from recollect.region import run_region
+from recollect.replay.planned_ops import Decisions
 
 __all__ = ["Blocks", "unwrap_blocks", "wrap_blocks"]
 

@@ -9,15 +9,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
-from recollect.engines.replay.direct import key_of
-from recollect.engines.replay.kinds import kind_of
-from recollect.engines.replay.plan import forced_in, holdable
-from recollect.engines.replay.recording import Recording
-from recollect.engines.replay.steps import Pack
-from recollect.engines.replay.tape import Buffer, is_whole, results_of
-from recollect.engines.replay.tape import Op as TapeOp
-from recollect.planning.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
+from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
 from recollect.planning.trace import Event
+from recollect.replay.kinds import kind_of
+from recollect.replay.plan import forced_in, holdable
+from recollect.replay.planned_ops import key_of
+from recollect.replay.recording import Recording
+from recollect.replay.steps import Pack
+from recollect.replay.tape import Buffer, is_whole, results_of
+from recollect.replay.tape import Op as TapeOp
 
 __all__ = ["build_graph", "resized"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from recollect.engines.replay.direct import Alike, Decisions
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, simulate, uses_under
 from recollect.planning.blocks import Blocks
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, simulate, uses_under
+from recollect.replay.planned_ops import Alike, Decisions
 from recollect.store.host import HostStore
 
 __all__ = ["Choices", "trimmed"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.engines.replay.moods import DEVICES, casts
 from recollect.planning.identity import Identity, identity_of
+from recollect.replay.call_mode import DEVICES, casts
 
 __all__ = ["Conditions", "Differences", "differences", "facts_of", "has_modes"]
 

@@ -14,19 +14,20 @@ import torch
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from recollect.engines.replay.engine import Hooks
-from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.record import Recorder
+from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.tensors import fake_on, fake_tensors
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import simulate_plain
 from recollect.planning.batch import tensors_of_batch
-from recollect.planning.graph import Graph, Link
 from recollect.planning.profile import Profile, graph_of, observed
 from recollect.planning.rates import Rates
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.script import Script
-from recollect.planning.simulate import simulate_plain
 from recollect.planning.step import Step, check_loss, default_loss, sizes
 from recollect.planning.trace import Saved, Trace
-from recollect.torch_private import fake_on, fake_tensors, tree_leaves, tree_map_only
+from recollect.replay.engine import Hooks
+from recollect.replay.record import Recorder
+from recollect.replay.rematerialize import Recall
 
 __all__ = ["CannotPredict", "predict_step", "trace_fake"]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.engines.replay.direct import Alike, key_of
-from recollect.engines.replay.recording import Recording
-from recollect.engines.replay.steps import Step
-from recollect.engines.replay.tape import Op
+from recollect.graph.graph import Graph, Tally
+from recollect.graph.simulate import simulate
 from recollect.planning.choices import Choices
-from recollect.planning.graph import Graph, Tally
-from recollect.planning.simulate import simulate
+from recollect.replay.planned_ops import Alike, key_of
+from recollect.replay.recording import Recording
+from recollect.replay.steps import Step
+from recollect.replay.tape import Op
 
 __all__ = ["Footprint", "counted", "estimated", "tally_of"]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
+from recollect._torch.tensors import fakes_left
 from recollect.errors import CheckpointError
-from recollect.torch_private import fakes_left
 
 __all__ = ["nothing_fake_left"]
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from recollect.planning.graph import Link
+from recollect.graph.graph import Link
 from recollect.planning.timing import Timing, sampled
 
 __all__ = ["measured_link"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
+from recollect._torch.ops import argument_names, op_name
 from recollect.planning.script import Look
 from recollect.planning.sizes import Dims, Shape
-from recollect.torch_private import argument_names, op_name
 
 __all__ = ["Call", "Like", "dense_strides", "has_sizes", "is_dense", "translations"]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from recollect.engines.replay.recording import Recording
-from recollect.engines.replay.steps import Step
-from recollect.engines.replay.tape import Buffer, Op, results_of
+from recollect.graph.graph import Graph, Link
 from recollect.planning.build import build_graph
-from recollect.planning.graph import Graph, Link
 from recollect.planning.rates import Call
 from recollect.planning.trace import Event
+from recollect.replay.recording import Recording
+from recollect.replay.steps import Step
+from recollect.replay.tape import Buffer, Op, results_of
 
 __all__ = ["outline_of"]
 

@@ -14,9 +14,11 @@ from weakref import ref
 
 import torch
 
+from recollect._torch.autograd import at_end_of_backward
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
-from recollect.torch_private import at_end_of_backward, storage_key, tree_leaves
 
 __all__ = ["at_end_of_backward_of", "tell_of_output", "watch_output"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, simulate
 from recollect.planning.choices import Choices, trimmed
-from recollect.planning.graph import Graph
 from recollect.planning.profile import Profile
 from recollect.planning.runner import Told
-from recollect.planning.simulate import Schedule, simulate
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing
 from recollect.planning.trial import Way, times_under

@@ -12,21 +12,21 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from recollect.engines.replay.direct import Decisions
+from recollect._torch.modules import is_compiled
+from recollect.graph.graph import Tally
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.blocks import wrap_blocks
 from recollect.planning.choices import Choices
 from recollect.planning.conditions import Conditions
 from recollect.planning.footprint import Footprint
-from recollect.planning.graph import Tally
 from recollect.planning.identity import Identity, difference, identity_of
 from recollect.planning.replan import Basis, replanned
 from recollect.planning.runner import Runner
+from recollect.replay.planned_ops import Decisions
 from recollect.report.page import page
-from recollect.report.picture import Picture, Point, Row
+from recollect.report.plan_report import Picture, Point, Row
 from recollect.report.table import table
-from recollect.torch_private import is_compiled
 
 __all__ = ["Plan"]
 

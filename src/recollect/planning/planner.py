@@ -23,41 +23,42 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.devices import free_cuda_workspaces, profiler_is_on
+from recollect._torch.modules import is_compiled
 from recollect.checks.place import warn_user
-from recollect.engines.replay.direct import Alike, Decisions
-from recollect.engines.replay.engine import Witness
 from recollect.errors import InfeasibleBudget, PlanWarning
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.planning.baselines import block_paths, block_schedule, peers_of
 from recollect.planning.batch import check_batch, split_batch
 from recollect.planning.blocks import Blocks, wrap_blocks
 from recollect.planning.choices import Choices, trimmed
 from recollect.planning.conditions import Conditions, differences, has_modes
 from recollect.planning.fake import predict_step
 from recollect.planning.footprint import Footprint, counted, estimated, tally_of
-from recollect.planning.graph import Graph, Link
 from recollect.planning.identity import identity_of
 from recollect.planning.leftovers import nothing_fake_left
 from recollect.planning.links import measured_link
 from recollect.planning.literals import dense_strides
 from recollect.planning.outline import outline_of
 from recollect.planning.overhead import with_overhead
-from recollect.planning.peers import block_paths, block_schedule, peers_of
 from recollect.planning.plan import Plan
 from recollect.planning.profile import Profile, profile_step, trace_in_little
 from recollect.planning.replan import Basis
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.rows import rows_of
 from recollect.planning.runner import Runner, Told
-from recollect.planning.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, Step
 from recollect.planning.timing import Timing
 from recollect.planning.trial import Peaks, Way, peaks_under, times_under
+from recollect.replay.engine import Witness
+from recollect.replay.planned_ops import Alike, Decisions
 from recollect.report.curves import thinned
-from recollect.report.picture import Picture, Point
+from recollect.report.plan_report import Picture, Point
 from recollect.report.units import bytes_text, percent_text
-from recollect.torch_private import free_cuda_workspaces, is_compiled, profiler_is_on
 
 __all__ = ["Planner", "Progress"]
 

@@ -10,22 +10,22 @@ from typing import Any
 
 from torch import nn
 
-from recollect.engines.replay.engine import Hooks, observe_region
-from recollect.engines.replay.recall import Recall
-from recollect.engines.replay.record import Recorder
-from recollect.engines.replay.recording import Recording
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import simulate_plain
 from recollect.modules import bound_to, look_like
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.build import build_graph
 from recollect.planning.footprint import tally_of
-from recollect.planning.graph import Graph, Link
 from recollect.planning.outline import outline_of
 from recollect.planning.rates import Rates
 from recollect.planning.script import Script
-from recollect.planning.simulate import simulate_plain
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing
 from recollect.planning.trace import Trace
+from recollect.replay.engine import Hooks, observe_region
+from recollect.replay.record import Recorder
+from recollect.replay.recording import Recording
+from recollect.replay.rematerialize import Recall
 
 __all__ = ["Profile", "graph_of", "observed", "profile_step", "trace_in_little", "trace_step"]
 

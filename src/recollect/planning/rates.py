@@ -18,17 +18,12 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
-from recollect.engines.replay.kinds import Kind, kind_of
+from recollect._torch.devices import profiler_is_on, stderr_hushed
+from recollect._torch.modes import no_dispatch_modes
+from recollect._torch.ops import OpOverload, op_name
+from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect.planning.timing import Timing, now, sampled, timing_of
-from recollect.torch_private import (
-    OpOverload,
-    no_dispatch_modes,
-    op_name,
-    profiler_is_on,
-    stderr_hushed,
-    tree_leaves,
-    tree_map_only,
-)
+from recollect.replay.kinds import Kind, kind_of
 
 __all__ = ["Call", "Rates", "allocated_by"]
 

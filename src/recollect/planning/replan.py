@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from recollect.graph.graph import Graph, Tally
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.choices import Choices
-from recollect.planning.graph import Graph, Tally
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.script import Look, Script, look_of
-from recollect.planning.simulate import simulate, simulate_plain
 
 __all__ = ["Basis", "Replanned", "replanned"]
 

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from recollect.engines.replay.tape import tensors_of
+from recollect._torch.modes import below_python
+from recollect._torch.ops import OpOverload, op_name
 from recollect.errors import CheckpointError
+from recollect.graph.graph import Graph
 from recollect.planning.build import resized
-from recollect.planning.graph import Graph
 from recollect.planning.literals import Call, Like, dense_strides, has_sizes, is_dense, translations
 from recollect.planning.script import SAME, WHOLE, Entry, Look, Ref, Script, Unknown, look_of
 from recollect.planning.sizes import Dims, Shape
-from recollect.torch_private import OpOverload, below_python, op_name
+from recollect.replay.tape import tensors_of
 
 __all__ = ["CannotPredict", "Rescaled", "rescaled"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, uses_under
-from recollect.report.picture import Row
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, uses_under
+from recollect.report.plan_report import Row
 
 __all__ = ["rows_of"]
 

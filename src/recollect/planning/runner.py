@@ -12,10 +12,13 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
+from recollect._torch.dynamo import (
+    dynamo_is_watching,
+    hide_from_dynamo,
+    never_traced,
+    run_without_dynamo,
+)
 from recollect.checks.place import warn_user
-from recollect.engines.replay.direct import Decisions
-from recollect.engines.replay.engine import Witness, replay_region
-from recollect.engines.replay.recall import Recall
 from recollect.errors import PlanWarning
 from recollect.planning.batch import is_alike, is_smaller, signature_of_batch, told_apart
 from recollect.planning.blocks import Blocks, unwrap_blocks
@@ -26,14 +29,11 @@ from recollect.planning.identity import Identity
 from recollect.planning.output import at_end_of_backward_of, tell_of_output, watch_output
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
+from recollect.replay.engine import Witness, replay_region
+from recollect.replay.planned_ops import Decisions
+from recollect.replay.rematerialize import Recall
 from recollect.report.units import bytes_text
-from recollect.store.deposit import Deposit
-from recollect.torch_private import (
-    dynamo_is_watching,
-    hide_from_dynamo,
-    never_traced,
-    run_without_dynamo,
-)
+from recollect.store.offload_batch import Deposit
 
 __all__ = ["Runner", "Told", "run_planned"]
 

@@ -19,8 +19,9 @@ from weakref import ref
 
 import torch
 
-from recollect.engines.replay.tape import tensors_of
-from recollect.torch_private import changes_memory, name_of_storage, storage_key, takes_number
+from recollect._torch.ops import changes_memory, takes_number
+from recollect._torch.tensors import name_of_storage, storage_key
+from recollect.replay.tape import tensors_of
 
 __all__ = ["SAME", "WHOLE", "Entry", "Look", "Ref", "Script", "Unknown", "look_of"]
 

@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.modes import any_autocast_enabled
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import signature_of_batch
@@ -25,7 +28,6 @@ from recollect.planning.rates import allocated_by
 from recollect.planning.timing import Timing, now, sampled
 from recollect.state.memories import Written
 from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
-from recollect.torch_private import any_autocast_enabled, storage_key, tree_leaves
 
 __all__ = [
     "Loss",

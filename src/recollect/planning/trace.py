@@ -15,10 +15,12 @@ from weakref import ref
 
 import torch
 
-from recollect.engines.replay.tape import tensors_of
+from recollect._torch.modes import DispatchMode, no_function_modes
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import storage_key
 from recollect.planning.rates import Call, Rates
 from recollect.planning.script import Script
-from recollect.torch_private import DispatchMode, no_function_modes, storage_key, tree_leaves
+from recollect.replay.tape import tensors_of
 
 __all__ = ["Event", "Saved", "Trace"]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from recollect.engines.replay.direct import Decisions
-from recollect.engines.replay.engine import Witness
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.blocks import unwrap_blocks, wrap_blocks
 from recollect.planning.output import watch_output
 from recollect.planning.runner import Told, run_planned
 from recollect.planning.step import Step
 from recollect.planning.timing import Timing, timing_of
+from recollect.replay.engine import Witness
+from recollect.replay.planned_ops import Decisions
 from recollect.state.streams import read_streams, settle_streams, write_streams
 
 __all__ = ["Peaks", "Way", "peaks_under", "times_under"]

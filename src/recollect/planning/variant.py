@@ -13,14 +13,14 @@ import re
 from dataclasses import replace
 from typing import Any, Protocol
 
-from recollect.engines.replay.direct import Decisions
-from recollect.engines.replay.engine import Witness
-from recollect.engines.replay.recording import Recording
+from recollect.graph.graph import Graph, Tally
 from recollect.planning.choices import Choices
 from recollect.planning.conditions import Differences
 from recollect.planning.footprint import Footprint, estimated, tally_of
-from recollect.planning.graph import Graph, Tally
 from recollect.planning.outline import outline_of
+from recollect.replay.engine import Witness
+from recollect.replay.planned_ops import Decisions
+from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
 __all__ = ["Variant"]

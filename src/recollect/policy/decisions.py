@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy as TorchCheckpointPolicy
 
-from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_of
+from recollect._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_of
 
 __all__ = [
     "CheckpointPolicy",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect.torch_private import is_pointwise, is_random, op_name
+from recollect._torch.ops import is_pointwise, is_random, op_name
 
 __all__ = ["ATTENTION", "MATMULS", "allocates", "is_function", "not_to_be_repeated"]
 

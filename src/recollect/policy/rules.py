@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from recollect._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
 from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, check_ops, expand_packets
 from recollect.policy.patterns import fits_any
-from recollect.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
 
 __all__ = [
     "AnyRule",

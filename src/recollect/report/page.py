@@ -14,8 +14,8 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from recollect.report.alike import CHOICES
-from recollect.report.picture import Picture, Point
+from recollect.report.grouping import CHOICES
+from recollect.report.plan_report import Picture, Point
 from recollect.report.script import script_data, shown_points
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text, seconds_text

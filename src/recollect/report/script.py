@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from recollect.report.alike import CHOICES
 from recollect.report.curves import thinned
-from recollect.report.picture import Picture, Point, Row
+from recollect.report.grouping import CHOICES
+from recollect.report.plan_report import Picture, Point, Row
 
 __all__ = ["script_data", "shown_points"]
 

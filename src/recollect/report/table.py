@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from recollect.report.alike import CHOICES, Group, Sum, grouped
 from recollect.report.columns import columns
-from recollect.report.picture import Picture
+from recollect.report.grouping import CHOICES, Group, Sum, grouped
+from recollect.report.plan_report import Picture
 from recollect.report.units import bytes_text, percent_text, seconds_text
 from recollect.report.words import figures, heading, longer_text
 

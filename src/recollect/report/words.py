@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from recollect.report.picture import Picture
+from recollect.report.plan_report import Picture
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
 __all__ = ["Figure", "figures", "heading", "longer_text", "summary"]

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from recollect.state.flags import read_flags, write_flags
-from recollect.torch_private import (
+from recollect._torch.dynamo import is_nonstrict_tracing, nested_trace_policy
+from recollect._torch.modes import (
     any_autocast_enabled,
     function_mode_count,
     function_modes,
-    is_nonstrict_tracing,
-    nested_trace_policy,
     set_function_modes,
 )
+from recollect.state.flags import read_flags, write_flags
 
 __all__ = ["Ambient", "read_autocast", "write_autocast"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from recollect.state.kinds import UNSET, Kind
+from recollect.state.restorers import UNSET, Kind
 
 __all__ = [
     "CELL",

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from recollect._torch.modes import DispatchMode
+from recollect._torch.ops import OpOverload
+from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
-from recollect.torch_private import DispatchMode, OpOverload, tree_leaves
 
 __all__ = ["CollectivePlayer", "CollectiveRecorder"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recollect.torch_private import tree_leaves
+from recollect._torch.pytree import tree_leaves
 
 __all__ = ["DefaultDeviceType", "device_module", "infer_device_type"]
 

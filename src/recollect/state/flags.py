@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect.torch_private import FLAGS, read_precisions, write_precisions
+from recollect._torch.flags import FLAGS, read_precisions, write_precisions
 
 __all__ = ["Flags", "read_flags", "write_flags"]
 

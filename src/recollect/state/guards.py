@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from recollect._torch.modes import DispatchMode
 from recollect.checks.names import tensor_name
 from recollect.errors import InputChanged
-from recollect.torch_private import DispatchMode
 
 __all__ = ["Guards", "UseOfChanged"]
 

@@ -18,11 +18,11 @@ from operator import is_, itemgetter
 from types import MappingProxyType
 from typing import Any
 
+from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
-from recollect.state.kinds import kinds_of
-from recollect.state.trees import Attributes, Tree
-from recollect.torch_private import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
+from recollect.state.module_index import Attributes, Tree
+from recollect.state.restorers import kinds_of
 
 __all__ = ["Calls"]
 

@@ -23,12 +23,12 @@ from weakref import ref
 
 import torch
 
+from recollect._torch.autograd import save_tensor, saved_tensor_hooks_active
 from recollect.errors import InputChanged
-from recollect.state.containers import Contents, Swapped, tensor_changed
-from recollect.state.kinds import ATOMS
+from recollect.state.argument_snapshot import Contents, Swapped, tensor_changed
+from recollect.state.restorers import ATOMS
 from recollect.state.tensors import are_statistics
-from recollect.store.deposit import Deposit
-from recollect.torch_private import save_tensor, saved_tensor_hooks_active
+from recollect.store.offload_batch import Deposit
 
 __all__ = ["Inputs"]
 

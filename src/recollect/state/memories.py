@@ -14,22 +14,19 @@ from weakref import ref
 
 import torch
 
-from recollect.checks.fingerprint import fingerprint
-from recollect.torch_private import (
-    DispatchMode,
+from recollect._torch.autograd import set_version, view_base
+from recollect._torch.modes import DispatchMode, no_function_modes, unobserved
+from recollect._torch.ops import written_arguments
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import (
     inner_tensors,
     key_of_storage,
     memory_key,
-    no_function_modes,
-    set_version,
     storage_key,
     tensor_hooks,
-    tree_leaves,
-    unobserved,
-    view_base,
     write_tensor_hooks,
-    written_arguments,
 )
+from recollect.checks.fingerprint import fingerprint
 
 __all__ = ["Memories", "WriteLog", "Written"]
 

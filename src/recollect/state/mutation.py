@@ -20,10 +20,12 @@ from weakref import ref
 
 import torch
 
+from recollect._torch.autograd import set_version
+from recollect._torch.modes import unobserved
+from recollect._torch.tensors import copy_tensors
 from recollect.errors import InputChanged
-from recollect.state.reach import Slot, Writes
+from recollect.state.reachable import Slot, Writes
 from recollect.state.tensors import LARGE, are_statistics, is_plain, is_small, nbytes, same_values
-from recollect.torch_private import copy_tensors, set_version, unobserved
 
 __all__ = ["Watch"]
 

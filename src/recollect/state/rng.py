@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from recollect._torch.pytree import tree_leaves
 from recollect.state.devices import DefaultDeviceType, device_module, infer_device_type
-from recollect.torch_private import tree_leaves
 
 __all__ = [
     "HAS_ACCELERATOR",

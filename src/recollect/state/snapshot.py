@@ -33,8 +33,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from recollect._torch.modes import any_autocast_enabled, function_modes, set_function_modes
+from recollect._torch.modules import global_hooks
+from recollect._torch.tensors import memory_key, tensor_hooks
 from recollect.errors import CheckpointError
 from recollect.state.ambient import read_autocast, write_autocast
+from recollect.state.argument_snapshot import Contents
 from recollect.state.code import (
     CELL,
     CLASS,
@@ -47,9 +51,9 @@ from recollect.state.code import (
     successor,
     variables_of,
 )
-from recollect.state.containers import Contents
 from recollect.state.flags import read_flags, write_flags
-from recollect.state.kinds import (
+from recollect.state.memories import Memories, WriteLog, Written
+from recollect.state.restorers import (
     ATOMS,
     CARED_FOR,
     ITERATOR,
@@ -58,17 +62,8 @@ from recollect.state.kinds import (
     is_made_in_python,
     kinds_of,
 )
-from recollect.state.memories import Memories, WriteLog, Written
 from recollect.state.streams import generator_types, read_streams, settle_streams, write_streams
 from recollect.state.tensors import nbytes
-from recollect.torch_private import (
-    any_autocast_enabled,
-    function_modes,
-    global_hooks,
-    memory_key,
-    set_function_modes,
-    tensor_hooks,
-)
 
 __all__ = ["LIMIT", "Snapshot", "check_arguments"]
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect._torch.autograd import is_weight, view_base
+from recollect._torch.modes import is_functorch_wrapped
 from recollect.store.links import Link
 from recollect.store.pool import Buffer
 from recollect.store.spans import Layout, Span
-from recollect.torch_private import is_functorch_wrapped, is_weight, view_base
 
 __all__ = [
     "Arrival",

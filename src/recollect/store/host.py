@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect._torch.modes import raw_memory, unobserved
+from recollect._torch.tensors import storage_key
 from recollect.errors import KeptTensorError
 from recollect.store.handles import (
     Copied,
@@ -34,8 +36,7 @@ from recollect.store.spans import (
     span_of,
     span_to_store,
 )
-from recollect.store.traffic import Traffic
-from recollect.torch_private import raw_memory, storage_key, unobserved
+from recollect.store.transfers import Traffic
 
 __all__ = ["HostStore", "host_store"]
 

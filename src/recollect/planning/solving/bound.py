@@ -31,13 +31,13 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import simulate_plain
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import simulate_plain
 from recollect.planning.solving.branch import decided, least_of_all
-from recollect.planning.solving.lives import Lives
-from recollect.planning.solving.mixture import best_mixture
+from recollect.planning.solving.conflict_sets import Window, Windows
+from recollect.planning.solving.liveness import Lives
+from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.relaxation import Relaxation, Solution
-from recollect.planning.solving.windows import Window, Windows
 
 __all__ = ["lower_bound"]
 

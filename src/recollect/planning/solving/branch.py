@@ -15,8 +15,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
-from recollect.planning.graph import Graph
-from recollect.planning.solving.lives import Lives, Span, without
+from recollect.graph.graph import Graph
+from recollect.planning.solving.liveness import Lives, Span, without
 
 __all__ = ["Bounded", "decided", "least_of_all"]
 

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from recollect.planning.solving.line import Line
+from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.segments import Option, Segments
 
 __all__ = ["Chain"]

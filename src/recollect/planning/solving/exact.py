@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, _Run, simulate
-from recollect.planning.solving.lives import Lives
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, _Run, simulate
+from recollect.planning.solving.liveness import Lives
 
 __all__ = ["NeedsScipy", "solve_exact"]
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule, uses_under
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule, uses_under
 from recollect.planning.solving.pool import Pool, Solution
 
 __all__ = ["send_away"]

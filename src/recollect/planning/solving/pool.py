@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Outcome, Schedule, simulate
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Outcome, Schedule, simulate
 
 __all__ = ["Pool", "Solution"]
 

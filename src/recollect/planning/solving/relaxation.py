@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from recollect.flow import Network
-from recollect.planning.solving.lives import Lives, Span, without
+from recollect.graph.flow import Network
+from recollect.planning.solving.liveness import Lives, Span, without
 
 __all__ = ["Relaxation", "Solution"]
 

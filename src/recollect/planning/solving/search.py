@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from random import Random
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule
-from recollect.planning.solving.line import Line
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule
+from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.pool import Pool, Solution
 
 __all__ = ["Search"]

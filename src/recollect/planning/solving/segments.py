@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from recollect.planning.graph import Ask, Graph, Memory, Moment, Op, Value
-from recollect.planning.simulate import Schedule, simulate
-from recollect.planning.solving.line import Line
+from recollect.graph.graph import Ask, Graph, Memory, Moment, Op, Value
+from recollect.graph.simulate import Schedule, simulate
+from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.select import Piece, corners, reruns
 
 __all__ = ["Option", "Segments"]

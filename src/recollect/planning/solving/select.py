@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recollect.flow import Network
+from recollect.graph.flow import Network
 
 __all__ = ["Piece", "corners", "reruns"]
 

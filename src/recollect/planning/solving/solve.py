@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import combinations
 
-from recollect.planning.graph import Graph
-from recollect.planning.simulate import Schedule
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule
 from recollect.planning.solving.chain import Chain
-from recollect.planning.solving.line import Line, far_readers
+from recollect.planning.solving.linearization import Line, far_readers
 from recollect.planning.solving.offload import send_away
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search

@@ -1,0 +1,169 @@
+"""Autograd: nodes, saved tensors and their hooks, backward, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from recollect._torch.modes import dispatch_mode_count, no_dispatch_modes
+from recollect._torch.tensors import overrides_torch
+
+_autograd = torch._C._autograd
+
+#: Number of the backward that the calling thread works for, -1 outside of backward.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+#: Changes with every node that autograd makes: tensors saved at one number are saved by one op.
+current_operation: Callable[[], int] = _autograd._get_sequence_nr
+
+get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
+
+set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+
+#: The public classes around these two pairs cost a microsecond a region.
+push_saved_tensor_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
+
+pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+
+#: False inside ``autograd.grad`` and ``backward(inputs=)``: a nested backward would go astray.
+backward_allows_reentrant: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+#: Runs a callable when the current backward is over.
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+_top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether a tensor saved now would pass through somebody's saved-tensor hooks."""
+    return _top_saved_tensor_hooks(True) is not None
+
+
+def unpacks_by(unpack: Callable[..., Any]) -> bool:
+    """Whether a tensor saved now would be got back by ``unpack``."""
+    hooks = _top_saved_tensor_hooks(True)
+    return hooks is not None and hooks[1] == unpack
+
+
+class _InputSaver(torch.autograd.Function):
+    """Saves one tensor through whatever hooks are active (torch 2.11 has no direct way)."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("this node only stores a tensor and is never run")
+
+
+class _SavedByNode:
+    __slots__ = ("_output",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # The anchor makes autograd build a node even when the tensor itself needs no gradient. The
+        # output is what keeps the node alive.
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        self._output: Any = _InputSaver.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> torch.Tensor:
+        (tensor,) = self._output.grad_fn.saved_tensors
+        return tensor  # type: ignore[no-any-return]
+
+
+def save_tensor(tensor: torch.Tensor) -> Any:
+    """Save ``tensor`` as an autograd node would; ``.unpack()`` of the result gives it back."""
+    make = getattr(_autograd, "_make_saved_tensor", None)  # torch >= 2.12
+    if make is not None:
+        return make(tensor, is_output=False)
+    return _SavedByNode(tensor)
+
+
+#: The node of the graph that the calling thread is running, None outside of backward.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def packed_by(node: Any) -> list[Any]:
+    """What ``node`` saved, each as the hooks packed it; nothing once it has been freed."""
+    packed: list[Any] = []
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            saved = getattr(node, name)
+            saved = saved if isinstance(saved, (tuple, list)) else (saved,)
+            packed += [each.data for each in saved]
+        except (RuntimeError, AttributeError):
+            continue
+    return [each for each in packed if each is not None]
+
+
+def is_weight(tensor: Any) -> bool:
+    """Whether autocast may remember ``tensor`` converted, for whoever uses it next.
+
+    Then whether a region converts it depends on what ran before, in forward and in the rerun.
+    """
+    return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
+
+
+_CASTING_NODE = "ToCopyBackward0"
+
+
+def cast_weight(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The weight of which ``tensor`` is a copy in another dtype, as autocast makes them."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view that may not be differentiated any more
+        return None
+    if node is None or node.name() != _CASTING_NODE:
+        return None
+    source = node.next_functions[0][0]
+    return getattr(source, "variable", None)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the version counter of ``tensor``, for a change that has been undone."""
+    _autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or an alias that shares its version, without the graph it comes from."""
+    # A view finds out by its base whether it is a leaf, which may fail; and torch may call this
+    # while it is at that, to wait for itself for good.
+    if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
+        return tensor
+    if not dispatch_mode_count() or overrides_torch(type(tensor)):
+        return tensor.detach()
+    with no_dispatch_modes():  # one of the user's may give something else
+        return tensor.detach()
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` leads to a graph: its own, or that of what it is a view of."""
+    return tensor.requires_grad or tensor._is_view()
+
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def is_in_custom_function(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is called by a ``torch.autograd.Function`` that is being applied.
+
+    It counts what it marks as written to when it is over.
+    """
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a view of, if autograd knows one."""
+    return tensor._base

@@ -1,0 +1,72 @@
+"""Streams, workspaces and the profiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: Where factories make tensors that were given no device.
+default_device_type: Callable[[], str] = torch._C._get_default_device
+
+
+def profiler_is_on() -> bool:
+    """Whether torch's profiler is at work in this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+@contextmanager
+def stderr_hushed() -> Iterator[None]:
+    """Discard what is written to stderr below Python.
+
+    torch 2.13 announces the start and the stop of every profile there, at a log level that is read
+    only as torch loads.
+    """
+    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)
+
+
+#: Of a build with CUDA.
+_get_device = getattr(torch._C, "_cuda_getDevice", None)
+
+_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+_clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+
+
+def free_cuda_workspaces() -> None:
+    """Free the workspaces that cuBLAS holds: one for every stream it has ever run on."""
+    if _clear_workspaces is not None and torch.cuda.is_initialized():
+        _clear_workspaces()
+
+
+#: The current device, and what tells the stream on which this thread launches kernels from others.
+StreamKey = tuple[int, int]
+
+
+def current_stream_key() -> StreamKey | None:
+    """Where kernels are launched now; None if there are none."""
+    if _get_raw_stream is None or _get_device is None or not torch.cuda.is_initialized():
+        return None
+    device = _get_device()
+    return device, _get_raw_stream(device)
+
+
+def is_current_stream(key: StreamKey) -> bool:
+    """Whether kernels are launched there, quicker."""
+    assert _get_raw_stream is not None
+    assert _get_device is not None
+    return bool(_get_device() == key[0] and _get_raw_stream(key[0]) == key[1])
+
+
+def is_capturing() -> bool:
+    """Whether kernels are being captured into a graph."""
+    return current_stream_key() is not None and torch.cuda.is_current_stream_capturing()

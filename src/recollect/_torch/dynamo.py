@@ -1,0 +1,160 @@
+"""`torch.compile`: hiding from it, tracing, tags for the partitioner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.fx.traceback
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_eval_frame = torch._C._dynamo.eval_frame
+
+
+def hide_from_dynamo(function: F) -> F:
+    """Keep dynamo from compiling ``function`` as a frame of its own.
+
+    Needed when a graph break leaves the call to eager code while dynamo still watches new frames.
+    It may still inline the function into a larger graph, which is how a region inside compiled
+    code is found.
+    """
+    assert isinstance(function, FunctionType)
+    code: CodeType = function.__code__
+    strategy = _eval_frame._FrameExecStrategy(
+        _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+    )
+    _eval_frame.set_code_exec_strategy(code, strategy)
+    return function
+
+
+def never_traced(function: F, reason: str | None = None) -> F:
+    """Keep dynamo from looking into ``function`` at all: it is called as it is.
+
+    ``reason``: what it says where all has to be in one graph.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return hide_from_dynamo(function)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+_eval_frame_callback = _eval_frame.get_eval_frame_callback
+
+
+def dynamo_is_watching() -> bool:
+    """Whether dynamo would compile a new frame if it met one now."""
+    return _eval_frame_callback() is not None
+
+
+def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` such that dynamo compiles nothing inside."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(_call, wrapping=False)(function, args, kwargs)
+
+
+def _never() -> bool:
+    return False
+
+
+#: Whether ops are traced by running eager code as it is (torch >= 2.12).
+is_nonstrict_tracing: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", _never)
+
+
+def is_tracing() -> bool:
+    """Whether a compiler is tracing ops into a graph (and will place recomputation itself)."""
+    if is_nonstrict_tracing():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_compiling() -> bool:
+    """Whether a compiler runs this code, to trace it or to see what it does."""
+    is_found = (
+        torch._guards.TracingContext.try_get() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+    return is_found and not is_nonstrict_tracing()
+
+
+def nested_trace_policy() -> Callable[[], AbstractContextManager[Any]] | None:
+    """What a rerun must set so that nested tracing is judged as in forward (torch >= 2.12)."""
+    if not is_nonstrict_tracing():
+        return None
+    import torch._dynamo
+
+    allowed = torch._dynamo.config.error_on_nested_fx_trace
+    return lambda: torch._dynamo.config.patch(error_on_nested_fx_trace=allowed)
+
+
+def traced_graph() -> Any:
+    """The graph being traced, or None."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+_current_meta = torch.fx.traceback.get_current_meta
+
+
+def traced_modules() -> list[str]:
+    """The paths of the modules, the outermost first, that the op being traced was called in."""
+    stack = _current_meta().get("nn_module_stack", {})
+    return [re.sub(r"^L\['\w+'\]\.?", "", str(path)) for path, _ in stack.values()]
+
+
+_TAG = "recollect.tag"
+
+
+def traced_tag() -> str | None:
+    """The name given by `tag_in_trace` to what the op being traced returns."""
+    custom: dict[str, str] = _current_meta().get("custom") or {}
+    return custom.get(_TAG)
+
+
+def tag_in_trace(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Called by code that dynamo compiles: an alias of ``tensor`` that the graph knows by name."""
+    with torch.fx.traceback.annotate({_TAG: name}):
+        alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return alias
+
+
+def _compiler_policy(name: str) -> Any:
+    """The member called ``name`` of the policy enum that the graph partitioner compares with."""
+    from torch._functorch import partitioners
+
+    policies = vars(partitioners)["CheckpointPolicy"]
+    # Before torch 2.12 there is no offload: what should go to the host is kept.
+    return getattr(policies, name, policies.MUST_SAVE)
+
+
+def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> None:
+    """Tell the partitioner what to do with the nodes that one op was traced into."""
+    member = _compiler_policy(policy)
+    for node in nodes:
+        node.meta["recompute"] = member
+        if graph_id is not None:
+            node.meta["ac_graph_id"] = graph_id
+
+
+def inductor_region_key(op: Any, args: tuple[Any, ...]) -> Any:
+    """What identifies ``op`` for selective checkpointing: a compiled region is known by its code.
+
+    All compiled regions are calls of one higher-order op (torch >= 2.12); each is a queue of its
+    own, or skipping one in the recomputation would shift the results of the others.
+    """
+    from torch._higher_order_ops import wrap
+
+    compiled = getattr(wrap, "inductor_compiled_code", None)
+    if compiled is None or op is not compiled or not args:
+        return op
+    return op, wrap._resolve_inductor_callable(args[0]).idx

@@ -1,0 +1,153 @@
+"""Process-wide switches that decide which kernels run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_C = torch._C
+
+
+def _set_deterministic(enabled: bool) -> None:
+    warn_only = _C._get_deterministic_algorithms_warn_only()
+    _C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    enabled = _C._get_deterministic_algorithms()
+    _C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def _set_fp16_reduction(state: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_fp16_reduced_precision_reduction(*state)
+
+
+def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_bf16_reduced_precision_reduction(*state)
+
+
+#: The order of attention kernels before anybody has set one.
+_NO_ORDER = (1, 2, 0, 3, 4)
+
+
+def _set_sdp_priority_order(order: tuple[int, ...]) -> None:
+    # The first attention of a process sets an order of torch's choice. Whoever has read the flags
+    # before that does not ask for the other one.
+    if order != _NO_ORDER:
+        _C._set_sdp_priority_order(list(order))
+
+
+_Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _sdp_priority_order() -> tuple[int, ...]:
+    return tuple(_C._get_sdp_priority_order())  # which gives a list
+
+
+#: The least number that processors do not count as denormal.
+_NORMAL = sys.float_info.min
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes what is nearer to zero for zero. torch does not say."""
+    return _NORMAL / 2 == 0.0
+
+
+def _set_num_threads(count: int) -> None:
+    """Compute with so many threads in this thread.
+
+    torch has those that start later take the number over, which is for the user to say.
+    """
+    usual = _in_new_thread(torch.get_num_threads)
+    torch.set_num_threads(count)
+    if usual != count:
+        _in_new_thread(lambda: torch.set_num_threads(usual))
+
+
+def _in_new_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _precision(backend: str, op: str) -> _Flag:
+    """The float32 precision of ops that the older switches do not speak of."""
+
+    def get() -> str:
+        precision: str = _C._get_fp32_precision_getter(backend, op)
+        return precision
+
+    def set_(precision: str) -> None:
+        _C._set_fp32_precision_setter(backend, op, precision)
+
+    get.__name__ = f"fp32_precision_{backend}_{op}"
+    return get, set_
+
+
+_COMMON_FLAGS: tuple[_Flag, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
+    ),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    _precision("mkldnn", "conv"),
+    _precision("mkldnn", "rnn"),
+    # Sums are taken in as many parts as there are threads.
+    (torch.get_num_threads, _set_num_threads),
+    (_flushes_denormals, torch.set_flush_denormal),
+)
+
+_ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_sdp_priority_order, _set_sdp_priority_order),
+    (_C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
+    (_C._get_cublas_allow_fp16_reduced_precision_reduction, _set_fp16_reduction),
+    (_C._get_cublas_allow_bf16_reduced_precision_reduction, _set_bf16_reduction),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    _precision("cuda", "rnn"),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
+    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+)
+
+#: Process-wide switches that decide which kernel an op runs, or what it makes: how to read each,
+#: and how to set it. (torch's public functions come down to these, and cost several times as much.)
+FLAGS = _COMMON_FLAGS
+
+if torch.accelerator.current_accelerator() is not None:
+    FLAGS += _ACCELERATOR_FLAGS
+
+# The last, since to allow or forbid tf32 sets it too.
+FLAGS += ((_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),)
+
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
+
+
+def read_precisions() -> tuple[str, ...]:
+    """The float32 precision of each backend, where the older switches cannot express it."""
+    return tuple([_C._get_fp32_precision_getter(*place) for place in _PRECISIONS])
+
+
+def write_precisions(precisions: tuple[str, ...]) -> None:
+    """Set what ``read_precisions`` gave."""
+    for place, precision in zip(_PRECISIONS, precisions, strict=True):
+        if _C._get_fp32_precision_getter(*place) != precision:
+            _C._set_fp32_precision_setter(*place, precision)

@@ -1,0 +1,303 @@
+"""Dispatch and function modes, and contexts that skip layers of the dispatcher."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _device, _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "DispatchMode",
+    "TorchDispatchMode",
+    "any_autocast_enabled",
+    "below_autograd",
+    "below_python",
+    "detach_below_autograd",
+    "dispatch_mode_count",
+    "dispatch_modes",
+    "dispatch_modes_active",
+    "foreign_function_modes",
+    "forward_ad_active",
+    "function_mode_count",
+    "function_modes",
+    "is_functorch_wrapped",
+    "is_transforming",
+    "no_dispatch_modes",
+    "no_function_modes",
+    "raw_memory",
+    "set_function_modes",
+    "set_grad_enabled",
+    "unobserved",
+]
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+#: How many function modes are active; a default device is one.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+
+#: How many dispatch modes are active.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+_push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+
+_pop_dispatch_mode: Callable[..., Any] = torch._C._pop_torch_dispatch_stack
+
+
+def dispatch_modes_active() -> bool:
+    """Whether any dispatch mode would see the next op."""
+    return dispatch_mode_count() > 0
+
+
+def dispatch_modes() -> list[Any]:
+    """The active dispatch modes, the outermost first."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def function_modes() -> list[Any]:
+    """The active function modes, the outermost first."""
+    return _get_current_function_mode_stack() if function_mode_count() else []
+
+
+def foreign_function_modes() -> bool:
+    """Whether a function mode is on that is no default device."""
+    return function_mode_count() > 0 and not all(
+        isinstance(mode, _device.DeviceContext) for mode in function_modes()
+    )
+
+
+def set_function_modes(modes: list[Any]) -> None:
+    """Make ``modes`` the active function modes, without entering or leaving any."""
+    for _ in range(function_mode_count()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    # A default device is a mode, and is noted in a global for compiled code to be checked against.
+    devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
+    _device.CURRENT_DEVICE = devices[-1] if devices else None
+
+
+#: A context in which function modes see nothing.
+no_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+#: A context in which dispatch modes see nothing.
+no_dispatch_modes: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+
+class unobserved:  # noqa: N801 - used like a function
+    """A context in which our own tensor work is seen by no mode and recorded by no graph."""
+
+    __slots__ = ("_grad_was_enabled", "_stack")
+
+    def __enter__(self) -> None:
+        self._grad_was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        self._stack: ExitStack | None = None
+        if dispatch_modes_active() or function_mode_count():
+            self._stack = ExitStack()
+            self._stack.enter_context(_disable_current_modes())
+            self._stack.enter_context(torch._C.DisableTorchFunction())
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(exc_type, exc, traceback)
+        set_grad_enabled(self._grad_was_enabled)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that costs its dispatch and nothing more.
+
+    torch wraps the ``__torch_dispatch__`` of every mode so that dynamo never compiles it: a
+    microsecond and a half for each op. Regions run with dynamo switched off altogether when it is
+    on (see ``run_without_dynamo``), so the wrapper has nothing to protect here.
+
+    torch also notes in globals what kinds of modes are on, and each mode puts back what it found.
+    Modes of two threads that overlap put back each other's: one such pair, and compiled code called
+    under a mode fails its guards for the rest of the process. So entering one of ours touches only
+    the flag that compiled code asks to know whether a mode wants to see it, and leaving sets it to
+    what is true in this thread.
+    """
+
+    #: Higher-order ops (flex attention, compiled regions) reach ``__torch_dispatch__`` like others.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        """Nothing is kept of the globals, so there is nothing to make."""
+
+    def __enter__(self) -> DispatchMode:
+        _push_dispatch_mode(self)
+        _python_dispatch._is_in_torch_dispatch_mode = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _pop_dispatch_mode(None)
+        _python_dispatch._is_in_torch_dispatch_mode = dispatch_modes_active()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+_set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+_VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+
+
+def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of ``tensor`` without history that shares its version counter.
+
+    To be called inside a dispatch mode, where autograd and the version tracking of views are
+    switched off: the latter is switched on here, so that a later in-place change can be noticed.
+    """
+    _set_key_excluded(_VERSIONS_OF_VIEWS, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_key_excluded(_VERSIONS_OF_VIEWS, True)
+
+
+_functorch = torch._C._functorch
+
+
+def is_transforming() -> bool:
+    """Whether a transform of ``torch.func`` is running."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def forward_ad_active() -> bool:
+    """Whether tensors may have tangents: forward-mode AD is on, in some thread."""
+    return forward_ad._current_level >= 0
+
+
+class below_autograd:  # noqa: N801 - used like a function
+    """A context in which ops are run as autograd and autocast have left them. Modes see them."""
+
+    __slots__ = ("_autocasts", "_grad_was_enabled", "_guard")
+
+    def __enter__(self) -> None:
+        self._grad_was_enabled = torch.is_grad_enabled()
+        self._guard = torch._C._AutoDispatchBelowAutograd()
+        self._guard.__enter__()
+        self._autocasts: list[Any] = []
+        if any_autocast_enabled():
+            accelerator = torch.accelerator.current_accelerator()
+            kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+            self._autocasts = [torch.autocast(kind, enabled=False) for kind in kinds]
+            for each in self._autocasts:
+                each.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        while self._autocasts:
+            self._autocasts.pop().__exit__(*exc)
+        self._guard.__exit__(*exc)
+        set_grad_enabled(self._grad_was_enabled)
+
+
+def _keys_above_kernels() -> Any:
+    """The keys that stand between a call and the kernel: those of modes, subclasses, autograd."""
+    found: list[Any] = []
+
+    def look() -> None:
+        others = torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+            found.append(torch._C._dispatch_tls_local_exclude_set() - others)
+
+    # This thread may be in inference mode, or in a mode of somebody's, and have excluded some.
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+#: One guard for all of them takes half the time of torch's two.
+_ABOVE_KERNELS = _keys_above_kernels()
+
+
+class below_python:  # noqa: N801 - used like a function
+    """A context in which ops go straight to their kernels.
+
+    No mode and no subclass sees them, nor does autograd, nor a transform of ``torch.func``. For
+    plain tensors only: the ops of a subclass have no kernels.
+    """
+
+    __slots__ = ("_functions", "_keys", "_transforms")
+
+    def __enter__(self) -> None:
+        self._transforms: Any = None
+        if _functorch.peek_interpreter_stack() is not None:
+            self._transforms = pyfunctorch.temporarily_clear_interpreter_stack()
+            self._transforms.__enter__()
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._keys = torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+        self._keys.__enter__()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._keys.__exit__(exc_type, exc, traceback)
+        self._functions.__exit__(exc_type, exc, traceback)
+        if self._transforms is not None:
+            self._transforms.__exit__(exc_type, exc, traceback)
+
+
+_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+class raw_memory(below_python):  # noqa: N801 - used like a function
+    """As `below_python`, with aliases that share version counters, and never in inference mode.
+
+    What is made here is an ordinary tensor, wherever the caller is: in a dispatch mode, where the
+    version tracking of views is off, or in inference mode.
+    """
+
+    __slots__ = ("_excluded", "_inference")
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._inference: Any = None
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        self._excluded = _key_excluded(_VERSIONS_OF_VIEWS)
+        if self._excluded:
+            _set_key_excluded(_VERSIONS_OF_VIEWS, False)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._excluded:
+            _set_key_excluded(_VERSIONS_OF_VIEWS, True)
+        if self._inference is not None:
+            self._inference.__exit__(exc_type, exc, traceback)
+        super().__exit__(exc_type, exc, traceback)
+
+
+#: Whether a tensor is one of ``torch.func``'s, that stands for another.
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor

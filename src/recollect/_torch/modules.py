@@ -1,0 +1,84 @@
+"""`nn.Module`: hooks, compiled modules, the code of a call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+
+
+def global_hooks() -> list[Any]:
+    """The dictionaries of hooks that run for every module, and for every optimizer."""
+    # Of the latter the module is hidden behind a class of its package's.
+    modules: Any = torch.nn.modules.module
+    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
+    return [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    ]
+
+
+def hook_module(
+    module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
+) -> None:
+    """Have ``before`` and ``after`` called around each call of ``module``, until `unhook_module`.
+
+    ``after`` is called when the module raises, too. ``key`` tells this pair from others.
+    """
+    module._forward_pre_hooks[key] = before
+    module._forward_hooks[key] = after
+    module._forward_hooks_always_called[key] = True
+
+
+#: The attributes of a module under which its forward hooks are, and how each is to be called.
+FORWARD_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+#: The same for the hooks of all modules.
+GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_hooks_with_kwargs,
+    torch.nn.modules.module._global_forward_hooks_always_called,
+)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned."""
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that calls of ``module`` run in compiled code, hooks and all."""
+    if module._compiled_call_impl is not None:  # module.compile()
+        return list(module.modules())
+    if type(module).__module__.startswith("torch._dynamo."):  # torch.compile(module)
+        return [each for each in module.modules() if each is not module]
+    return []
+
+
+def unhook_module(module: torch.nn.Module, key: int) -> None:
+    """Undo `hook_module`."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ):
+        hooks.pop(key, None)
+
+
+#: The code of ``nn.Module.__call__``; its first local is ``self``. (Others may have put theirs in
+#: that place, which then call this.)
+MODULE_CALL: CodeType = torch.nn.Module._wrapped_call_impl.__code__

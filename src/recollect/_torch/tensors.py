@@ -1,0 +1,243 @@
+"""Tensors: plain or not, their storages, their hooks, fake tensors."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+
+from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_dispatch_modes
+
+
+def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
+    """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
+    if not targets:
+        return
+    # Their values alone: torch knows no tangents of a copy of several.
+    with forward_ad._set_fwd_grad_enabled(False) if forward_ad_active() else nullcontext():
+        torch._foreach_copy_(targets, sources)
+
+
+#: The hooks of a tensor: on its gradient, and after that was accumulated.
+TensorHooks = tuple[Any, Any]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> TensorHooks:
+    """The dictionaries of the hooks of ``tensor``, each None if there are none."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
+    """Give ``tensor`` the dictionaries of hooks that it had."""
+    on_gradient, after = hooks
+    if tensor._backward_hooks is not on_gradient:
+        tensor._backward_hooks = on_gradient
+    if tensor._post_accumulate_grad_hooks is not after:
+        if tensor._post_accumulate_grad_hooks is not None:
+            tensor._post_accumulate_grad_hooks.clear()  # which goes on being called
+        tensor._post_accumulate_grad_hooks = after
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is memory with shape and strides, and nothing that stands for another."""
+    return (
+        (not overrides_torch(type(tensor)) or type(tensor) is _pretending.kind)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and not is_functorch_wrapped(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+class _Pretending(threading.local):
+    #: The type of tensors that are taken for plain ones.
+    kind: type | None = None
+
+
+_pretending = _Pretending()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """A mode in which tensors have looks and no memory, and are taken for plain ones.
+
+    Its ``from_tensor`` makes one of another tensor. Afterwards to use one of them is an error.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    before, _pretending.kind = _pretending.kind, FakeTensor
+    mode = _mode_that_ends()(allow_non_fake_inputs=True)
+    try:
+        with warnings.catch_warnings(), mode:
+            # Fake memory has no address, and torch warns of everyone who asks for one.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield mode
+    finally:
+        _pretending.kind = before
+        mode.is_over = True
+
+
+@functools.cache
+def _mode_that_ends() -> Any:
+    """The type of the modes of `fake_tensors`. torch takes half a second to import what it needs.
+
+    An op on a fake tensor enters the mode that has made it, whoever calls it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class FakeMode(FakeTensorMode):
+        is_over = False
+
+        def __enter__(self) -> Any:
+            if self.is_over:
+                raise RuntimeError(
+                    "a tensor without values is used, which was made while recollect recorded a "
+                    "step and has been held since by a cache of the model's. Clear that cache, "
+                    "and make the plan on the device on which the model is trained"
+                )
+            return super().__enter__()
+
+    return FakeMode
+
+
+def fakes_left() -> list[torch.Tensor]:
+    """All tensors that are alive of those that were made in `fake_tensors`."""
+    if not _mode_that_ends.cache_info().currsize:
+        return []
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: list[Any] = [each for each in gc.get_objects() if type(each) is FakeTensor]
+    return [each for each in made if isinstance(each.fake_mode, _mode_that_ends())]
+
+
+def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor of the looks of ``tensor``, which has no memory itself, on ``device``."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with no_dispatch_modes():
+        meta = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        return FakeTensor(mode, meta, device).requires_grad_(tensor.requires_grad)
+
+
+def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """What tells of another value whether it is a tensor of the type, kind and looks of ``tensor``.
+
+    One call where `is_plain_tensor` and a look at shape, strides, dtype, device and gradient take a
+    dozen. It may say no to one that is, where modes or autocast are on that were not.
+    """
+    return _TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
+_TensorGuards: Any = TensorGuards  # whose stub is wrong
+
+#: How the descriptions of `strangeness_of` begin.
+STRANGE = "a tensor "
+
+
+def strangeness_of(tensor: torch.Tensor) -> str:
+    """What is special about a tensor that is not plain."""
+    if is_functorch_wrapped(tensor):
+        return STRANGE + "of a transform of torch.func"
+    if overrides_torch(type(tensor)):
+        return f"{STRANGE}of type {type(tensor).__name__}"
+    kinds = {
+        f"of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "that is nested": tensor.is_nested,
+        "that is quantized": tensor.is_quantized,
+        "on the meta device": tensor.is_meta,
+        "of zeros without memory": tensor._is_zerotensor(),
+        "that is conjugated or negated": True,
+    }
+    return STRANGE + next(text for text, applies in kinds.items() if applies)
+
+
+@functools.cache
+def overrides_torch(kind: Any) -> bool:
+    """Whether functions and ops of torch may do something else with tensors of this type."""
+    usual = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    functions = [getattr(each, "__func__", each) for each in (kind.__torch_function__, *usual)]
+    is_plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return not is_plain or functions[0] not in functions[1:]
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
+
+    None if there are no data, or no way to them: a fake tensor, one of ``torch.func``. To be called
+    inside `below_python`. Each may have inner tensors in turn.
+    """
+    if tensor.is_meta or is_functorch_wrapped(tensor):
+        return None
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return _inner_of_subclass(tensor)
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    return [tensor] if tensor.layout is torch.strided else _inner_of_layout(tensor)
+
+
+def _inner_of_layout(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
+def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
+    if tensor.layout is torch.jagged:
+        # Not the cached lengths, which come and go with use.
+        inner = [tensor._values, tensor._offsets, tensor._lengths]
+    elif hasattr(tensor, "trigger_wait"):
+        inner = [tensor.trigger_wait()]  # the result of a collective that may be under way
+    elif hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return None
+    return [each for each in inner if isinstance(each, torch.Tensor)]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of ``tensor`` from any other alive at the same time, if it has some."""
+    try:
+        return name_of_storage(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def name_of_storage(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from any other alive at the same time."""
+    return int(storage._cdata)
+
+
+def memory_key(tensor: torch.Tensor) -> int | None:
+    """As `storage_key`, by the address of the memory if it has one.
+
+    Others may have handed the memory out again as another storage, as DLPack does.
+    """
+    try:
+        return key_of_storage(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def key_of_storage(storage: Any) -> int:
+    """The same, of a storage."""
+    return storage.data_ptr() or storage._cdata  # type: ignore[no-any-return]

@@ -1,0 +1,36 @@
+"""What a function's ops depend on beside its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.backends import opt_einsum
+
+from recollect._torch.modes import any_autocast_enabled
+from recollect.state.rng import HAS_ACCELERATOR
+
+__all__ = ["DEVICES", "casts", "mood"]
+
+_is_grad_enabled = torch.is_grad_enabled
+#: The types of devices for which autocast is looked at.
+DEVICES = ["cpu"]
+if HAS_ACCELERATOR:
+    DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+
+
+def casts() -> Any:
+    """For each type of device, whether autocast is on and to which dtype; None if it is off."""
+    if not any_autocast_enabled():
+        return None
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
+
+
+def mood(function: Any) -> Any:
+    """Grad mode and autocast; for one function, in which order it computes products."""
+    base: Any = _is_grad_enabled()
+    if any_autocast_enabled():
+        base = base, casts()
+    if function is torch.einsum and opt_einsum.is_available():
+        base = base, (opt_einsum.enabled, opt_einsum.strategy)
+    return base

@@ -1,0 +1,466 @@
+"""Checking: a later call runs as it is, and every function is compared with the recording.
+
+As long as functions, constants and wiring are those of the recording, the n-th tensor that autograd
+saves is known, and is dropped or kept as the plan says: after the function that saved it, when all
+has turned out as it was. From the first difference on the call is recorded, or else everything is
+held. What was dropped until then was verified, and can be had again.
+
+This runs at every function of every step, and is written for speed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import is_grad_enabled as grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from recollect._torch.autograd import is_in_custom_function, unpacks_by, without_history
+from recollect._torch.devices import current_stream_key, is_current_stream
+from recollect._torch.modes import any_autocast_enabled as autocast_enabled
+from recollect._torch.modes import dispatch_mode_count, no_function_modes
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import storage_key
+from recollect.replay.call_mode import mood
+from recollect.replay.checked_step import Expected
+from recollect.replay.copy_on_write import Protector
+from recollect.replay.held_tensor import Held, Ticket, hold_for_good, saved_in
+from recollect.replay.memory_tracker import start_of
+from recollect.replay.partial_recording import Rest
+from recollect.replay.recording import Recording
+from recollect.replay.rematerialize import Recall
+from recollect.replay.steps import (
+    EXPOSING,
+    METADATA,
+    WRONG_IN_MODES,
+    Constant,
+    Items,
+    Number,
+    looks_of,
+    same_constant,
+    tensors_in,
+)
+from recollect.replay.tape import Buffer
+from recollect.state.flags import read_flags
+from recollect.store.handles import version_of
+
+__all__ = ["Checker"]
+
+_Tensor = torch.Tensor
+
+
+class Checker(TorchFunctionMode):
+    """Checks one call."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        first: Expected | None,
+        recall: Recall,
+        offload_inputs: bool,
+        record_rest: Callable[[Recall, int], Rest | None],
+    ) -> None:
+        super().__init__()
+        self._recording = recording
+        #: The step that comes next. None at the end, and after a difference.
+        self._next = first
+        self._recall = recall
+        self._offload_inputs = offload_inputs
+        #: The tensors, and how often each had been written to when it was first seen, by number;
+        #: the numbers by id, which says something as long as the tensor lives.
+        self._known: list[ReferenceType[_Tensor]] = []
+        self._versions: list[int | None] = []
+        self._numbers: dict[int, int] = {}
+        #: Whether a function is running, and what autograd has saved in it.
+        self._is_inside = False
+        self._tickets: list[Ticket] = []
+        #: What is held and the last function wrote to: the write may not have been counted yet.
+        self._written: list[Held] = []
+        self._is_paused = False
+        self._memories: dict[int, tuple[int, int]] = {}
+        #: Why the call is not the recorded one, once it is not.
+        self.difference: str | None = None
+        #: How many ops came before.
+        self.done = 0
+        #: What was recorded of the rest, and whether it could not be, and is held.
+        self.recorded: Recording | None = None
+        self.is_unrecorded = False
+        #: What makes the recording of what comes then, None once it was asked; and the recording.
+        self._record_rest: Callable[[Recall, int], Rest | None] | None = record_rest
+        self._rest: Rest | None = None
+        #: How many dispatch modes there are outside of functions.
+        self._modes = dispatch_mode_count()
+        self._stream = current_stream_key()
+        recall.pause = self._pause
+
+    def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._recall.pause = None
+        self._record_rest = None
+        if self._rest is not None:
+            self._rest.__exit__(*exc)
+
+    @contextmanager
+    def _pause(self) -> Any:
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            with no_function_modes(), nullcontext() if self._rest is None else self._rest.pause():
+                yield
+        finally:
+            self._is_paused = was_paused
+
+    def finish(self, result: Any) -> str | None:
+        """After the call, which returned ``result``: how it differed from the recording."""
+        if self._next is not None:
+            self._differ("the function ended early")
+        self._count_versions()
+        if self.difference is not None:
+            # The user may change what the region returns, and that may be held.
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, _Tensor):
+                    self._recall.before_write(leaf)
+        if self._rest is not None:
+            self.recorded = self._rest.finish(result)
+        self._recall.is_running = False
+        self._recall.saw_all = self.difference is None
+        return self.difference
+
+    def _differ(self, how: str, *, is_over: bool = False) -> None:
+        """From here on there is nothing to compare with. ``is_over``: after the next function."""
+        if self.difference is None:
+            ops = self._recording.tape.ops
+            self.done = len(ops) if self._next is None else self._next.step.ops[is_over]
+            self.difference = how
+        self._next = None
+
+    # --- functions --------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_dynamo_compiling():  # which traces this mode along with the function
+            return func(*args, **kwargs) if kwargs else func(*args)
+        expected = self._next
+        if expected is None or not (func is expected.function or func == expected.function):
+            return self._run_other(func, args, kwargs or {})
+        if self._written:
+            self._count_versions()
+        values = (*args, *kwargs.values()) if kwargs else args
+        is_mood = grad_enabled() is expected.mood and not autocast_enabled()
+        if not (
+            (is_mood or mood(func) == expected.mood)
+            and (list(kwargs) if kwargs else None) == expected.keys
+            and dispatch_mode_count() == self._modes
+            and (self._stream is None or is_current_stream(self._stream))
+            and (expected.flags is None or read_flags() == expected.flags)
+            and len(values) == expected.arity
+            and self._fits(expected, values)
+        ):
+            return self._run_unchecked(func, args, kwargs or {})
+        for op in expected.draws:
+            assert op.generator is not None
+            self._recall.states[op.number] = op.generator.get_state()
+        if expected.changes_looks:
+            for tensor in tensors_in(values):
+                self._written += self._recall.before_look(tensor)
+        self._is_inside = True
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:
+            self._is_inside = False
+            self._give_up(f"{func} raised")
+            raise
+        self._is_inside = False
+        self._end(expected, out)
+        if expected.written and self.difference is None:
+            self._note_writes(expected, values)
+        return out
+
+    def _run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that is not the next one of the recording."""
+        if func in METADATA:
+            return func(*args, **kwargs)
+        return self._run_unchecked(func, args, kwargs)
+
+    def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that the recording does not know."""
+        is_at_end = self._next is None
+        went_on = self._recording.reason or "the function went on"
+        self._differ(went_on if is_at_end else f"another call of {func}")
+        self._start_recording()
+        if self._rest is not None:
+            return func(*args, **kwargs)
+        if func not in WRONG_IN_MODES and func not in EXPOSING:
+            with Protector(self._recall):
+                return func(*args, **kwargs)
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            self._recall.before_write(tensor)
+        return func(*args, **kwargs)
+
+    def _start_recording(self) -> None:
+        """Have the rest of the call recorded, if there is nothing in the way. Once."""
+        make, self._record_rest = self._record_rest, None
+        if (
+            make is None
+            or self._recording.reason is not None  # a second recording would not get further
+            or dispatch_mode_count() != self._modes  # which have to be left in order, as have hooks
+            or not unpacks_by(self._recall.unpack)
+            or (self._stream is not None and not is_current_stream(self._stream))
+        ):
+            self.is_unrecorded |= make is not None
+            return
+        rest = make(self._recall, self.done)
+        self.is_unrecorded = rest is None
+        if rest is not None:
+            rest.__enter__()
+            self._rest = rest
+
+    def _fits(self, expected: Expected, values: tuple[Any, ...]) -> bool:
+        """Whether the arguments are those of the recording."""
+        if not expected.is_simple:
+            return self._fit(values, expected.values)
+        known, versions = self._known, self._versions
+        for place, number, writes in expected.tensors:
+            value = values[place]
+            if number >= len(known):
+                if not self._bind(value, number):
+                    return False
+                continue
+            before = versions[number]
+            if (
+                known[number]() is not value
+                or value is None
+                or before is None
+                or value._version - before != writes  # somebody unseen may have written to it
+            ):
+                return False
+        for place, constant, kind in expected.constants:
+            value = values[place]
+            is_same = value is constant or (type(value) is kind and value == constant)
+            if not is_same and not same_constant(value, constant):
+                return False
+        for place, items in expected.containers:
+            value = values[place]
+            if value is not items.same and not self._fits_items(value, items):
+                return False
+        return True
+
+    def _fit(self, values: Any, expected: list[Any]) -> bool:
+        """The same for values of any kind."""
+        return len(values) == len(expected) and all(map(self._fits_one, values, expected))
+
+    def _fits_one(self, value: Any, expected: Any) -> bool:
+        if type(expected) is Number:
+            return self._fits_number(value, expected)
+        if type(expected) is Items:
+            return self._fits_items(value, expected)
+        return type(expected) is Constant or same_constant(value, expected)
+
+    def _fits_number(self, value: Any, expected: Number) -> bool:
+        number = self._number_of(value)
+        if number is None:
+            return self._bind(value, expected.number)
+        return number == expected.number and self._writes_to(value, number) == expected.writes
+
+    def _writes_to(self, tensor: _Tensor, number: int) -> int | None:
+        """How often the tensor of this number was written to; None if nobody counts."""
+        before, now = self._versions[number], version_of(tensor)
+        return None if before is None or now is None else now - before
+
+    def _fits_items(self, value: Any, expected: Items) -> bool:
+        """Whether a container is as it was."""
+        kind: type = type(value)
+        if kind is not expected.kind:
+            return False
+        if expected.keys is not None:
+            return list(value) == expected.keys and self._fit([*value.values()], expected.items)
+        if kind is slice:
+            return self._fit((value.start, value.stop, value.step), expected.items)
+        return self._fit(value, expected.items)
+
+    def _number_of(self, tensor: Any) -> int | None:
+        """The number of ``tensor``, if it has one."""
+        number = self._numbers.get(id(tensor))
+        return number if number is not None and self._known[number]() is tensor else None
+
+    def _add(self, tensor: _Tensor) -> int:
+        """Give ``tensor`` the next number."""
+        number = len(self._known)
+        self._known.append(ref(tensor))
+        self._versions.append(version_of(tensor))
+        self._numbers[id(tensor)] = number
+        return number
+
+    def _bind(self, tensor: Any, number: int) -> bool:
+        """Take ``tensor``, if it is new, for the outside tensor of this number."""
+        recording = self._recording
+        outside = recording.outsides.get(number)
+        if (
+            outside is None
+            or number != len(self._known)
+            or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
+            or self._number_of(tensor) is not None
+            or (recording.shares_memory and not self._is_placed(tensor, number))
+            or (outside.start is not None and start_of(tensor) != outside.start)
+            or (outside.host is not None and not self._is_on(tensor, outside.host))
+        ):
+            return False
+        self._add(tensor)
+        if outside.is_held:
+            buffer = cast(Buffer, outside.buffer)
+            away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
+            self._recall.keep(buffer, without_history(tensor), buffer.layout, away=away)
+        return True
+
+    def _is_on(self, tensor: _Tensor, host: int) -> bool:
+        """Whether ``tensor`` is on the memory of the tensor whose number is ``host``."""
+        found = self._known[host]()
+        return found is not None and storage_key(found) == storage_key(tensor)
+
+    def _is_placed(self, tensor: _Tensor, number: int) -> bool:
+        """Whether ``tensor`` shares memory with the others as in the recording."""
+        twin = self._recording.outsides[number].twin
+        key = storage_key(tensor)
+        assert key is not None
+        start = start_of(tensor)
+        first = self._memories.setdefault(key, (number, start))
+        return first == ((number, start) if twin is None else (twin[0], start - twin[1]))
+
+    # --- what functions save and return -----------------------------------------------------------
+
+    def pack(self, tensor: _Tensor) -> Ticket:
+        """The saved-tensor hook: autograd saves ``tensor``."""
+        ticket: Ticket = [tensor, tensor._version, None]
+        if self._is_inside:
+            self._tickets.append(ticket)
+        elif self.difference is None and not self._is_paused:
+            with self._pause():
+                self._pack_between(ticket, tensor)
+        else:
+            hold_for_good(ticket)
+        return ticket
+
+    def _pack_between(self, ticket: Ticket, tensor: _Tensor) -> None:
+        """A custom function saves a tensor, outside of all functions of torch."""
+        expected = self._next
+        if expected is None or expected.function is not None:
+            self._differ("other tensors are saved")
+            hold_for_good(ticket)
+            return
+        pack = expected.step.packs[0]
+        number = self._number_of(tensor)
+        is_same = number is not None and number == pack.number
+        if pack.view is not None and not (
+            is_same and self._writes_to(tensor, cast(int, number)) == pack.writes
+        ):
+            self._differ("another tensor is saved")
+            hold_for_good(ticket)
+            return
+        self._next = expected.following
+        self._settle(expected, [ticket])
+
+    def _end(self, expected: Expected, out: Any) -> None:
+        """The function has returned: if all is as it was, drop and keep as planned."""
+        tickets = self._tickets
+        known = self._known
+        number = len(known)
+        if number != expected.first_out or type(out) is not _Tensor:
+            self._end_with_care(expected, tensors_in(out))
+            return
+        other = self._numbers.get(id(out))
+        if (
+            (other is not None and known[other]() is out)
+            or (len(tickets) != expected.count and not expected.is_opaque)
+            or out.dtype is not expected.dtypes[0]
+            or (expected.looks is not None and looks_of(out) != expected.looks[0])
+        ):
+            self._give_up(f"another result of {expected.function}")
+            return
+        known.append(ref(out))
+        self._versions.append(None if out.is_inference() else out._version)
+        self._numbers[id(out)] = number
+        self._next = expected.following
+        if expected.caught_returns:
+            self._catch(expected, (out,))
+        if tickets:
+            self._settle(expected, tickets)
+            self._tickets = []
+        if expected.arrivals:
+            self._recall.deposit.arrive(expected.arrivals)
+
+    def _end_with_care(self, expected: Expected, returned: list[_Tensor]) -> None:
+        tickets = self._tickets
+        if (
+            len(returned) != len(expected.dtypes)
+            or (len(tickets) != expected.count and not expected.is_opaque)
+            or (expected.looks is not None and [*map(looks_of, returned)] != expected.looks)
+            or not all(map(self._is_result, returned, expected.step.outs, expected.dtypes))
+        ):
+            self._give_up(f"another result of {expected.function}")
+            return
+        self._next = expected.following
+        self._catch(expected, returned)
+        self._settle(expected, tickets)
+        self._tickets = []
+        if expected.arrivals:
+            self._recall.deposit.arrive(expected.arrivals)
+
+    def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
+        number = self._number_of(tensor)
+        return (self._add(tensor) if number is None else number) == expected and (
+            tensor.dtype is dtype
+        )
+
+    def _give_up(self, how: str) -> None:
+        """After a function that ended otherwise: hold what it saved."""
+        self._differ(how, is_over=True)
+        for ticket in self._tickets:
+            hold_for_good(ticket)
+        self._tickets = []
+
+    def _catch(self, expected: Expected, returned: Any) -> None:
+        """Keep what the plan says of what a function returns."""
+        for place, buffer, layout, away in expected.caught_returns:
+            self._recall.keep(buffer, without_history(returned[place]), layout, away=away)
+
+    def _note_writes(self, expected: Expected, values: tuple[Any, ...]) -> None:
+        """Keep what the plan says of what a function has written to."""
+        for tensor in tensors_in(values):
+            known = self._number_of(tensor)
+            for number, buffer, layout, away in expected.caught_args:
+                if known == number:
+                    self._recall.keep(buffer, without_history(tensor), layout, away=away)
+            if known in expected.written:
+                held = self._recall.held_of(tensor)
+                if held and is_in_custom_function(sys._getframe(1)):
+                    self._written += held
+                for each in held:
+                    each.count_version()
+
+    def _count_versions(self) -> None:
+        """A custom function counts what it says it has written to when it is over."""
+        for held in self._written:
+            held.count_version()
+        self._written.clear()
+
+    def _settle(self, expected: Expected, tickets: list[Ticket]) -> None:
+        """Keep what the plan says of what was saved, and drop the rest."""
+        recall = self._recall
+        if expected.is_opaque:
+            for ticket in tickets:
+                hold_for_good(ticket)
+        for place in expected.held:
+            hold_for_good(tickets[place])
+        for place, buffer, layout, away in expected.caught_packs:
+            recall.keep(buffer, saved_in(tickets[place]), layout, away=away)
+        for place, view in expected.dropped:
+            ticket = tickets[place]
+            ticket[0] = None
+            ticket[2] = view
+            recall.tickets.append(ticket)

@@ -1,0 +1,158 @@
+"""What a call that is checked is expected to do, step by step, and what becomes of what it saves.
+
+Made once per recording, in the form that takes the least time to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from recollect.replay.kinds import kind_of
+from recollect.replay.planned_ops import arrivals_after
+from recollect.replay.recording import Recording
+from recollect.replay.steps import Constant, Items, Number, Step, equal_type
+from recollect.replay.tape import Buffer, Layout, Op, View
+
+__all__ = ["Expected", "expected_of"]
+
+#: Where a buffer that is kept is found, and whether it goes to a store.
+Catch = tuple[int, Buffer, Layout, bool]
+
+
+class Expected:
+    """One step."""
+
+    __slots__ = (
+        "arity",
+        "arrivals",
+        "caught_args",
+        "caught_packs",
+        "caught_returns",
+        "changes_looks",
+        "constants",
+        "containers",
+        "count",
+        "draws",
+        "dropped",
+        "dtypes",
+        "first_out",
+        "flags",
+        "following",
+        "function",
+        "held",
+        "is_opaque",
+        "is_simple",
+        "keys",
+        "looks",
+        "mood",
+        "step",
+        "tensors",
+        "values",
+        "written",
+    )
+
+    def __init__(self, recording: Recording, step: Step, caught: set[int]) -> None:
+        self.step = step
+        #: The next one.
+        self.following: Expected | None = None
+        self.function = step.function
+        self.mood = step.mood
+        self._split_arguments(step)
+        #: How many tensors it saves, and whether all of them are held.
+        self.count = len(step.packs)
+        self.is_opaque = step.is_opaque
+        #: If it returns one tensor, and that is new, its number; else -1.
+        self.first_out = step.outs[0] if len(step.outs) == 1 and step.is_new else -1
+        #: Of what it returns: the dtypes, which may follow from the default dtype; the looks.
+        self.dtypes = [None if view is None else view.layout[3] for view in step.returns]
+        self.looks = step.looks
+        self._split_saved(recording, step)
+        #: Where buffers that are kept are to be had: among what is saved, what is returned, and
+        #: what is written to.
+        self.caught_packs = _catch((pack.view for pack in step.packs), recording, caught)
+        self.caught_returns = _catch(step.returns, recording, caught)
+        self.caught_args = [
+            (step.changed[place][0], buffer, layout, away)
+            for place, buffer, layout, away in _catch(
+                (view for _, view in step.changed), recording, caught
+            )
+        ]
+        #: The tensors that it writes to; whether it gives some another look, which counts as that.
+        self.written = {number for number, _ in step.changed}
+        self.changes_looks = step.changes_looks
+        first, last = step.ops
+        ops = recording.tape.ops[first:last]
+        #: The switches that it ran under, if they may matter to it.
+        self.flags = step.flags if not step.is_opaque and any(map(_heeds_switches, ops)) else None
+        #: How many of those that were sent away are let go after it.
+        self.arrivals = sum(map(arrivals_after, ops))
+        self.draws = [op for op in step.draws if op.number in recording.plan.draws]
+
+    def _split_arguments(self, step: Step) -> None:
+        """Tell tensors from constants, if there is nothing else among the arguments."""
+        args = [] if step.args is None else step.args.items
+        kwargs = step.kwargs
+        #: The names of keyword arguments, and how many arguments there are with these.
+        self.keys = None if kwargs is None else kwargs.keys
+        values = self.values = args if kwargs is None else [*args, *kwargs.items]
+        self.arity = len(values)
+        #: Of each tensor: its place, its number, how often it was written to.
+        self.tensors: list[tuple[int, int, int]] = []
+        #: Of each constant: its place, its value, and of which type what is equal is the same.
+        self.constants: list[tuple[int, Any, type]] = []
+        #: Of each container: its place, and what it has in it.
+        self.containers: list[tuple[int, Items]] = []
+        #: Whether that is all. If not, tensors are in containers, and all take their turn.
+        self.is_simple = True
+        for place, value in enumerate(values):
+            if type(value) is Number and value.writes is not None:
+                self.tensors.append((place, value.number, value.writes))
+            elif type(value) is Items and not value.has_tensors:
+                self.containers.append((place, value))
+            elif type(value) in (Number, Items, Constant):
+                self.is_simple = False
+            else:
+                self.constants.append((place, value, equal_type(value)))
+
+    def _split_saved(self, recording: Recording, step: Step) -> None:
+        """Tell what is dropped from what is held."""
+        plan = recording.plan
+        here = plan.kept - plan.away
+        # If it is opaque, another call may save others: all are held.
+        views = [] if step.is_opaque else [pack.view for pack in step.packs]
+        is_held = [view is None or view.buffer.number in here for view in views]
+        self.held = [place for place, held in enumerate(is_held) if held]
+        #: With what each is a view of.
+        self.dropped = [
+            (place, view) for place, view in enumerate(views) if view and not is_held[place]
+        ]
+
+
+def _heeds_switches(op: Op) -> bool:
+    """Whether a switch may decide how ``op`` computes, or in which dtype."""
+    is_floating = any(buffer.layout[3].is_floating_point for buffer in op.reads)
+    return not is_floating or kind_of(op.op).heeds_switches
+
+
+def _catch(views: Iterable[View | None], recording: Recording, caught: set[int]) -> list[Catch]:
+    plan = recording.plan
+    found: list[Catch] = []
+    for place, view in enumerate(views):
+        number = -1 if view is None else view.buffer.number
+        if view is not None and number in plan.caught and number not in caught:
+            caught.add(number)
+            found.append((place, view.buffer, view.layout, number in plan.away))
+    return found
+
+
+def expected_of(recording: Recording) -> Expected | None:
+    """What is expected of the first step, and so on; None if there are none."""
+    caught: set[int] = set()
+    for number, outside in recording.outsides.items():
+        outside.is_held = outside.buffer is not None and number in recording.plan.outsides
+    steps = [Expected(recording, step, caught) for step in recording.steps]
+    for step, following in pairwise(steps):
+        step.following = following
+    return steps[0] if steps else None

@@ -1,0 +1,309 @@
+"""Running a region by the replay engine.
+
+The first call with a signature:
+
+1. runs the function under modes that write down functions, ops, and what autograd saves;
+2. holds at once what must not run again, and drops the rest;
+3. ends with a plan of what later calls hold.
+
+A later call:
+
+4. runs the function under a mode that compares functions, constants and wiring;
+5. drops or holds what autograd saves, as planned;
+6. at a difference has the rest of the call recorded, and the next call from its beginning.
+
+Backward:
+
+7. runs the ops that make the tensor it asks for, from what is held;
+8. lets go of each value after its last use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recollect._torch.autograd import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_active,
+)
+from recollect._torch.devices import is_capturing
+from recollect._torch.dynamo import is_compiling
+from recollect._torch.modes import foreign_function_modes, forward_ad_active, is_transforming
+from recollect._torch.tensors import STRANGE
+from recollect.checks.place import warn_user
+from recollect.policy.makers import nothing
+from recollect.policy.rules import Policy
+from recollect.policy.rulings import rulebook_of
+from recollect.replay.check import Checker
+from recollect.replay.checked_step import expected_of
+from recollect.replay.held_tensor import Ticket
+from recollect.replay.partial_recording import Rest
+from recollect.replay.planned_ops import Decisions, Directed
+from recollect.replay.policy_query import Consultation
+from recollect.replay.record import Recorder
+from recollect.replay.recording import Recording
+from recollect.replay.recording_cache import Slot, Strange, signature_of, slot_of
+from recollect.replay.rematerialize import Recall
+from recollect.replay.steps import Step
+from recollect.replay.tape import Op
+from recollect.rerun.selective.explaining import Replayed, explaining
+from recollect.state.flags import read_flags
+from recollect.store.offload_batch import Deposit
+
+__all__ = ["Witness", "observe_region", "replay_region"]
+
+#: What is called when autograd saves a tensor, and when it wants it back.
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_NOTHING = nothing()
+
+
+class _Running(threading.local):
+    #: Whether this thread is in a region of this engine.
+    is_running = False
+
+
+_running = _Running()
+
+
+def _must_rerun() -> bool:
+    """Whether something around the call is beyond this engine."""
+    # Inside of another region it has to save the same tensors every time, and to be checked or
+    # recorded is not the same. A function mode may do anything. What has a tangent cannot be told
+    # from what has none. To read where a generator stands is not allowed while a graph is captured.
+    return (
+        saved_tensor_hooks_active()
+        or foreign_function_modes()
+        or is_compiling()
+        or is_transforming()
+        or forward_ad_active()
+        or is_capturing()
+    )
+
+
+class Witness:
+    """What is to be known of a call afterwards. Filled in by the engine."""
+
+    __slots__ = ("before", "difference", "is_unrecorded", "recall", "recording", "steps")
+
+    def __init__(self) -> None:
+        #: What the call holds; None if it was left to others.
+        self.recall: Recall | None = None
+        #: What was recorded: all of the call, or the rest of one that was not as recorded before.
+        self.recording: Recording | None = None
+        #: How it differed from the recording, if it did, and what had been as recorded until then.
+        self.difference: str | None = None
+        self.before: list[Op] = []
+        self.steps: list[Step] = []
+        #: Whether the rest could not be recorded, and all that autograd saved in it is held.
+        self.is_unrecorded = False
+
+
+def replay_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | Decisions | None,
+    deposit: Deposit,
+    offload_inputs: bool,
+    witness: Witness | None = None,
+) -> tuple[bool, Any]:
+    """Run the function. False, and why, if others have to run it."""
+    if _running.is_running:
+        # The region around sees every op, and forgets what this one would.
+        return True, function(*args, **kwargs)
+    if _must_rerun():
+        return _leave("it is inside of another region, or of hooks or modes", witness)
+    flags = read_flags()
+    explainer = explaining.explainer
+    try:
+        sends_away = (deposit.chosen, offload_inputs)
+        signature = signature_of(function, args, kwargs, policy, sends_away, flags)
+        slot = (slot_of if explainer is None else explainer.slot)(function, signature)
+    except Strange as strange:
+        return _leave(str(strange), witness)
+    if slot.fallback is not None:
+        return _leave(slot.fallback, witness)
+    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
+    call.witness = witness
+    recall = Recall(deposit, flags)
+    if witness is not None:
+        witness.recall = recall
+    if isinstance(policy, Decisions):
+        recall.begin = policy.begin
+    if explainer is None:
+        return True, _run(call, recall, slot)
+    rules = policy if isinstance(policy, Policy) else None
+    with explainer.replayed(function, rules, recall, slot) as call.watched:
+        out = _run(call, recall, slot)
+    return True, out
+
+
+def _leave(reason: str, witness: Witness | None) -> tuple[bool, str]:
+    """Leave a region to the rerun engine, or to whoever wants to know of it."""
+    if reason.startswith(STRANGE) and witness is None:
+        _warn_of_fallback(reason)
+    if explaining.explainer is not None:
+        explaining.explainer.left(reason)
+    return False, reason
+
+
+def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
+    _running.is_running = True
+    try:
+        recording = slot.recording  # once: another thread may change it
+        if recording is None:
+            return _record(call, recall, slot)
+        return _check(call, recall, recording, slot)
+    finally:
+        _running.is_running = False
+
+
+def observe_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrap: Callable[[Recorder, Recall], Hooks],
+) -> tuple[Any, Recording]:
+    """Record a call that keeps as little as it can, with hooks of somebody who looks on.
+
+    ``wrap`` is given what records, and what gives back to backward, and returns the two hooks
+    through which saved tensors go.
+    """
+    recall = Recall(Deposit(), read_flags())
+    recorder = _Call(function, args, kwargs, Decisions({}), False).recorder(recall)
+    _running.is_running = True
+    push_saved_tensor_hooks(*wrap(recorder, recall))
+    try:
+        with recorder:
+            out = function(*args, **kwargs)
+    finally:
+        pop_saved_tensor_hooks()
+        _running.is_running = False
+    return out, recorder.finish(out)
+
+
+class _Call:
+    """A function with its arguments."""
+
+    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "watched", "witness")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | Decisions,
+        offload_inputs: bool,
+    ) -> None:
+        self.function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._policy = policy
+        self.offload_inputs = offload_inputs
+        #: Whoever explains what becomes of it.
+        self.watched: Replayed | None = None
+        #: Whoever wants to know afterwards.
+        self.witness: Witness | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it goes by a plan, in which no call may hold more than others."""
+        return isinstance(self._policy, Decisions)
+
+    def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
+        """What records the call; or, if there were ``done`` ops ``earlier``, the rest of it."""
+        is_whole = earlier is None
+        consultation: Consultation | Directed
+        if isinstance(self._policy, Decisions):
+            before = () if earlier is None else earlier.tape.ops[:done]
+            consultation = Directed(self._policy, self.function, before)
+        else:
+            values = (*self._args, *self._kwargs.values())
+            consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
+        # What the rest goes on from is hardly ever an input, and has been sent away if it is.
+        return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
+
+    def rest(self, earlier: Recall, done: int) -> Rest | None:
+        """What records the rest of the call, after ``done`` ops; None if nothing can."""
+        if isinstance(self._policy, Policy) and rulebook_of(self._policy).modules:
+            return None  # nobody knows which modules are being called
+        recall = Recall(earlier.deposit, earlier.flags)
+        recorder = self.recorder(recall, earlier, done)
+        if self.watched is not None:
+            self.watched.goes_on(recall)
+        return Rest(recorder, self._watched(recorder.pack), recall)
+
+    def _watched(self, pack: Callable[[torch.Tensor], Ticket]) -> Callable[[torch.Tensor], Ticket]:
+        return pack if self.watched is None else self.watched.packing(pack)
+
+    def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
+        """Call the function, with ``mode`` looking on."""
+        push_saved_tensor_hooks(self._watched(mode.pack), recall.unpack)
+        try:
+            with mode:
+                return self.function(*self._args, **self._kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+
+
+def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
+    recorder = call.recorder(recall)
+    out = call.run(recorder, recall)
+    recording = recorder.finish(out)
+    if recording.is_strange:
+        assert recording.reason is not None
+        slot.fallback = recording.reason
+        if call.witness is None:
+            _warn_of_fallback(recording.reason)
+    if call.witness is not None:
+        call.witness.recording = recording
+    slot.recorded(recording, has_budget=call.is_planned)
+    if call.watched is not None:
+        call.watched.end(recording.reason)
+    return out
+
+
+def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any:
+    if recording.expected is None:
+        recording.expected = expected_of(recording)
+    recall.follow(recording.tape, recording.plan.uses)
+    checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.rest)
+    out = call.run(checker, recall)
+    difference = checker.finish(out)
+    if difference is None:
+        recall.order(recording.plan.order)
+    elif call.witness is not None:
+        _tell_rest(call.witness, checker, recording)
+    slot.checked(None if difference == recording.reason else difference)
+    if call.watched is not None:
+        call.watched.end(difference)
+    return out
+
+
+def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:
+    """A call was not as recorded before."""
+    witness.difference = checker.difference
+    witness.before = recording.tape.ops[: checker.done]
+    witness.steps = [step for step in recording.steps if step.ops[1] <= checker.done]
+    witness.recording = checker.recorded
+    # One that was not recorded to its end before is held from there on, as it was then.
+    witness.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_fallback(reason: str) -> None:
+    """Say once that a region is rerun, and why."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warn_user(
+            f"engine='replay' does not know how to replay {reason}: the region is run by the "
+            "rerun engine"
+        )

@@ -1,0 +1,109 @@
+"""What is held from forward to backward: by autograd, or for others to be made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect._torch.autograd import has_history, without_history
+from recollect._torch.tensors import memory_key
+from recollect.checks.names import tensor_name
+from recollect.errors import InputChanged
+from recollect.replay.tape import Layout, copy_of_memory, view_of
+from recollect.store.handles import version_of
+from recollect.store.offload_batch import Deposit, Parcel
+
+__all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of", "saved_in"]
+
+#: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
+#: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
+Ticket = list[Any]
+
+
+def saved_in(ticket: Ticket) -> torch.Tensor:
+    """The tensor of a ticket, to be held.
+
+    Without history: a result that is saved has the node that saves it for its history, and the two
+    would hold each other where the garbage collector does not look. Most come without.
+    """
+    tensor: torch.Tensor = ticket[0]
+    return without_history(tensor) if has_history(tensor) else tensor
+
+
+def hold_for_good(ticket: Ticket) -> None:
+    """Have a ticket hold its tensor until the graph is gone."""
+    ticket[0] = saved_in(ticket)
+
+
+class Held:
+    """A tensor of a buffer, here or in a store."""
+
+    __slots__ = ("away", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
+        self.layout = layout
+        self.version = version_of(tensor)
+        self.tensor = tensor
+        self.away: Parcel | None = None
+
+    @property
+    def memory(self) -> int | None:
+        """Which memory it is on, or was when it was sent away; None if that is gone."""
+        return memory_key(self.tensor) if self.away is None else self.away.address
+
+    def send(self, deposit: Deposit, layout: Layout) -> None:
+        """Have a store hold the tensor, whole: of this ``layout``."""
+        if self.layout is not layout:
+            self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
+        self.away = deposit.put(self.tensor)
+        del self.tensor
+
+    def is_unchanged(self) -> bool:
+        """Whether what is held here has not been written to."""
+        return version_of(self.tensor) == self.version
+
+    def count_version(self) -> None:
+        """What is held is as it was, though its version may be another by now."""
+        if self.away is None:
+            self.version = version_of(self.tensor)
+        else:
+            self.away.count_version()
+
+    def spoil(self) -> None:
+        """What is held is not what it was: have that told when it is wanted."""
+        self.version = -1
+
+    def become_copy(self) -> None:
+        """Hold a copy: the memory is about to be changed, or may be."""
+        self.tensor = copy_of_memory(self.tensor)
+        self.version = version_of(self.tensor)
+
+    def get(self, own: Layout, *, is_guarded: bool) -> torch.Tensor:
+        """The tensor of the layout ``own``. ``is_guarded``: which must not have been changed."""
+        if self.away is not None:
+            return view_of(self.away.get(), self.layout, own)
+        if is_guarded and not self.is_unchanged():
+            raise InputChanged(_CHANGED.format(name=name_of(self.tensor)))
+        return view_of(self.tensor, self.layout, own)
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {name}, from which a checkpointed region recomputes its activations, was changed "
+    "after the region had run. Replace the in-place operation, or let it follow backward."
+)
+CHANGED_WHEN_SAVED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: {name}, which an operation in a checkpointed region saved for backward, was "
+    "changed afterwards. Without checkpointing this is an error as well, but for a change through "
+    ".data, of whose values the gradient would be. Replace the in-place operation."
+)
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """What to call ``tensor`` in an error."""
+    # Only what lives in a module has a name, and to search memory for one takes a while.
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor_name(tensor)
+    return f"a tensor of shape {list(tensor.shape)}"

@@ -1,0 +1,323 @@
+"""Recording the ops of a region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect._torch.devices import default_device_type
+from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_modes
+from recollect._torch.ops import is_form_of
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import is_plain_tensor
+from recollect.policy.decisions import CheckpointPolicy
+from recollect.policy.rulings import Ruling
+from recollect.replay.kinds import Kind, kind_of
+from recollect.replay.memory_tracker import OPAQUE, Ground, Memory
+from recollect.replay.planned_ops import Directed, Direction, arrivals_after
+from recollect.replay.policy_query import Consultation
+from recollect.replay.steps import tensors_in
+from recollect.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
+from recollect.state.devices import device_module
+
+__all__ = ["OpRecorder"]
+
+_Tensor = torch.Tensor
+_Args = tuple[Any, ...]
+#: Why an op is kept of which nothing is known.
+FOREIGN = "of another library"
+#: The memories that an op writes to, each with the tensor by which it does.
+_Written = dict[Memory, _Tensor]
+
+
+class OpRecorder(DispatchMode):
+    """Writes down what each op reads, makes and changes, and holds what is not to be made again."""
+
+    def __init__(self, ground: Ground, consultation: Consultation | Directed) -> None:
+        super().__init__()
+        self._ground = ground
+        self._consultation = consultation
+        consultation.keep = self._keep_named
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
+    ) -> Any:
+        kind = kind_of(func)
+        ground = self._ground
+        if ground.is_idle():
+            kwargs = kwargs or {}
+            if kind.facts.writes:
+                for tensor in kind.written(args, kwargs):
+                    ground.protect(tensor)
+            return kind.call(*args, **kwargs)
+        if ground.step is not None:
+            return self._note(kind, args, kwargs or {})
+        with no_function_modes():  # which is on outside of functions, and would see what we do
+            return self._note(kind, args, kwargs or {})
+
+    def _note(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        ground = self._ground
+        if kind.stops is not None:
+            if not self._is_look(kind, args):
+                ground.stop(kind.stops)
+            return kind.call(*args, **kwargs)
+        if kind.is_view:
+            if (ground.is_casting or ground.step is None) and kind.facts.is_alias:
+                self._find_casts(args)
+            if kind.looks_anywhere(args, kwargs):
+                ground.note_place(args[0])
+            if kind.changes_looks:
+                ground.note_looks(args[0])
+            return kind.call(*args, **kwargs)
+        step = ground.step
+        if step is not None:
+            # The function goes on with a number that may be another one in another call.
+            step.is_opaque |= kind.takes_number
+            step.is_opaque |= step.own is not None and not is_form_of(kind.facts.op, step.own)
+            step.depends_on_data |= kind.has_dynamic_shape and _picks_by_mask(kind, args)
+        return self._run(kind, args, kwargs)
+
+    def _run(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        ground = self._ground
+        args = kind.facts.without_idle_state(args)
+        op = ground.new_op(kind.facts.op, kind.call)
+        written: _Written = {}
+        if kind.facts.writes:
+            written = self._written(kind, args, kwargs)
+            for memory, tensor in written.items():
+                ground.before_change(memory, tensor)
+        if kind.writes_unseen:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Tensor):
+                    ground.expose(leaf)
+        self._read(op, args, kwargs)
+        if written:
+            self._note_overwritten(op, kind, written)
+        if ground.is_idle():
+            return kind.call(*args, **kwargs)
+        if kind.facts.is_random and not kind.facts.is_recurrent:
+            out = self._draw(op, kind, args, kwargs)
+        else:
+            out = kind.call(*args, **kwargs)
+        ground.is_in_op = True
+        self._decide(op, kind, out, args, kwargs)
+        if written:
+            self._write(op, written)
+        self._note_results(op, kind, out)
+        ground.arrivals += arrivals_after(op)
+        ground.is_in_op = False
+        return out
+
+    def _find_casts(self, args: _Args) -> None:
+        """Before a view: find weights that autocast has converted, which can be told from them."""
+        for tensor in tensors_in(args):
+            if self._ground.memory(tensor) is None:
+                self._ground.find(tensor)
+
+    def _is_look(self, kind: Kind, args: _Args) -> bool:
+        """Whether an op makes of a new tensor a look at known memory.
+
+        So recurrent layers of libraries look at all of their weights as one.
+        """
+        if not kind.gives_storage or args[0].numel():
+            return False
+        return self._ground.memory_of(args[1]) is not None
+
+    # --- what goes in -----------------------------------------------------------------------------
+
+    def _written(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> _Written:
+        found: _Written = {}
+        for tensor in kind.written(args, kwargs):
+            self._ground.protect(tensor)
+            memory = self._ground.memory(tensor) or self._ground.find(tensor)
+            if memory is not None:
+                found[memory] = tensor
+        return found
+
+    def _read(self, op: Op, args: _Args, kwargs: dict[str, Any]) -> None:
+        reads: dict[int, Buffer] = {}
+        op.args = [self._argument(each, reads) for each in args]
+        if kwargs:
+            op.kwargs = {name: self._argument(each, reads) for name, each in kwargs.items()}
+        op.reads = list(reads.values())
+        for buffer in op.reads:
+            buffer.is_wanted = True
+
+    def _argument(self, value: Any, reads: dict[int, Buffer]) -> Any:
+        if isinstance(value, _Tensor):
+            view = self._ground.view(value)
+            if view is not None:
+                reads[view.buffer.number] = view.buffer
+            return view
+        if type(value) is list or type(value) is tuple:
+            items = [self._argument(each, reads) for each in value]
+            if any(type(each) in (View, Views) for each in items):
+                return Views(items, type(value))
+        return value
+
+    def _note_overwritten(self, op: Op, kind: Kind, written: _Written) -> None:
+        """Which of the buffers that ``op`` writes to it does not look at."""
+        fresh = []
+        for memory, tensor in written.items():
+            view = self._ground.view_in(memory, tensor)
+            buffer = view.buffer
+            whole = view.layout is buffer.layout and is_whole(view.layout, buffer.nbytes)
+            if kind.updates:
+                self._hold_saved(buffer)
+            if whole and (kind.updates or (kind.overwrites and _times(buffer, op) == 1)):
+                fresh.append(buffer)
+        op.fresh = frozenset(buffer.number for buffer in fresh)
+        op.reads = [buffer for buffer in op.reads if buffer.number not in op.fresh]
+
+    def _hold_saved(self, buffer: Buffer) -> None:
+        """An op writes to ``buffer`` without autograd's knowledge, and may have saved it."""
+        step = self._ground.step
+        for pack in () if step is None else step.packs:
+            if pack.view is not None and pack.view.buffer is buffer:
+                pack.view = None
+
+    # --- what comes out ---------------------------------------------------------------------------
+
+    def _draw(self, op: Op, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+        """Run an op that may draw random numbers."""
+        generator = kind.generator(args, kwargs) or _default_generator(args, kwargs)
+        state = generator.get_state()
+        out = kind.call(*args, **kwargs)
+        with no_dispatch_modes():
+            is_unmoved = kind.is_attention and torch.equal(generator.get_state(), state)
+        if is_unmoved:
+            return out  # there is no dropout
+        op.generator = generator
+        self._ground.recall.states[op.number] = state
+        if self._ground.step is not None:
+            self._ground.step.draws.append(op)
+        return out
+
+    def _decide(self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+        """Say why the op is not to be run again, if it is not."""
+        step = self._ground.step
+        if step is None or step.is_opaque or not kind.is_known or _is_unsure(op):
+            op.never_again(OPAQUE, None)
+            return
+        ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
+        why_kept = "nondeterministic" if kind.is_nondeterministic else None
+        if kind.facts.draws_alone(args):
+            why_kept = "random, by a state of its library"
+        insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
+        if not insists and not kind.is_function(args, kwargs):
+            why_kept = FOREIGN
+        if type(ruling) is Direction and why_kept is None:
+            return  # it may run again, for results that are not held
+        if ruling.keeps and kind.facts.can_be_kept:
+            op.never_again(ruling.reason, ruling)
+        elif why_kept is not None:
+            op.never_again(why_kept, ruling)
+
+    def _write(self, op: Op, written: _Written) -> None:
+        """Go on to the next buffer of each memory that was written to."""
+        ground = self._ground
+        ground.written.update(written)
+        for memory, tensor in written.items():
+            old = memory.buffer
+            lost = ground.tape.maker_of(old) if old.number not in ground.recall.kept else None
+            if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
+                # What it goes on from was held, and could not be any longer.
+                op.never_again(lost.keep, lost.ruling)
+            new = memory.buffer = ground.tape.after(old)
+            old.is_spoilt |= memory.has_data
+            new.maker = op.number
+            op.writes.append((old, new))
+            if memory.is_outside:
+                new.unsure = "state of the model"
+            elif memory.is_exposed:
+                new.unsure = OPAQUE
+            elif _holds(op, None) and memory not in ground.inner:
+                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+            elif old.number not in op.fresh:
+                new.unsure = old.unsure
+
+    def _note_results(self, op: Op, kind: Kind, out: Any) -> None:
+        ground = self._ground
+        for path, tensor in tensors_of(out):
+            known = ground.memory(tensor)
+            if known is not None:  # an argument, a view of one, or a view of another result
+                if op.keep == FOREIGN and not kind.facts.is_alias:
+                    # A memory of the library's own, that it has filled again.
+                    ground.expose(tensor)
+                continue
+            if not is_plain_tensor(tensor):
+                ground.stop_at(tensor)
+                return
+            memory = ground.add(tensor)
+            op.make(path, memory.buffer)
+            memory.is_placed = memory.start == 0 and op.keep not in (OPAQUE, FOREIGN)
+            if ground.step is not None and ground.step.is_opaque:
+                ground.inner.add(memory)
+            elif _holds(op, len(op.makes) - 1):
+                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+            elif kind.leaves_empty:
+                memory.buffer.unsure = OPAQUE
+
+    def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
+        """Have a tensor kept that was given a name."""
+        ground = self._ground
+        memory = None if ground.is_idle() else ground.memory(tensor)
+        if memory is not None:
+            ground.find_changes(tensor)
+        if memory is None or memory.buffer.unsure is not None:
+            return
+        op = ground.tape.maker_of(memory.buffer)
+        if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
+            return  # it is there anyway, or an earlier rule has it recomputed
+        if not kind_of(op.op).facts.can_be_kept:
+            raise ValueError(
+                f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
+                "changed in place. Name the result of another op."
+            )
+        op.never_again(ruling.reason, ruling)
+        ground.hold(ground.view_in(memory, tensor), tensor, ruling)
+        ground.recall.let_go_last()
+
+
+def _holds(op: Op, result: int | None) -> bool:
+    """Whether a result of ``op`` is held: of those on new memory which; None: one in place."""
+    ruling = op.ruling
+    if op.keep is not None or type(ruling) is not Direction:
+        return op.keep is not None
+    return ruling.keeps and (result is None or result in ruling.results)
+
+
+def _picks_by_mask(kind: Kind, args: _Args) -> bool:
+    """Whether the shape of the result depends on data, for an op of which it may.
+
+    Indexing by numbers gives as many results as numbers, by truth values as many as are true.
+    """
+    if not kind.is_index:
+        return True
+    masks = (torch.bool, torch.uint8)
+    return any(index is not None and index.dtype in masks for index in args[1])
+
+
+def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
+    """What an op draws from that was given no generator."""
+    tensors = tensors_in([*args, *kwargs.values()])
+    where = kwargs.get("device") or (tensors[0].device if tensors else default_device_type())
+    device = torch.device(where)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = device_module(device.type)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def _is_unsure(op: Op) -> bool:
+    return any(buffer.unsure is not None for buffer in op.reads)
+
+
+def _times(buffer: Buffer, op: Op) -> int:
+    """How often ``buffer`` is among the arguments of ``op``."""
+    values = [*op.args, *op.kwargs.values()]
+    flat = [each for value in values for each in (value if type(value) is Views else [value])]
+    return sum(type(each) is View and each.buffer is buffer for each in flat)

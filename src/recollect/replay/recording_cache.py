@@ -1,0 +1,147 @@
+"""The recordings of a function: one for each signature, and only as many as are of use."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recollect._torch.modes import dispatch_mode_count, dispatch_modes
+from recollect._torch.tensors import is_plain_tensor, strangeness_of
+from recollect.replay.call_mode import casts
+from recollect.replay.recording import Recording
+from recollect.replay.steps import is_comparable, looks_of
+from recollect.state.flags import Flags
+
+__all__ = ["Slot", "Strange", "signature_of", "slot_of"]
+
+#: How many signatures of a function are remembered.
+_SIGNATURES = 16
+#: After so many calls in a row that were not as recorded, every call is recorded.
+_PATIENCE = 2
+
+
+class Slot:
+    """What is known of the calls of one function with one signature."""
+
+    __slots__ = ("_last", "_misses", "difference", "fallback", "recording", "unsettled")
+
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+        #: Why the rerun engine has to do it, if so.
+        self.fallback: str | None = None
+        #: Why every call is recorded, if so.
+        self.unsettled: str | None = None
+        #: How the last call that was not as recorded differed.
+        self.difference: str | None = None
+        self._last: Recording | None = None
+        self._misses = 0
+
+    def recorded(self, recording: Recording, *, has_budget: bool) -> None:
+        """A call was recorded. ``has_budget``: of calls that must not hold more than others."""
+        last, self._last = self._last, recording
+        is_same = last is not None and last.is_like(recording)
+        if self.unsettled is not None and is_same and not (has_budget and recording.shapes):
+            self.unsettled = None  # twice the same: it may stay so
+        elif self.unsettled is None and last is None and recording.shapes:
+            # They will most likely be others next time, and the rest be recorded anyway.
+            self.unsettled = "shapes inside depend on data"
+        self.recording = None if self.unsettled is not None else recording
+
+    def checked(self, difference: str | None) -> None:
+        """A call was checked against the recording, and differed by ``difference``."""
+        if difference is None:
+            self._misses = 0
+            return
+        self.recording = None
+        self.difference = difference
+        self._misses += 1
+        if self._misses >= _PATIENCE:
+            # To check it once more would only hold more.
+            self.unsettled = f"it is another function at every call: {difference}"
+
+
+_slots: WeakKeyDictionary[Any, OrderedDict[Any, Slot]] = WeakKeyDictionary()
+
+
+def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
+    """The slot for a call. A function that cannot be remembered gets a new one every time."""
+    owner = _owner(function)
+    try:
+        slots = _slots.get(owner)
+        if slots is None:
+            slots = _slots.setdefault(owner, OrderedDict())
+        slot = slots.get(signature)
+    except TypeError:  # no weak reference, no hash
+        return Slot()
+    if slot is None:
+        slot = slots[signature] = Slot()
+        if len(slots) > _SIGNATURES:
+            slots.popitem(last=False)
+    elif len(slots) > 1:
+        slots.pop(signature, None)  # and in again, as the newest
+        slots[signature] = slot
+    return slot
+
+
+def _owner(function: Any) -> Any:
+    """What recordings are kept with: the module, or the code, so that a new lambda finds them."""
+    if isinstance(function, nn.Module):
+        return function  # which takes long to say what it does not have
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        return function.__self__
+    return function.__code__ if isinstance(function, FunctionType) else function
+
+
+def _code(function: Any) -> Any:
+    if isinstance(function, nn.Module):
+        return None
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(getattr(function, "__func__", None), "__code__", None)
+
+
+def signature_of(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Any,
+    sends_away: tuple[bool, bool],
+    flags: Flags,
+) -> Any:
+    """What tells calls apart that cannot have the same recording."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    training = owner.training if isinstance(owner, nn.Module) else None
+    modes = tuple(map(type, dispatch_modes())) if dispatch_mode_count() else ()
+    try:
+        values = [_sign(value) for value in args]
+        values += [(name, _sign(value)) for name, value in kwargs.items()]
+    except RecursionError:
+        raise Strange("an argument that contains itself") from None
+    return (_code(function), policy, sends_away, modes, training, casts(), flags, *values)
+
+
+class Strange(Exception):
+    """There is a tensor that is not understood. Says which."""
+
+
+def _sign(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not is_plain_tensor(value):
+            raise Strange(strangeness_of(value))
+        return looks_of(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_sign, value)
+    if isinstance(value, dict):
+        return dict, *((str(name), _sign(each)) for name, each in value.items())
+    if isinstance(value, float):
+        return float, repr(value)  # which tells 0.0 from -0.0, and is the same for every NaN
+    return (type(value), value) if is_comparable(value) else type(value)

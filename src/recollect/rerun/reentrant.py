@@ -1,0 +1,139 @@
+"""The reentrant engine: one autograd node around a region whose forward records nothing.
+
+Forward runs under ``no_grad``; backward runs the function again with grad and starts a backward of
+its own on the result. Simple, and as fast as rerunning can be, at the price of the limits listed in
+``docs/guide/engines.md``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from recollect._torch.autograd import backward_allows_reentrant
+from recollect.errors import InputChanged
+from recollect.settings import version_guard_enabled
+from recollect.state.argument_snapshot import tensor_changed
+from recollect.state.inputs import Inputs
+from recollect.state.region_state import Surroundings
+from recollect.state.tensors import are_statistics
+
+__all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``inputs`` with each tensor detached, requiring grad if it did; the rest as it is."""
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(
+            "Only tuple of tensors is supported. Got Unsupported input type: "
+            f"{type(inputs).__name__}"
+        )
+    return tuple(_detached(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    alias = tensor.detach()
+    alias.requires_grad = tensor.requires_grad
+    return alias
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no tensor in ``inputs`` requires grad: the reentrant engine then gives none."""
+    if not any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor)):
+        warnings.warn(
+            "None of the inputs have requires_grad=True. Gradients will be None",
+            stacklevel=2,
+        )
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The autograd node: ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
+        # Tensors go through save_for_backward, which guards their versions; None holds their place.
+        others = tuple([None if _is_only_saved(x) else x for x in args])
+        ctx.inputs = Inputs(others, {}, version_guard_enabled())
+        check_backward_validity(args)
+        ctx.run_function = run_function
+        ctx.surroundings = Surroundings(run_function, ctx.inputs.reachable(), preserve_rng_state)
+        ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
+        # What is saved is guarded from the end of forward on only.
+        versions = [
+            args[i]._version if _is_only_saved(args[i]) and not args[i].is_inference() else None
+            for i in ctx.tensor_indices
+        ]
+        with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
+            outputs = run_function(*args)
+        ctx.spoilt = _changed_inside(args, ctx.tensor_indices, versions)
+        ctx.inputs.settle()
+        ctx.surroundings.settle()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not backward_allows_reentrant():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
+                "passing an `inputs` parameter to .backward(). Use the default engine "
+                "(use_reentrant=False), or call .backward() without `inputs`."
+            )
+        if ctx.spoilt is not None:
+            raise InputChanged(ctx.spoilt)
+        inputs = list(ctx.inputs.recall()[0])
+        for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
+            inputs[index] = _detached(tensor)
+        outputs = _rerun(ctx, inputs)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        if not pairs:
+            raise RuntimeError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        # An input that the function changed in place is no leaf any more.
+        leaves = [x if isinstance(x, torch.Tensor) and x.is_leaf else None for x in inputs]
+        return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)
+
+
+def _is_only_saved(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not are_statistics(value)
+
+
+def _changed_inside(
+    args: tuple[Any, ...], indices: list[int], versions: list[int | None]
+) -> str | None:
+    """What to raise in backward if the function changed one of its arguments."""
+    if not version_guard_enabled():
+        return None
+    for index, version in zip(indices, versions, strict=True):
+        if version is not None and args[index]._version != version:
+            name = f"args[{index}]"
+            return str(tensor_changed(name, args[index], version, "inside the region"))
+    return None
+
+
+def _rerun(ctx: Any, inputs: list[Any]) -> Any:
+    changes = ctx.surroundings.changes()
+    swapped = ctx.inputs.swap()
+    try:
+        with torch.enable_grad(), changes or nullcontext():
+            outputs = ctx.surroundings.run(ctx.run_function, *inputs)
+    finally:
+        if swapped is not None:
+            swapped.put_back()
+    if changes is not None and changes.error is not None:
+        raise changes.error
+    return outputs

@@ -1,0 +1,63 @@
+"""Making the two modes of a region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.policy.rules import Policy, as_policy
+from recollect.rerun.selective.explaining import explaining, make_deposit
+from recollect.rerun.selective.ledger import Ledger
+from recollect.rerun.selective.record import Observer, RecordMode
+from recollect.rerun.selective.replay import ReplayMode
+from recollect.store.protocol import Store
+
+__all__ = ["create_selective_checkpoint_contexts", "selective_contexts"]
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
+    """Two contexts for ``context_fn=`` that keep the results of some ops.
+
+    Args:
+        policy_fn_or_list: A policy of ``recollect.policy``. Or a list of ops whose results are
+            kept; a packet (``torch.ops.aten.mm``) stands for all its overloads. Or a function
+            called as ``policy(ctx, op, *args, **kwargs)`` for each op of forward, which returns a
+            ``CheckpointPolicy``.
+        allow_cache_entry_mutation: Do not raise when a kept tensor was changed in place.
+
+    Example::
+
+        context_fn = functools.partial(
+            recollect.create_selective_checkpoint_contexts, [torch.ops.aten.mm]
+        )
+        out = recollect.checkpoint(block, x, context_fn=context_fn)
+    """
+    policy = as_policy(policy_fn_or_list, "policy_fn_or_list")
+    return selective_contexts(policy, allow_mutation=allow_cache_entry_mutation)
+
+
+def selective_contexts(
+    policy: Policy,
+    *,
+    allow_mutation: bool = False,
+    store: Store | None = None,
+    as_torch: bool = False,
+    observer: Observer | None = None,
+) -> tuple[RecordMode, ReplayMode]:
+    """The two modes for one region.
+
+    ``as_torch``: with none of our own defaults, and what was kept is given out once.
+    """
+    ledger = Ledger(make_deposit(store))
+    explainer = explaining.explainer
+    record = RecordMode(
+        policy,
+        ledger,
+        as_torch=as_torch,
+        allow_mutation=allow_mutation,
+        observer=observer or explainer,
+    )
+    if explainer is not None:
+        explainer.applies(record, policy)
+    return record, ReplayMode(ledger, allow_mutation, once=as_torch)
