@@ -17,10 +17,10 @@ from recollect._torch.ops import CAST, op_name
 from recollect.explaining.memory import Memories, Memory
 from recollect.explaining.region import NO_POLICY, Region, Seen
 from recollect.explaining.watcher import Watcher
+from recollect.graph.release import find_needs
 from recollect.policy.rules import Policy
 from recollect.replay.held_tensor import Held
 from recollect.replay.kinds import kind_of
-from recollect.replay.plan import uses_of
 from recollect.replay.planned_ops import held_by, key_of
 from recollect.replay.recording_cache import Slot, slot_of
 from recollect.replay.rematerialize import Recall
@@ -160,11 +160,12 @@ class _Findings:
         self._made: dict[int, Memory] = {}
         self._numbers: dict[Memory, int] = {}
         for op, _, made in self._matched:
-            for (_, buffer), memory in zip(op.makes, made, strict=False):
+            for value, memory in zip(op.makes, made, strict=False):
+                buffer = self._tape.values[value]
                 self._made[buffer.memory] = memory
                 self._numbers[memory] = buffer.memory
         #: By the tape's number of a memory, what it held last.
-        self._last = {buffer.memory: buffer for buffer in self._tape.buffers}
+        self._last = {buffer.memory: buffer for buffer in self._tape.values}
         #: The ops that are not run again thanks to what others have made of their results.
         self._spared: set[int] = set()
 
@@ -173,7 +174,7 @@ class _Findings:
     def note_held(self) -> None:
         """What the region itself holds, here or in a store."""
         for number, held in self._recall.kept.items():
-            buffer = self._tape.buffers[number]
+            buffer = self._tape.values[number]
             if held.away is not None:
                 self._note_away(buffer)
             elif buffer.outside is not None and not self._is_copy(held):
@@ -228,7 +229,7 @@ class _Findings:
 
     def _why(self, buffer: Buffer) -> str:
         sources = self._reasons.sources(buffer)
-        own = buffer.maker
+        own = buffer.op
         self._spared |= {op.number for op, _ in sources if op.number != own}
         return self._reasons.of(buffer, sources)
 
@@ -237,8 +238,9 @@ class _Findings:
     def note_gone(self, has_policy: bool) -> None:
         """What is run again, and what would be held if it were needed."""
         kept = self._recall.kept
-        uses = uses_of(self._tape, [ticket[2].buffer for ticket in self._recall.tickets], kept)
-        again = {b.memory for b in self._tape.buffers if uses[b.number] and b.number not in kept}
+        saved = [ticket[2].buffer.number for ticket in self._recall.tickets]
+        uses = find_needs(self._tape, saved, kept).uses
+        again = {b.memory for b in self._tape.values if uses[b.number] and b.number not in kept}
         for op, number, made in self._matched:
             for memory in made:
                 if self._numbers.get(memory) in again:
@@ -280,9 +282,9 @@ class _Reasons:
         """Why ``buffer`` is held, where ``sources`` are what it was made from."""
         if buffer.unsure is not None:
             return _MUST + buffer.unsure
-        if buffer.maker is None:
+        if buffer.op < 0:
             return f"{_MUST}made of constants"
-        if any(op.number == buffer.maker for op, _ in sources):
+        if any(op.number == buffer.op for op, _ in sources):
             return sources[0][1]
         reasons = dict.fromkeys(f"{reason}, for {_name(op)}" for op, reason in sources)
         return "; ".join(reasons) or self.other
@@ -300,9 +302,9 @@ class _Reasons:
             if reason is not None:
                 found.append((op, reason))
                 continue
-            reads = [each for each in op.reads if each.number not in seen | self._kept]
-            seen.update(each.number for each in reads)
-            wanted += reads
+            reads = [each for each in op.reads if each not in seen | self._kept]
+            seen.update(reads)
+            wanted += [self._tape.values[each] for each in reads]
         return found
 
     def is_rule(self, op: Op) -> bool:
@@ -314,7 +316,7 @@ class _Reasons:
             return str(op.ruling.reason)
         if op.keep is not None:
             return op.keep if self.is_rule(op) else _MUST + op.keep
-        unsure = (buffer.unsure for buffer in op.reads)
+        unsure = (self._tape.values[number].unsure for number in op.reads)
         reason = op.later or next(filter(None, unsure), None)
         return None if reason is None else _MUST + reason
 

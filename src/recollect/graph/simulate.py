@@ -1,14 +1,14 @@
-"""What a schedule does to a step: the memory at every moment of it, and the time it takes.
+"""What a schedule does to a step: the memory at every event of it, and the time it takes.
 
-The judge of every solver. It does in numbers what the replay engine does with tensors:
+The judge of every solver. It does with bytes what the replay engine does with tensors, by the same
+rules (`release`):
 
-1. Forward runs. What the schedule keeps stays; what it sends to the host stays until it is copied,
-   as far as the bound on copies under way allows; the rest goes with its last user in forward.
-2. Backward asks for a saved tensor. What is not there is made again: the ops that lead to it from
-   what is kept run in the order of forward, and what others will ask for or read stays until the
-   last of them has.
-3. Tensors from the host are fetched in the order in which they will be asked for, as many ahead as
-   the bound allows.
+1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, as far as
+   the bound on copies under way allows. The rest is freed after its last use in forward.
+2. Backward asks for a saved tensor. If it is not there, the ops that lead to it from held values
+   run again, in the order of forward.
+3. Tensors are fetched from the host in the order in which they will be needed, as many ahead as the
+   bound allows.
 
 Copies run beside the computation, one each way at a time. The allocator counts memory when work is
 issued, far ahead of a device that computes. So the engine cannot wait and see whether a copy is
@@ -22,28 +22,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recollect.graph.graph import Graph
+from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
+from recollect.graph.schedule import Schedule
 
 __all__ = ["Outcome", "Schedule", "simulate", "simulate_plain", "uses_under"]
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What becomes of the results of the ops of a graph. What is not named is made again.
-
-    Args:
-        kept: The ops whose results stay on the device.
-        away: The ops whose results go to the host.
-        limit: Bytes that may be on their way to the host.
-        ahead: Bytes that may be fetched ahead; None: as many.
-        begin: How many tickets are left, asks for what is not on the device, when fetching ahead
-            begins; None: it begins with backward.
-    """
-
-    kept: frozenset[int]
-    away: frozenset[int] = frozenset()
-    limit: int = 0
-    ahead: int | None = None
-    begin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +77,12 @@ class _Run:
         self.begin = len(graph.asks) if schedule.begin is None else schedule.begin
         kept, away = schedule.kept | graph.forced, schedule.away
         values = graph.values
-        count = len(values)
         self.is_here = [value.op in kept for value in values]
         self.is_away = [value.op in away and value.op not in kept for value in values]
-        #: How often each value will still be read or asked for, in backward.
-        self.uses = [0] * count
-        #: Whether a copy of a value is there that was made in backward, and how many tensors of it
-        #: autograd has been given.
-        self.memo: set[int] = set()
-        self.given = [0] * count
+        #: The values that are not recomputed.
+        self.held = {n for n, value in enumerate(values) if value.op in kept or value.op in away}
+        #: By value: how many tensors of it autograd was given, and still holds.
+        self.given = [0] * len(values)
         #: How many hold each memory of forward.
         self.holders = [0] * len(graph.memories)
         #: Bytes that are there, and how many of them were made again or fetched.
@@ -113,8 +92,6 @@ class _Run:
         self.peak = 0
         self.busiest = 0
         self.now = 0
-        #: Bytes of states of generators, which are held until all is over.
-        self.states = 0
         #: What the engine costs comes first: it is spent all over forward, and helps no copy.
         self.clock = graph.engine_cost
         self.rerun = 0.0
@@ -127,7 +104,11 @@ class _Run:
         self.dead = [False] * len(graph.asks)
         #: The asks for what is not here, in the order in which they were saved.
         self.tickets = [n for n, ask in enumerate(graph.asks) if not self.is_here[ask.value]]
-        self._count_uses()
+        needs = find_needs(graph, [graph.asks[n].value for n in self.tickets], self.held)
+        #: What backward has recomputed or fetched, in bytes.
+        self.working = WorkingSet[int](needs.uses)
+        #: Bytes of states of generators, which are held until all is over.
+        self.states = sum(graph.ops[op].state for op in needs.again)
         self.born: list[list[int]] = [[] for _ in graph.moments]
         self.dies: list[list[int]] = [[] for _ in graph.moments]
         for number, memory in enumerate(graph.memories):
@@ -137,10 +118,10 @@ class _Run:
         for ask in graph.asks:
             if self.is_here[ask.value]:
                 self.holders[values[ask.value].memory] += 1
-        #: What is kept for others to be made from, with how many tickets need it no more by then.
-        self.order = self._first_uses()
+        #: What is kept for others to be recomputed from, with the first ticket that needs it.
+        self.order = [(value, index) for value, index in needs.order if self.is_here[value]]
         for held, _ in self.order:
-            self.holders[held] += 1
+            self.holders[values[held].memory] += 1
         #: What has not arrived at the host; what goes there, by the last op of its function.
         self.leaving: deque[tuple[int, int, float]] = deque()
         self.leaving_bytes = 0
@@ -154,48 +135,10 @@ class _Run:
         self.sent: dict[int, list[int]] = {}
         if any(self.is_away):
             for number, value in enumerate(values):
-                if self.is_away[number] and self.uses[number]:
+                if self.is_away[number] and needs.uses[number]:
                     end = max(value.op, graph.ops[value.op].last)
                     self.sent.setdefault(end, []).append(number)
                     self.holders[value.memory] += 1
-
-    def _count_uses(self) -> None:
-        graph, uses, is_here, is_away = self.graph, self.uses, self.is_here, self.is_away
-        ops, values = graph.ops, graph.values
-        seen = bytearray(len(ops))
-        wanted = []
-        for number in self.tickets:
-            value = graph.asks[number].value
-            uses[value] += 1
-            wanted.append(value)
-        while wanted:
-            value = wanted.pop()
-            if is_here[value] or is_away[value]:
-                continue
-            op = values[value].op
-            if seen[op]:
-                continue
-            seen[op] = 1
-            self.states += ops[op].state
-            for read in ops[op].reads:
-                uses[read] += 1
-                wanted.append(read)
-
-    def _first_uses(self) -> list[tuple[int, int]]:
-        graph, is_here, is_away = self.graph, self.is_here, self.is_away
-        ops, values = graph.ops, graph.values
-        found: dict[int, int] = {}
-        seen = bytearray(len(ops))
-        for number, ticket in enumerate(self.tickets):
-            wanted = [graph.asks[ticket].value]
-            while wanted:
-                value = wanted.pop()
-                if is_here[value]:
-                    found.setdefault(value, number)
-                elif not is_away[value] and not seen[values[value].op]:
-                    seen[values[value].op] = 1
-                    wanted += ops[values[value].op].reads
-        return [(values[value].memory, number) for value, number in found.items()]
 
     def run(self) -> Outcome:
         """The whole step."""
@@ -261,74 +204,53 @@ class _Run:
     def _ask(self, value: int, before: int) -> None:
         if self.is_here[value]:
             return
-        if value not in self.memo:
-            self._let_go_of_the_dead()
+        working = self.working
+        if value not in working.here:
+            self._release_held()
             if len(self.tickets) <= self.begin:
                 self._begin()
             if self.is_away[value]:
                 self._fetch_now(value, before)
             else:
-                self.uses[value] += 1
-                for op in sorted(self._missing(value)):
+                working.uses[value] += 1  # not to be released before it is given
+                for op in missing_ops(self.graph, value, working.here, self.held):
                     self._run_op(op, before)
-                self.uses[value] -= 1
+                working.uses[value] -= 1
         self.given[value] += 1
-        self._release(value)
+        working.give(value)
 
     def _end(self, ask: int) -> None:
-        """Autograd has let go of a tensor that it had saved."""
+        """Autograd has freed a tensor that it had saved."""
         self.dead[ask] = True
         value = self.graph.asks[ask].value
         if self.is_here[value]:
             self._drop(self.graph.values[value].memory)
         elif self.given[value]:
             self.given[value] -= 1
-            if not self.given[value] and value not in self.memo:
+            if not self.given[value] and value not in self.working.here:
                 self._shrink(value)
 
-    def _release(self, value: int) -> None:
-        """A value was used once."""
-        self.uses[value] -= 1
-        if self.uses[value] <= 0 and value in self.memo:
-            self.memo.discard(value)
-            if not self.given[value]:
-                self._shrink(value)
-
-    def _let_go_of_the_dead(self) -> None:
-        tickets, order = self.tickets, self.order
+    def _release_held(self) -> None:
+        tickets = self.tickets
         while tickets and self.dead[tickets[-1]]:
             tickets.pop()
-        while order and order[-1][1] >= len(tickets):
-            self._drop(order.pop()[0])
-
-    def _missing(self, value: int) -> set[int]:
-        graph, memo, is_here, is_away = self.graph, self.memo, self.is_here, self.is_away
-        numbers: set[int] = set()
-        wanted = [value]
-        while wanted:
-            each = wanted.pop()
-            if each in memo or is_here[each] or is_away[each]:
-                continue
-            number = graph.values[each].op
-            if number not in numbers:
-                numbers.add(number)
-                wanted += graph.ops[number].reads
-        return numbers
+        for value in pop_unneeded(self.order, len(tickets)):
+            self._drop(self.graph.values[value].memory)
 
     def _run_op(self, number: int, before: int) -> None:
         """Run an op again."""
-        graph, uses, memo = self.graph, self.uses, self.memo
+        graph, working = self.graph, self.working
+        here = working.here
         op = graph.ops[number]
         for read in op.reads:
-            if self.is_away[read] and read not in memo:
+            if self.is_away[read] and read not in here:
                 self._fetch_now(read, before)
-        taken = []
-        for old, _ in op.writes:
-            # Nobody else wants what was there: it is written over, and no copy is made.
-            if old is not None and uses[old] <= 1 and old in memo and not self.given[old]:
-                memo.discard(old)
-                self._shrink(old)
-                taken.append(old)
+        was_here = [read for read in op.reads if read in here]
+        written = [old for old, _ in op.writes if old is not None]
+        for old in written:
+            if working.use_up(old) and old in was_here:
+                self._shrink(old)  # it is written over
+                was_here.remove(old)
         made = graph.results[number]
         for value in made:
             self._grow(value)
@@ -336,16 +258,14 @@ class _Run:
         seconds = op.seconds + graph.rerun_cost
         self.clock += seconds
         self.rerun += seconds
+        reads = [read for read in op.reads if read not in written] if written else op.reads
+        working.end_op(reads, [(value, 0) for value in made])
         for value in made:
-            if uses[value] > 0:
-                memo.add(value)
-            else:
+            if value not in here:
                 self._shrink(value)
-        for read in op.reads:
-            if read in taken:
-                uses[read] -= 1
-            else:
-                self._release(read)
+        for value in was_here:
+            if value not in here and not self.given[value]:
+                self._shrink(value)
 
     # --- the host ---------------------------------------------------------------------------------
 
@@ -410,7 +330,7 @@ class _Run:
             if self.ahead_bytes and self.ahead_bytes + nbytes > self.ahead:
                 return
             self.wanted.popleft()
-            if self.uses[value] and value not in self.memo:
+            if self.working.uses[value] and value not in self.working.here:
                 self._fetch(value)
                 self.ahead_bytes += nbytes
 
@@ -432,11 +352,11 @@ class _Run:
                 self.wanted.remove(value)
             self._fetch(value)
         self._wait(self.fetched.pop(value))
-        self.memo.add(value)
+        self.working.here[value] = 0
         self._fetch_ahead()
         self._note(before)
 
 
 def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
     """How often each value is read or asked for in backward, for what is not kept."""
-    return _Run(graph, schedule).uses
+    return _Run(graph, schedule).working.uses

@@ -16,7 +16,7 @@ from recollect.replay.plan import forced_in, holdable
 from recollect.replay.planned_ops import key_of
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Pack
-from recollect.replay.tape import Buffer, is_whole, results_of
+from recollect.replay.tape import Buffer, is_whole
 from recollect.replay.tape import Op as TapeOp
 
 __all__ = ["build_graph", "resized"]
@@ -58,7 +58,7 @@ class _Builder:
             buffer.number
             for op in self._tape.ops
             if op.keep is not None
-            for buffer in results_of(op)
+            for buffer in self._results(op)
             if buffer.unsure is None
         }
         #: Memories of the trace that are the region's, each with its number in the graph.
@@ -103,21 +103,25 @@ class _Builder:
             if moment is None:
                 continue
             made = self._trace.events[moment].made
-            for path, buffer in op.makes:
+            for path, value in zip(op.paths, op.makes, strict=True):
+                buffer = self._tape.values[value]
                 number = made.get(path)
                 if number is not None:
                     of_tape[buffer.memory] = number
                     self._managed[number] = len(self._memories)
                     self._memories.append((number, moment))
-            for buffer in results_of(op):
+            for buffer in self._results(op):
                 number = of_tape.get(buffer.memory)
                 if number is not None:
                     self._values[buffer.number] = len(values)
                     values.append(Value(self._size(number), op.number, self._managed[number]))
         return values
 
-    def _numbers(self, buffers: Iterable[Buffer]) -> tuple[int, ...]:
-        found = (self._values.get(buffer.number) for buffer in buffers)
+    def _results(self, op: TapeOp) -> list[Buffer]:
+        return [self._tape.values[number] for number in op.results]
+
+    def _numbers(self, buffers: Iterable[int]) -> tuple[int, ...]:
+        found = map(self._values.get, buffers)
         return tuple(number for number in found if number is not None)
 
     # --- ops --------------------------------------------------------------------------------------
@@ -129,11 +133,11 @@ class _Builder:
         call = None if moment is None else self._trace.events[moment].call
         values = self._values
         writes = tuple(
-            (None if old.number in op.fresh else values.get(old.number), values[new.number])
+            (None if old in op.fresh else values.get(old), values[new])
             for old, new in op.writes
-            if new.number in values
+            if new in values
         )
-        forced = any(buffer.number in self._forced for buffer in results_of(op))
+        forced = any(number in self._forced for number in op.results)
         can_keep = key is not None and self._can_keep(op)
         return Op(
             name=name,
@@ -141,8 +145,8 @@ class _Builder:
             key=key or "",
             seconds=0.0 if call is None else call.seconds,
             reads=self._numbers(op.reads),
-            makes=self._numbers(buffer for _, buffer in op.makes),
-            places=tuple(n for n, (_, b) in enumerate(op.makes) if b.number in self._values),
+            makes=self._numbers(op.makes),
+            places=tuple(n for n, value in enumerate(op.makes) if value in self._values),
             writes=writes,
             workspace=0 if call is None else call.workspace,
             state=self._state(op),
@@ -173,19 +177,19 @@ class _Builder:
 
     @cached_property
     def _wanted(self) -> set[int]:
-        wanted = {read.number for op in self._tape.ops for read in op.reads}
+        wanted = {read for op in self._tape.ops for read in op.reads}
         return wanted | {pack.view.buffer.number for pack in self._packs if pack.view is not None}
 
     def _can_keep(self, op: TapeOp) -> bool:
         facts = kind_of(op.op).facts
-        wanted = [buffer for buffer in results_of(op) if buffer.number in self._wanted]
+        wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
         return (facts.can_be_kept or facts.writes) and all(
             buffer.number in self._holdable and buffer.is_last and buffer.unsure is None
             for buffer in wanted
         )
 
     def _can_send(self, op: TapeOp) -> bool:
-        wanted = [buffer for buffer in results_of(op) if buffer.number in self._wanted]
+        wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
         large = [buffer for buffer in wanted if buffer.nbytes >= _SMALLEST_TO_SEND]
         # Small ones stay where they are.
         return (
@@ -245,9 +249,9 @@ class _Builder:
         found: dict[int, int] = {}
         for op in self._tape.ops:
             moment = self._moments.get(op.number, 0)
-            for buffer in [*results_of(op), *op.reads]:
-                if buffer.number in self._values:
-                    found[buffer.number] = moment
+            for number in [*op.results, *op.reads]:
+                if number in self._values:
+                    found[number] = moment
         return found
 
     def _origins(self) -> Origins:

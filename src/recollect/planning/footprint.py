@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,21 +13,21 @@ from recollect.planning.choices import Choices
 from recollect.replay.planned_ops import Alike, key_of
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Step
-from recollect.replay.tape import Op
+from recollect.replay.tape import Tape
 
 __all__ = ["Footprint", "counted", "estimated", "tally_of"]
 
 
-def tally_of(recording: Recording, before: Sequence[Op] = (), steps: Iterable[Step] = ()) -> Tally:
+def tally_of(recording: Recording, before: Tape | None = None, steps: Iterable[Step] = ()) -> Tally:
     """What a forward came to. ``before``, ``steps``: of the part before what was recorded."""
     made: dict[str, int] = {}
     sizes: dict[tuple[int, int], int] = {}
-    for part, ops in enumerate((before, recording.tape.ops)):
-        for op in ops:
+    for part, tape in enumerate((before or Tape(), recording.tape)):
+        for op in tape.ops:
             if op.makes:
                 key = key_of(op)
                 path = "" if key is None else key.partition("|")[0]
-                for _, buffer in op.makes:
+                for buffer in (tape.values[number] for number in op.makes):
                     sizes[part, buffer.memory] = buffer.nbytes
                     made[path] = made.get(path, 0) + buffer.nbytes
     saved = {

@@ -9,15 +9,13 @@ Compared with the same guess for the forward that was planned, it tells what a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from recollect.graph.graph import Graph, Link
 from recollect.planning.build import build_graph
 from recollect.planning.rates import Call
 from recollect.planning.trace import Event
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Step
-from recollect.replay.tape import Buffer, Op, results_of
+from recollect.replay.tape import Buffer, Tape
 
 __all__ = ["outline_of"]
 
@@ -61,11 +59,12 @@ class _Guessed:
         return event
 
     def _forward(self) -> None:
-        last = _last_uses(self._tape.ops)
-        kept = {buffer.memory for buffer in self._tape.buffers if buffer.is_output}
+        last = _last_uses(self._tape)
+        kept = {buffer.memory for buffer in self._tape.values if buffer.is_output}
         for op in self._tape.ops:
             event = self._event(op.number, is_backward=False)
-            for path, buffer in op.makes:
+            for path, value in zip(op.paths, op.makes, strict=True):
+                buffer = self._tape.values[value]
                 number = self._memories[buffer.memory] = self._add(buffer.nbytes)
                 event.made[path] = number
             for memory in last.get(op.number, ()):
@@ -99,11 +98,12 @@ class _Guessed:
     def _of(self, step: Step) -> tuple[list[Buffer], list[Buffer]]:
         """What a function reads and makes that has a gradient."""
         ops = self._tape.ops[slice(*step.ops)]
-        made = {buffer.number: buffer for op in ops for buffer in results_of(op)}
-        read = {buffer.number: buffer for op in ops for buffer in op.reads}
+        made = dict.fromkeys(number for op in ops for number in op.results)
+        read = dict.fromkeys(number for op in ops for number in op.reads)
+        values = self._tape.values
         return (
-            [b for n, b in read.items() if n in self._trained and n not in made],
-            [b for n, b in made.items() if n in self._trained],
+            [values[n] for n in read if n in self._trained and n not in made],
+            [values[n] for n in made if n in self._trained],
         )
 
 
@@ -113,18 +113,19 @@ def _trained(recording: Recording) -> set[int]:
     for outside in recording.outsides.values():
         if outside.buffer is not None and outside.looks[4]:
             found.add(outside.buffer.number)
+    values = recording.tape.values
     for op in recording.tape.ops:
-        if op.grad_enabled and any(read.number in found for read in op.reads):
-            found.update(b.number for b in results_of(op) if b.layout[3].is_floating_point)
+        if op.grad_enabled and any(read in found for read in op.reads):
+            found.update(n for n in op.results if values[n].layout[3].is_floating_point)
     return found
 
 
-def _last_uses(ops: Iterable[Op]) -> dict[int, list[int]]:
+def _last_uses(tape: Tape) -> dict[int, list[int]]:
     """By number of an op: the memories that no op after it reads or makes."""
     last: dict[int, int] = {}
-    for op in ops:
-        for buffer in (*op.reads, *results_of(op)):
-            last[buffer.memory] = op.number
+    for op in tape.ops:
+        for number in (*op.reads, *op.results):
+            last[tape.values[number].memory] = op.number
     found: dict[int, list[int]] = {}
     for memory, number in last.items():
         found.setdefault(number, []).append(memory)

@@ -13,7 +13,7 @@ from recollect.replay.kinds import kind_of
 from recollect.replay.planned_ops import arrivals_after
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Constant, Items, Number, Step, equal_type
-from recollect.replay.tape import Buffer, Layout, Op, View
+from recollect.replay.tape import Buffer, Layout, Op, Tape, View
 
 __all__ = ["Expected", "expected_of"]
 
@@ -85,7 +85,8 @@ class Expected:
         first, last = step.ops
         ops = recording.tape.ops[first:last]
         #: The switches that it ran under, if they may matter to it.
-        self.flags = step.flags if not step.is_opaque and any(map(_heeds_switches, ops)) else None
+        heeds_switches = any(_heeds_switches(recording.tape, op) for op in ops)
+        self.flags = step.flags if not step.is_opaque and heeds_switches else None
         #: How many of those that were sent away are let go after it.
         self.arrivals = sum(map(arrivals_after, ops))
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
@@ -130,9 +131,9 @@ class Expected:
         ]
 
 
-def _heeds_switches(op: Op) -> bool:
+def _heeds_switches(tape: Tape, op: Op) -> bool:
     """Whether a switch may decide how ``op`` computes, or in which dtype."""
-    is_floating = any(buffer.layout[3].is_floating_point for buffer in op.reads)
+    is_floating = any(tape.values[n].layout[3].is_floating_point for n in op.reads)
     return not is_floating or kind_of(op.op).heeds_switches
 
 

@@ -50,7 +50,7 @@ from recollect.replay.recording import Recording
 from recollect.replay.recording_cache import Slot, Strange, signature_of, slot_of
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import Step
-from recollect.replay.tape import Op
+from recollect.replay.tape import Tape
 from recollect.rerun.selective.explaining import Replayed, explaining
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import Deposit
@@ -98,7 +98,7 @@ class Witness:
         self.recording: Recording | None = None
         #: How it differed from the recording, if it did, and what had been as recorded until then.
         self.difference: str | None = None
-        self.before: list[Op] = []
+        self.before = Tape()
         self.steps: list[Step] = []
         #: Whether the rest could not be recorded, and all that autograd saved in it is held.
         self.is_unrecorded = False
@@ -289,7 +289,7 @@ def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any
 def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:
     """A call was not as recorded before."""
     witness.difference = checker.difference
-    witness.before = recording.tape.ops[: checker.done]
+    witness.before = recording.tape.until(checker.done)
     witness.steps = [step for step in recording.steps if step.ops[1] <= checker.done]
     witness.recording = checker.recorded
     # One that was not recorded to its end before is held from there on, as it was then.

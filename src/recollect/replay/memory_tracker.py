@@ -192,7 +192,7 @@ class Ground:
             op = self.new_op(CAST, bare_op(CAST))
             view = self.view(weight)
             assert view is not None
-            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.buffer]
+            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.buffer.number]
             op.make((), memory.buffer)
         return memory
 
@@ -220,7 +220,7 @@ class Ground:
         """``memory`` is about to be written to: what relies on its content gets a copy."""
         buffer = memory.buffer
         self.writes_outside |= memory.is_outside
-        if buffer.maker is None:
+        if buffer.op < 0:
             # A later call can hold it, but nobody would copy it then before it is written to.
             buffer.unsure = buffer.unsure or "changed later"
         held = self.recall.kept.get(buffer.number)

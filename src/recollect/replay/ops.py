@@ -136,19 +136,18 @@ class OpRecorder(DispatchMode):
         return found
 
     def _read(self, op: Op, args: _Args, kwargs: dict[str, Any]) -> None:
-        reads: dict[int, Buffer] = {}
+        reads: dict[int, None] = {}
         op.args = [self._argument(each, reads) for each in args]
         if kwargs:
             op.kwargs = {name: self._argument(each, reads) for name, each in kwargs.items()}
-        op.reads = list(reads.values())
-        for buffer in op.reads:
-            buffer.is_wanted = True
+        op.reads = list(reads)
 
-    def _argument(self, value: Any, reads: dict[int, Buffer]) -> Any:
+    def _argument(self, value: Any, reads: dict[int, None]) -> Any:
         if isinstance(value, _Tensor):
             view = self._ground.view(value)
             if view is not None:
-                reads[view.buffer.number] = view.buffer
+                reads[view.buffer.number] = None
+                view.buffer.is_wanted = True
             return view
         if type(value) is list or type(value) is tuple:
             items = [self._argument(each, reads) for each in value]
@@ -168,7 +167,7 @@ class OpRecorder(DispatchMode):
             if whole and (kind.updates or (kind.overwrites and _times(buffer, op) == 1)):
                 fresh.append(buffer)
         op.fresh = frozenset(buffer.number for buffer in fresh)
-        op.reads = [buffer for buffer in op.reads if buffer.number not in op.fresh]
+        op.reads = [number for number in op.reads if number not in op.fresh]
 
     def _hold_saved(self, buffer: Buffer) -> None:
         """An op writes to ``buffer`` without autograd's knowledge, and may have saved it."""
@@ -197,7 +196,7 @@ class OpRecorder(DispatchMode):
     def _decide(self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
         """Say why the op is not to be run again, if it is not."""
         step = self._ground.step
-        if step is None or step.is_opaque or not kind.is_known or _is_unsure(op):
+        if step is None or step.is_opaque or not kind.is_known or self._reads_unsure(op):
             op.never_again(OPAQUE, None)
             return
         ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
@@ -214,6 +213,10 @@ class OpRecorder(DispatchMode):
         elif why_kept is not None:
             op.never_again(why_kept, ruling)
 
+    def _reads_unsure(self, op: Op) -> bool:
+        values = self._ground.tape.values
+        return any(values[number].unsure is not None for number in op.reads)
+
     def _write(self, op: Op, written: _Written) -> None:
         """Go on to the next buffer of each memory that was written to."""
         ground = self._ground
@@ -226,8 +229,8 @@ class OpRecorder(DispatchMode):
                 op.never_again(lost.keep, lost.ruling)
             new = memory.buffer = ground.tape.after(old)
             old.is_spoilt |= memory.has_data
-            new.maker = op.number
-            op.writes.append((old, new))
+            new.op = op.number
+            op.writes.append((old.number, new.number))
             if memory.is_outside:
                 new.unsure = "state of the model"
             elif memory.is_exposed:
@@ -310,10 +313,6 @@ def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]
     return generator
-
-
-def _is_unsure(op: Op) -> bool:
-    return any(buffer.unsure is not None for buffer in op.reads)
 
 
 def _times(buffer: Buffer, op: Op) -> int:

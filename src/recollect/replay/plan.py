@@ -8,59 +8,20 @@ saved, where holding a buffer costs its whole memory.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
+from recollect.graph.release import find_needs
 from recollect.replay.mincut import FOREVER, minimum_cut
 from recollect.replay.planned_ops import held_by
 from recollect.replay.steps import Step
-from recollect.replay.tape import Buffer, Op, Tape, results_of
+from recollect.replay.tape import Op, Tape
 
-__all__ = ["Plan", "first_uses", "forced_in", "holdable", "saved_by", "uses_of"]
-
-
-def first_uses(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[tuple[int, int]]:
-    """What ``asked`` is made from, each with how many of them come before the first it is for.
-
-    In the order of that.
-    """
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    for number, ask in enumerate(asked):
-        wanted = [ask]
-        while wanted:
-            buffer = wanted.pop()
-            op = tape.maker_of(buffer)
-            if buffer.number in kept or op is None:
-                found.setdefault(buffer.number, number)
-            elif op.number not in seen:
-                seen.add(op.number)
-                wanted += op.reads
-    return list(found.items())
+__all__ = ["Plan", "forced_in", "holdable", "saved_by"]
 
 
-def uses_of(tape: Tape, asked: Iterable[Buffer], kept: Container[int]) -> list[int]:
-    """How often each buffer is read or asked for when all of ``asked`` are had again."""
-    uses = [0] * len(tape.buffers)
-    seen: set[int] = set()
-    wanted: list[Buffer] = []
-    for buffer in asked:
-        uses[buffer.number] += 1
-        wanted.append(buffer)
-    while wanted:
-        buffer = wanted.pop()
-        op = tape.maker_of(buffer)
-        if buffer.number in kept or op is None or op.number in seen:
-            continue
-        seen.add(op.number)
-        for read in op.reads:
-            uses[read.number] += 1
-            wanted.append(read)
-    return uses
-
-
-def _must_not_run(op: Op) -> bool:
+def _must_not_run(tape: Tape, op: Op) -> bool:
     reason = op.keep or op.later
-    return reason is not None or any(read.unsure is not None for read in op.reads)
+    return reason is not None or any(tape.values[n].unsure is not None for n in op.reads)
 
 
 class Plan:
@@ -85,29 +46,20 @@ class Plan:
             if (planned[n] if n in planned else _goes_away(tape, n, chosen, stores_all))
         )
         here = chosen - self.away
-        #: How often each buffer is wanted. What autograd saved of the kept stays with autograd.
-        tickets = [buffer for buffer in saved_by(steps) if buffer.number not in here]
-        self.uses = uses_of(tape, tickets, chosen)
-        #: What is held for others to be made from, with how many tickets need it no more by then.
-        self.order = first_uses(tape, tickets, chosen)
-        wanted = [buffer for buffer in tape.buffers if self.uses[buffer.number]]
+        # What autograd saved of the kept stays with autograd.
+        needs = find_needs(tape, [n for n in saved_by(steps) if n not in here], chosen)
+        #: How often each buffer is wanted.
+        self.uses = needs.uses
+        #: What is held for others to be made from, with the first ticket that needs it.
+        self.order = needs.order
+        wanted = [tape.values[number] for number, _ in needs.order]
         #: What has to be caught for others to be made from it; also what a function makes that is
         #: no result of an op.
-        self.caught = frozenset(
-            b.number
-            for b in wanted
-            if b.number in chosen or (b.maker is None and b.outside is None)
-        )
+        self.caught = frozenset(b.number for b in wanted if b.number in chosen or b.outside is None)
         #: The outside tensors that are needed, by their number.
         self.outsides = frozenset(b.outside for b in wanted if b.outside is not None)
         #: The ops whose generators must be read.
-        self.draws = frozenset(
-            b.maker
-            for b in wanted
-            if b.maker is not None
-            and b.number not in chosen
-            and tape.ops[b.maker].generator is not None
-        )
+        self.draws = frozenset(n for n in needs.again if tape.ops[n].generator is not None)
 
 
 def forced_in(tape: Tape, steps: list[Step]) -> frozenset[int]:
@@ -117,18 +69,18 @@ def forced_in(tape: Tape, steps: list[Step]) -> frozenset[int]:
     return _choose(tape, saved_by(steps), can_be_held, ())
 
 
-def saved_by(steps: list[Step]) -> list[Buffer]:
-    """What autograd saves in ``steps``, and does not hold itself."""
+def saved_by(steps: list[Step]) -> list[int]:
+    """The buffers that autograd saves in ``steps``, and does not hold itself."""
     packs = (pack for step in steps for pack in step.packs)
-    return [pack.view.buffer for pack in packs if pack.view is not None]
+    return [pack.view.buffer.number for pack in packs if pack.view is not None]
 
 
 def _blocked(tape: Tape) -> set[int]:
     """The buffers that cannot be made again without an op that must not run."""
     found: set[int] = set()
     for op in tape.ops:
-        if _must_not_run(op) or any(read.number in found for read in op.reads):
-            found.update(buffer.number for buffer in results_of(op))
+        if _must_not_run(tape, op) or any(read in found for read in op.reads):
+            found.update(op.results)
     return found
 
 
@@ -143,7 +95,7 @@ def _hold_saved(steps: list[Step], numbers: set[int]) -> None:
 def holdable(steps: list[Step]) -> set[int]:
     """The buffers that are seen by the time the step that made them ends."""
     found: set[int] = set()
-    saved = {buffer.number for buffer in saved_by(steps)}
+    saved = set(saved_by(steps))
     for step in steps:
         first, last = step.ops
         seen = [view.buffer for view in step.returns if view is not None]
@@ -154,7 +106,7 @@ def holdable(steps: list[Step]) -> set[int]:
         seen += [pack.view.buffer for pack in step.packs if pack.view is not None]
         seen = [buffer for buffer in seen if not (buffer.is_output and buffer.unsure)]
         for buffer in seen:
-            if buffer.is_last and buffer.maker is not None and first <= buffer.maker < last:
+            if buffer.is_last and first <= buffer.op < last:
                 found.add(buffer.number)
     return found
 
@@ -162,40 +114,34 @@ def holdable(steps: list[Step]) -> set[int]:
 def _planned(tape: Tape, can_be_held: set[int]) -> dict[int, bool]:
     """What a plan has held, each with whether it goes to a store."""
     return {
-        buffer.number: op.ruling.offloads
+        number: op.ruling.offloads
         for op in tape.ops
-        for buffer in held_by(op)
-        if buffer.number in can_be_held
+        for number in held_by(op)
+        if number in can_be_held
     }
 
 
 def _choose(
-    tape: Tape, asked: list[Buffer], can_be_held: set[int], planned: Container[int]
+    tape: Tape, saved: list[int], can_be_held: set[int], planned: Container[int]
 ) -> frozenset[int]:
     """The cheapest buffers to hold, beside those that are held by plan."""
-    needed: dict[int, Op] = {}
-    wanted = list(asked)
-    while wanted:
-        buffer = wanted.pop()
-        op = None if buffer.number in planned else tape.maker_of(buffer)
-        if op is not None and op.number not in needed:
-            needed[op.number] = op
-            wanted += op.reads
-    if not any(_must_not_run(op) for op in needed.values()):
+    needed = [tape.ops[n] for n in find_needs(tape, saved, planned).again]
+    never = {op.number for op in needed if _must_not_run(tape, op)}
+    if not never:
         return frozenset()
     costs: dict[int, int] = {}
     edges: list[tuple[int, int]] = []
     sources: list[int] = []
-    for op in needed.values():
-        for buffer in results_of(op):
-            if buffer.number in planned:
+    for op in needed:
+        for number in op.results:
+            if number in planned:
                 continue
-            costs[buffer.number] = buffer.nbytes if buffer.number in can_be_held else FOREVER
-            if _must_not_run(op):
-                sources.append(buffer.number)
+            costs[number] = tape.values[number].nbytes if number in can_be_held else FOREVER
+            if op.number in never:
+                sources.append(number)
             else:
-                edges += [(read.number, buffer.number) for read in op.reads]
-    sinks = {buffer.number for buffer in asked if buffer.number in costs}
+                edges += [(read, number) for read in op.reads]
+    sinks = {number for number in saved if number in costs}
     edges = [(a, b) for a, b in edges if a in costs]
     return minimum_cut(costs, edges, sources, sinks)
 
@@ -204,16 +150,16 @@ def _goes_away(tape: Tape, number: int, kept: frozenset[int], stores_all: bool) 
     """Whether all that need not run again thanks to a buffer was to be stored elsewhere."""
     answers = []
     seen = {number}
-    wanted = [tape.buffers[number]]
+    wanted = [number]
     while wanted:
-        op = tape.maker_of(wanted.pop())
+        op = tape.maker_of(tape.values[wanted.pop()])
         if op is None:
             continue
         if op.keep is not None:
             answers.append(op.ruling is not None and (stores_all or op.ruling.offloads))
             continue
         for read in op.reads:
-            if read.number not in seen and read.number not in kept:
-                seen.add(read.number)
+            if read not in seen and read not in kept:
+                seen.add(read)
                 wanted.append(read)
     return bool(answers) and all(answers)

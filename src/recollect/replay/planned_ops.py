@@ -22,7 +22,7 @@ from recollect._torch.ops import op_name
 from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.facts import Facts
 from recollect.policy.rulings import Ruling
-from recollect.replay.tape import Buffer, Op
+from recollect.replay.tape import Op
 from recollect.store.protocol import Store
 
 __all__ = ["Alike", "Decisions", "Directed", "Direction", "arrivals_after", "held_by", "key_of"]
@@ -112,12 +112,12 @@ class Direction(Ruling):
         self.arrivals = arrivals
 
 
-def held_by(op: Op) -> list[Buffer]:
+def held_by(op: Op) -> list[int]:
     """The results of ``op`` that a plan has held."""
     ruling = op.ruling
     if type(ruling) is not Direction or not ruling.keeps:
         return []
-    made = [buffer for n, (_, buffer) in enumerate(op.makes) if n in ruling.results]
+    made = [number for n, number in enumerate(op.makes) if n in ruling.results]
     return made + [new for _, new in op.writes]
 
 

@@ -30,7 +30,7 @@ from recollect.replay.call_mode import mood
 from recollect.replay.held_tensor import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, Ground, Memory, start_of
 from recollect.replay.ops import OpRecorder
-from recollect.replay.plan import first_uses, saved_by, uses_of
+from recollect.replay.plan import saved_by
 from recollect.replay.planned_ops import Directed
 from recollect.replay.policy_query import Consultation
 from recollect.replay.recording import Recording
@@ -121,14 +121,12 @@ class Recorder(TorchFunctionMode):
                 if memory.has_data:  # the user may change it without anybody's knowledge
                     memory.buffer.unsure = OPAQUE
                     recall.before_write(leaf)
-        asked = [ticket[2].buffer for ticket in recall.tickets]
-        recall.let_go(uses_of(ground.tape, asked, recall.kept))
-        recall.order(first_uses(ground.tape, asked, recall.kept))
+        recall.release_unneeded()
         # The user may change what the region returns. In a plan, what autograd has saved must not
         # be: a copy would take more than there is room for.
-        saved = {b.number for b in saved_by(self._steps)} if self._is_planned else set()
+        saved = set(saved_by(self._steps)) if self._is_planned else set()
         for number, held in recall.kept.items():
-            buffer = ground.tape.buffers[number]
+            buffer = ground.tape.values[number]
             must_stay = number in saved and buffer.unsure is None
             if buffer.is_output and held.away is None and not must_stay:
                 held.become_copy()
@@ -194,7 +192,7 @@ class Recorder(TorchFunctionMode):
         step.own = None if is_of_torch(func) else func
         step.args = Items(tuple, [self._template(each, step) for each in args])
         step.kwargs = self._template(kwargs, step) if kwargs else None
-        step.first_buffer = len(ground.tape.buffers)
+        step.first_buffer = len(ground.tape.values)
         if ground.is_idle():
             return func(*args, **kwargs)
         if func in EXPOSING:
@@ -296,7 +294,7 @@ class Recorder(TorchFunctionMode):
             memory = ground.add_stranger(tensor)
         buffer = memory.buffer
         view = ground.view_in(memory, tensor)
-        is_given = buffer.maker is None and buffer.outside is None and not memory.is_exposed
+        is_given = buffer.op < 0 and buffer.outside is None and not memory.is_exposed
         if is_given and _is_made_in(step, buffer):
             # Made of constants, as by torch.tensor(): it is there as of now.
             buffer.unsure = None

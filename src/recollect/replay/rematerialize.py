@@ -1,8 +1,8 @@
 """One call of a region: what it holds, and how backward gets its tensors from that.
 
-Backward asks for one saved tensor after the other. The ops that make it are run, from what is held,
-below autograd; what others will ask for or read stays until the last of them has. The plan says how
-many there are; if it is wrong, since a tensor is asked for twice, ops are run again.
+Backward asks for one saved tensor after the other. The ops that make it are run below autograd,
+from what is held. When a value is released is decided in `graph.release`, for tensors here and for
+bytes in the simulator.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recollect._torch.autograd import at_end_of_backward, current_graph_task
 from recollect._torch.modes import below_autograd, set_grad_enabled
 from recollect._torch.tensors import memory_key
 from recollect.errors import CheckpointError, InputChanged
+from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.replay.held_tensor import CHANGED_WHEN_SAVED, Held, Ticket, name_of
-from recollect.replay.plan import uses_of
 from recollect.replay.tape import (
     NEEDS_CARE,
     Buffer,
@@ -32,7 +32,6 @@ from recollect.replay.tape import (
     Views,
     copy_of_memory,
     is_whole,
-    results_of,
 )
 from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
@@ -40,24 +39,23 @@ from recollect.store.offload_batch import Deposit
 
 __all__ = ["Recall"]
 
+_LOST = (
+    "a tensor that {op} made cannot be had again: please report this, it is a fault of recollect's "
+    "replay engine"
+)
 #: How many backwards through one region may be under way before the oldest has to start anew.
 _PASSES = 4
 
 
-class _Pass:
+class _Pass(WorkingSet[torch.Tensor]):
     """What was recomputed for one backward."""
 
-    __slots__ = ("flags", "given", "is_announced", "memo", "uses")
+    __slots__ = ("flags", "is_announced")
 
     def __init__(self, uses: list[int], flags: Flags | None) -> None:
+        super().__init__(uses)
         #: The switches to set, if they are others now.
         self.flags = flags
-        #: By number of the buffer.
-        self.memo: dict[int, torch.Tensor] = {}
-        #: How often each buffer will still be read or asked for.
-        self.uses = uses
-        #: The buffers that autograd was given tensors of: they must not be written to.
-        self.given: set[int] = set()
         #: Whether the store knows that this has begun.
         self.is_announced = False
 
@@ -163,29 +161,27 @@ class Recall:
                 each.away.before_write(tensor)
         return [each for each in held if each.away is None and each.is_unchanged()]
 
-    def let_go(self, uses: list[int]) -> None:
-        """Let go of what is not wanted, as ``uses`` says."""
-        for number in [*self.kept]:
-            if not uses[number]:
-                del self.kept[number]
-        for number in [*self.states]:
-            if not any(uses[buffer.number] for buffer in results_of(self.tape.ops[number])):
-                del self.states[number]
+    def release_unneeded(self) -> None:
+        """After a call that was recorded: release what no saved tensor needs."""
+        saved = [ticket[2].buffer.number for ticket in self.tickets]
+        needs = find_needs(self.tape, saved, self.kept)
+        self._order = needs.order
+        wanted = {number for number, _ in needs.order}
+        for number in self.kept.keys() - wanted:
+            del self.kept[number]
+        for number in self.states.keys() - needs.again:
+            del self.states[number]
 
-    def _let_go_of_the_dead(self) -> None:
-        """Let go of what only parts of the graph needed that have been freed.
-
-        What is held was made before the tensors that need it were saved, and backward goes the
-        other way round: once all that were saved after it are dead, it can go.
-        """
+    def _release_held(self) -> None:
+        """Release what only parts of the graph needed that have been freed."""
         tickets = self.tickets
         if not tickets or _references_to_last(tickets) > _OF_THE_DEAD_LAST:
             return
         while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
             tickets.pop()
         self._uses = None
-        while self._order and self._order[-1][1] >= len(tickets):
-            self.kept.pop(self._order.pop()[0], None)
+        for number in pop_unneeded(self._order, len(tickets)):
+            self.kept.pop(number, None)
 
     def is_waiting(self) -> bool:
         """Whether part of the graph is there for which backward has not been.
@@ -213,17 +209,16 @@ class Recall:
             raise InputChanged(CHANGED_WHEN_SAVED.format(name=name))
         passed = self.passes.get(current_graph_task())
         if passed is not None and not self.is_running:
-            tensor = passed.memo.get(buffer.number)
+            tensor = passed.here.get(buffer.number)
             if tensor is not None:  # the usual case, since most are made on the way to the first
-                passed.given.add(buffer.number)
-                _release(passed, buffer.number)
+                passed.give(buffer.number)
                 return view.of(tensor)
         pause = self.pause if self.is_running else None
         # Two threads of one backward may ask at once.
         with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
             passed = self._pass()
             if not self.is_running:
-                self._let_go_of_the_dead()
+                self._release_held()
                 if not passed.is_announced and len(self.tickets) <= (self.begin or 0):
                     passed.is_announced = True
                     self.deposit.announce()
@@ -236,8 +231,7 @@ class Recall:
                     tensor = self._tensor(passed, buffer)
                 finally:
                     write_flags(flags)
-            passed.given.add(buffer.number)
-            _release(passed, buffer.number)
+            passed.give(buffer.number)
             return view.of(tensor)
 
     def _pass(self) -> _Pass:
@@ -264,64 +258,46 @@ class Recall:
             assert self._uses is not None
             return self._uses.copy()
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
-        return uses_of(self.tape, [ticket[2].buffer for ticket in alive], self.kept)
+        return find_needs(self.tape, [ticket[2].buffer.number for ticket in alive], self.kept).uses
 
     def _tensor(self, passed: _Pass, buffer: Buffer) -> torch.Tensor:
         """The tensor of the buffer's own layout."""
-        memo = passed.memo
-        tensor = memo.get(buffer.number)
+        number, here, uses = buffer.number, passed.here, passed.uses
+        tensor = here.get(number)
         if tensor is not None:
             return tensor
-        held = self.kept.get(buffer.number)
+        held = self.kept.get(number)
         if held is not None:
             is_guarded = self._is_guarded or buffer.outside is None
             tensor = held.get(buffer.layout, is_guarded=is_guarded)
-            if passed.uses[buffer.number] > 1:
-                memo[buffer.number] = tensor
+            if uses[number] > 1:
+                here[number] = tensor
             return tensor
-        if passed.uses[buffer.number] <= 0:
-            self._expect(passed, buffer)
-        passed.uses[buffer.number] += 1  # not to be let go before it is returned
-        for number in self._chain(passed, buffer):
-            self._run(passed, self.tape.ops[number])
-        tensor = memo[buffer.number]
-        _release(passed, buffer.number)
+        ops = self._missing(passed, number)
+        if uses[number] <= 0:  # not foreseen: somebody asks for a tensor a second time
+            for op in ops:
+                for read in self.tape.ops[op].reads:
+                    uses[read] += 1
+        uses[number] += 1  # not to be released before it is returned
+        for op in ops:
+            self._run(passed, self.tape.ops[op])
+        tensor = here[number]
+        passed.use(number)
         return tensor
 
-    def _expect(self, passed: _Pass, buffer: Buffer) -> None:
-        """Make room for work that was not foreseen: somebody asks for a tensor a second time."""
-        for number in self._missing(passed, buffer):
-            for read in self.tape.ops[number].reads:
-                passed.uses[read.number] += 1
-
-    def _chain(self, passed: _Pass, buffer: Buffer) -> list[int]:
-        """The ops to run for ``buffer``, in order."""
-        if passed.memo or self._uses is None or self.is_running or not self.saw_all:
-            return sorted(self._missing(passed, buffer))
+    def _missing(self, passed: _Pass, number: int) -> list[int]:
+        """The ops that make a value from what is there, in order."""
         # From what the plan has kept, and nothing else: every call starts backward like this.
-        chain = self.tape.chains.get(buffer.number)
-        if chain is None:
-            chain = self.tape.chains[buffer.number] = sorted(self._missing(passed, buffer))
-        return chain
-
-    def _missing(self, passed: _Pass, buffer: Buffer) -> set[int]:
-        """The ops that make ``buffer`` from what is there."""
-        numbers: set[int] = set()
-        wanted = [buffer]
-        while wanted:
-            each = wanted.pop()
-            if each.number in passed.memo or each.number in self.kept:
-                continue
-            op = self.tape.maker_of(each)
-            if op is None or op.keep is not None:
-                raise CheckpointError(
-                    f"a tensor that {'nothing' if op is None else op.op} made cannot be had again: "
-                    "please report this, it is a fault of recollect's replay engine"
-                )
-            if op.number not in numbers:
-                numbers.add(op.number)
-                wanted += op.reads
-        return numbers
+        is_usual = not (passed.here or self._uses is None or self.is_running) and self.saw_all
+        ops = self.tape.chains.get(number) if is_usual else None
+        if ops is None:
+            ops = missing_ops(self.tape, number, passed.here, self.kept)
+            for op in (self.tape.ops[each] for each in ops):
+                if op.keep is not None:
+                    raise CheckpointError(_LOST.format(op=op.op))
+            if is_usual:
+                self.tape.chains[number] = ops
+        return ops
 
     def _run(self, passed: _Pass, op: Op) -> None:
         """Run ``op`` again."""
@@ -333,23 +309,15 @@ class Recall:
         if slots is NEEDS_CARE:
             self._run_with_care(passed, op)
             return
-        memo, uses = passed.memo, passed.uses
+        here = passed.here
         args = op.args.copy()
         for place, view in slots:
             buffer = view.buffer
-            tensor = memo.get(buffer.number)
+            tensor = here.get(buffer.number)
             if tensor is None:
                 tensor = self._tensor(passed, buffer)
             args[place] = view.of(tensor)
-        out = op.call(*args, **op.kwargs)
-        for buffer in op.reads:
-            number = buffer.number
-            uses[number] -= 1
-            if uses[number] <= 0:
-                memo.pop(number, None)
-        for path, buffer in op.makes:
-            if uses[buffer.number] > 0:
-                memo[buffer.number] = _at(out, path, op)
+        passed.end_op(op.reads, _results(op, op.call(*args, **op.kwargs)))
 
     def _run_with_care(self, passed: _Pass, op: Op) -> None:
         """Run an op that writes to memory, draws, takes lists, or has switches of its own."""
@@ -364,19 +332,13 @@ class Recall:
             write_flags(flags)
 
     def _run_writing(self, passed: _Pass, op: Op) -> None:
-        bases = {old.number: self._writable(passed, op, old) for old, _ in op.writes}
+        bases = {old: self._writable(passed, op, old) for old, _ in op.writes}
         args = [self._argument(passed, each, bases) for each in op.args]
         kwargs = {name: self._argument(passed, each, bases) for name, each in op.kwargs.items()}
         out = op.call(*args, **kwargs) if op.generator is None else self._draw(op, args, kwargs)
-        for buffer in op.reads:
-            if buffer.number not in bases:
-                _release(passed, buffer.number)
-        for path, buffer in op.makes:
-            if passed.uses[buffer.number] > 0:
-                passed.memo[buffer.number] = _at(out, path, op)
-        for old, new in op.writes:
-            if passed.uses[new.number] > 0:
-                passed.memo[new.number] = bases[old.number]
+        written = [(new, bases[old]) for old, new in op.writes]
+        reads = [number for number in op.reads if number not in bases]
+        passed.end_op(reads, _results(op, out) + written)
 
     def _argument(self, passed: _Pass, value: Any, bases: dict[int, torch.Tensor]) -> Any:
         if type(value) is View:
@@ -388,15 +350,14 @@ class Recall:
             return value.kind([self._argument(passed, each, bases) for each in value])
         return value
 
-    def _writable(self, passed: _Pass, op: Op, buffer: Buffer) -> torch.Tensor:
-        """A memory with the content of ``buffer`` that ``op`` may write to."""
-        if buffer.number in op.fresh:
+    def _writable(self, passed: _Pass, op: Op, number: int) -> torch.Tensor:
+        """A memory with the content of a value that ``op`` may write to."""
+        buffer = self.tape.values[number]
+        if number in op.fresh:
             size, stride, _, dtype, _ = buffer.layout
             return torch.empty_strided(size, stride, dtype=dtype, device=buffer.device)
         tensor = self._tensor(passed, buffer)
-        _release(passed, buffer.number)
-        is_free = buffer.number not in passed.memo and buffer.number not in passed.given
-        if is_free and buffer.number not in self.kept:
+        if passed.use_up(number) and number not in self.kept:
             return tensor
         return copy_of_memory(tensor)
 
@@ -435,20 +396,17 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _at(out: Any, path: Any, op: Op) -> torch.Tensor:
-    for index in path:
-        out = out[index]
-    if not isinstance(out, torch.Tensor):
-        raise CheckpointError(f"{op.op} gave a tensor in forward, and now {out!r}")
-    return out
-
-
-def _release(passed: _Pass, number: int) -> None:
-    """Note that a buffer was used once."""
-    left = passed.uses[number] - 1
-    passed.uses[number] = left
-    if left <= 0:
-        passed.memo.pop(number, None)
+def _results(op: Op, out: Any) -> list[tuple[int, torch.Tensor]]:
+    """What ``op`` made on new memory, by the number of the value."""
+    found = []
+    for number, path in zip(op.makes, op.paths, strict=True):
+        tensor = out
+        for index in path:
+            tensor = tensor[index]
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{op.op} gave a tensor in forward, and now {tensor!r}")
+        found.append((number, tensor))
+    return found
 
 
 def _end_pass(recall: ReferenceType[Recall], backward: int) -> None:

@@ -1,9 +1,9 @@
-"""What is written down of a region: the ops it ran, and the memory they read and made.
+"""What is written down of a region: the ops it ran, and the values they read and made.
 
 Values are in single-assignment form. A `Buffer` is what one memory holds at one time: writing to
 the memory makes the next buffer. A tensor is a `View` of a buffer, so a view costs nothing to have
 again, and whoever keeps one view of a memory has all of them. Running an `Op` again makes the
-buffers that it made.
+buffers that it made. Ops and buffers know each other by number, as a `graph.release.Dataflow`.
 
 Nothing here holds a tensor.
 """
@@ -28,7 +28,6 @@ __all__ = [
     "copy_of_memory",
     "is_whole",
     "layout_of",
-    "results_of",
     "tensors_of",
     "view_of",
 ]
@@ -97,10 +96,10 @@ class Buffer:
         "is_spoilt",
         "is_wanted",
         "layout",
-        "maker",
         "memory",
         "nbytes",
         "number",
+        "op",
         "outside",
         "unsure",
     )
@@ -115,8 +114,8 @@ class Buffer:
         self.layout = layout
         self.device = device
         self.nbytes = nbytes
-        #: The number of the op that makes it, None if it was there before.
-        self.maker: int | None = None
+        #: The number of the op that makes it, -1 if it was there before.
+        self.op = -1
         #: The number of the tensor outside that it is, if it is one.
         self.outside: int | None = None
         #: Whether the memory was not written to after this.
@@ -193,6 +192,7 @@ class Op:
         "makes",
         "number",
         "op",
+        "paths",
         "reads",
         "ruling",
         "slots",
@@ -206,12 +206,13 @@ class Op:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         #: The buffers whose content it reads.
-        self.reads: list[Buffer] = []
-        #: Where in what it returns, and the buffer that is.
-        self.makes: list[tuple[Any, Buffer]] = []
+        self.reads: list[int] = []
+        #: The buffers that it makes on new memory, and where each is in what it returns.
+        self.makes: list[int] = []
+        self.paths: list[tuple[int, ...]] = []
         #: The buffer it writes to, and the buffer that it becomes.
-        self.writes: list[tuple[Buffer, Buffer]] = []
-        #: Those of the former that it overwrites without a look.
+        self.writes: list[tuple[int, int]] = []
+        #: Those of the former that it overwrites without reading them.
         self.fresh: frozenset[int] = frozenset()
         #: The switches that it ran under, if they were not those of the region.
         self.flags = flags
@@ -229,8 +230,14 @@ class Op:
 
     def make(self, path: tuple[int, ...], buffer: Buffer) -> None:
         """Note that it makes ``buffer``, and where in what it returns that is."""
-        buffer.maker = self.number
-        self.makes.append((path, buffer))
+        buffer.op = self.number
+        self.makes.append(buffer.number)
+        self.paths.append(path)
+
+    @property
+    def results(self) -> list[int]:
+        """The buffers that it makes."""
+        return self.makes + [new for _, new in self.writes]
 
     def prepare(self) -> list[tuple[int, View]]:
         """Find out how to run it."""
@@ -253,19 +260,14 @@ class Op:
         self.args, self.kwargs = [], {}
 
 
-def results_of(op: Op) -> list[Buffer]:
-    """The buffers that running ``op`` makes."""
-    return [buffer for _, buffer in op.makes] + [new for _, new in op.writes]
-
-
 class Tape:
-    """All of it."""
+    """All of it: a `graph.release.Dataflow`."""
 
-    __slots__ = ("buffers", "chains", "memories", "ops")
+    __slots__ = ("chains", "memories", "ops", "values")
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
-        self.buffers: list[Buffer] = []
+        self.values: list[Buffer] = []
         #: By number of a buffer: the ops that make it from what later calls keep.
         self.chains: dict[int, list[int]] = {}
         self.memories = 0
@@ -274,18 +276,24 @@ class Tape:
         """The first buffer of a memory, of which ``tensor``, beginning at ``start``, is seen."""
         self.memories += 1
         layout = layout_of(tensor, start)
-        return self._add(Buffer(len(self.buffers), self.memories, layout, tensor.device, nbytes))
+        return self._add(Buffer(len(self.values), self.memories, layout, tensor.device, nbytes))
 
     def after(self, last: Buffer) -> Buffer:
         """The buffer that follows ``last`` in its memory."""
         last.is_last = False
-        number = len(self.buffers)
+        number = len(self.values)
         return self._add(Buffer(number, last.memory, last.layout, last.device, last.nbytes))
+
+    def until(self, count: int) -> Tape:
+        """Its first ``count`` ops."""
+        part = Tape()
+        part.ops, part.values = self.ops[:count], self.values
+        return part
 
     def maker_of(self, buffer: Buffer) -> Op | None:
         """The op that makes ``buffer``."""
-        return None if buffer.maker is None else self.ops[buffer.maker]
+        return None if buffer.op < 0 else self.ops[buffer.op]
 
     def _add(self, buffer: Buffer) -> Buffer:
-        self.buffers.append(buffer)
+        self.values.append(buffer)
         return buffer

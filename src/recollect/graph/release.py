@@ -1,0 +1,161 @@
+"""When a value is needed, recomputed and released.
+
+The replay engine runs this code on tensors, the simulator on bytes: what the simulator predicts is
+what the engine does.
+
+Forward drops values that are not held. Backward asks for saved tensors, roughly from the last to
+the first:
+
+1. A value that is not there is recomputed: the `missing_ops` lead to it from values that are.
+2. A recomputed value stays in the `WorkingSet` until its last use: a read by an op that runs again,
+   or a saved tensor that backward asks for.
+3. A held value is released once every saved tensor that needs it is dead (`pop_unneeded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+__all__ = ["Dataflow", "Needs", "WorkingSet", "find_needs", "missing_ops", "pop_unneeded"]
+
+T = TypeVar("T")
+
+
+class _Op(Protocol):
+    @property
+    def reads(self) -> Sequence[int]:
+        """The values that it reads."""
+
+
+class _Value(Protocol):
+    @property
+    def op(self) -> int:
+        """The op that makes it; -1 if it was there before."""
+
+
+class Dataflow(Protocol):
+    """Ops and values by number: a recorded region, or the graph of a training step."""
+
+    @property
+    def ops(self) -> Sequence[_Op]:
+        """In the order in which forward ran them."""
+
+    @property
+    def values(self) -> Sequence[_Value]:
+        """Everything that they read or make."""
+
+
+class Needs(NamedTuple):
+    """What it takes to give all saved tensors back.
+
+    Args:
+        uses: By value: how many reads and saved tensors there are of it.
+        again: The ops that run again.
+        order: The values that are there already and needed, each with the index of the first saved
+            tensor that needs it, in the order of that index.
+    """
+
+    uses: list[int]
+    again: set[int]
+    order: list[tuple[int, int]]
+
+
+def find_needs(flow: Dataflow, saved: Iterable[int], held: Container[int]) -> Needs:
+    """What it takes to give back the ``saved`` values, if the ``held`` ones are there."""
+    ops, values = flow.ops, flow.values
+    uses = [0] * len(values)
+    again: set[int] = set()
+    first: dict[int, int] = {}
+    for index, tensor in enumerate(saved):
+        uses[tensor] += 1
+        wanted = [tensor]
+        while wanted:
+            value = wanted.pop()
+            op = values[value].op
+            if value in held or op < 0:
+                if value not in first:
+                    first[value] = index
+            elif op not in again:
+                again.add(op)
+                for read in ops[op].reads:
+                    uses[read] += 1
+                    wanted.append(read)
+    return Needs(uses, again, list(first.items()))
+
+
+def missing_ops(
+    flow: Dataflow, value: int, here: Container[int], held: Container[int]
+) -> list[int]:
+    """The ops that make ``value`` from values that are ``here`` or ``held``, in order."""
+    ops, values = flow.ops, flow.values
+    found: set[int] = set()
+    wanted = [value]
+    while wanted:
+        each = wanted.pop()
+        if each in here or each in held:
+            continue
+        op = values[each].op
+        if op not in found:
+            assert op >= 0, "a value that nothing makes, and nobody holds"
+            found.add(op)
+            wanted += ops[op].reads
+    return sorted(found)
+
+
+def pop_unneeded(order: list[tuple[int, int]], alive: int) -> list[int]:
+    """Remove from ``order`` the values that only dead saved tensors need: all but the first few.
+
+    Values are held before the tensors that need them are saved, and backward goes the other way
+    round. So when the saved tensors from index ``alive`` on are dead, what only they need is.
+    """
+    found = []
+    while order and order[-1][1] >= alive:
+        found.append(order.pop()[0])
+    return found
+
+
+class WorkingSet(Generic[T]):
+    """What one backward has recomputed or fetched, and will still use.
+
+    Args:
+        uses: By value: how often it will still be read or asked for.
+    """
+
+    __slots__ = ("given", "here", "uses")
+
+    def __init__(self, uses: list[int]) -> None:
+        self.uses = uses
+        #: By value.
+        self.here: dict[int, T] = {}
+        #: The values that autograd was given: nobody may write to them.
+        self.given: set[int] = set()
+
+    def use(self, value: int) -> None:
+        """A value was read, or given to autograd."""
+        left = self.uses[value] - 1
+        self.uses[value] = left
+        if left <= 0:
+            self.here.pop(value, None)
+
+    def give(self, value: int) -> None:
+        """A saved tensor is given back to autograd."""
+        self.given.add(value)
+        self.use(value)
+
+    def use_up(self, value: int) -> bool:
+        """Use a value that an op writes to: whether its memory is free, and no copy is needed."""
+        self.use(value)
+        return value not in self.here and value not in self.given
+
+    def end_op(self, reads: Iterable[int], results: Iterable[tuple[int, T]]) -> None:
+        """An op has run again: keep the results that will be used, release what it read."""
+        uses, here = self.uses, self.here
+        for value in reads:
+            left = uses[value] - 1
+            uses[value] = left
+            if left <= 0:
+                here.pop(value, None)
+        for value, result in results:
+            if uses[value] > 0:
+                here[value] = result

@@ -1,0 +1,27 @@
+"""What a plan decides: whether the results of an op are kept, offloaded or recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What becomes of the results of the ops of a graph. Those not named are recomputed.
+
+    Args:
+        kept: The ops whose results stay on the device.
+        away: The ops whose results are offloaded to the host.
+        limit: Bytes that may be on their way to the host.
+        ahead: Bytes that may be fetched ahead; None: as many.
+        begin: How many saved tensors that are not on the device are left when fetching ahead
+            begins; None: it begins with backward.
+    """
+
+    kept: frozenset[int]
+    away: frozenset[int] = frozenset()
+    limit: int = 0
+    ahead: int | None = None
+    begin: int | None = None
