@@ -317,7 +317,8 @@ class Recall:
             if tensor is None:
                 tensor = self._tensor(passed, buffer)
             args[place] = view.of(tensor)
-        passed.end_op(op.reads, _results(op, op.call(*args, **op.kwargs)))
+        out = op.call(*args, **op.kwargs)
+        passed.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
 
     def _run_with_care(self, passed: _Pass, op: Op) -> None:
         """Run an op that writes to memory, draws, takes lists, or has switches of its own."""

@@ -191,6 +191,7 @@ class Op:
         "later",
         "makes",
         "number",
+        "only",
         "op",
         "paths",
         "reads",
@@ -227,6 +228,8 @@ class Op:
         self.ruling: Any = None
         #: Where among the arguments there are views; None until it is run again.
         self.slots: list[tuple[int, View]] | None = None
+        #: What it makes, if it returns that and nothing else; -1 if not.
+        self.only = -1
 
     def make(self, path: tuple[int, ...], buffer: Buffer) -> None:
         """Note that it makes ``buffer``, and where in what it returns that is."""
@@ -252,6 +255,7 @@ class Op:
             self.slots = NEEDS_CARE
         else:
             self.slots = [(n, each) for n, each in enumerate(self.args) if type(each) is View]
+            self.only = self.makes[0] if self.paths == [()] else -1
         return self.slots
 
     def never_again(self, reason: str, ruling: Any) -> None:
