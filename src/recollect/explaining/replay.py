@@ -21,7 +21,6 @@ from recollect.graph.release import find_needs
 from recollect.policy.rules import Policy
 from recollect.replay.held_tensor import Held
 from recollect.replay.kinds import kind_of
-from recollect.replay.planned_ops import held_by, key_of
 from recollect.replay.recording_cache import Slot, slot_of
 from recollect.replay.rematerialize import Recall
 from recollect.replay.tape import Buffer, Op, Tape
@@ -245,7 +244,7 @@ class _Findings:
             for memory in made:
                 if self._numbers.get(memory) in again:
                     self._region.again.add(number)
-                    is_decided = has_policy or key_of(op) is not None
+                    is_decided = has_policy or op.key is not None
                     memory.ruling = memory.ruling or (_ruling(op) if is_decided else NO_POLICY)
                 elif self._reasons.is_rule(op):
                     memory.let_go = f"{op.keep}, but {self._why_not(op)}"
@@ -312,7 +311,7 @@ class _Reasons:
         return op.keep in self._titles
 
     def _why_not_again(self, op: Op) -> str | None:
-        if held_by(op):
+        if op.held:
             return str(op.ruling.reason)
         if op.keep is not None:
             return op.keep if self.is_rule(op) else _MUST + op.keep

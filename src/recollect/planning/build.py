@@ -13,7 +13,6 @@ from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins,
 from recollect.planning.trace import Event
 from recollect.replay.kinds import kind_of
 from recollect.replay.plan import forced_in, holdable
-from recollect.replay.planned_ops import key_of
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Pack
 from recollect.replay.tape import Buffer, is_whole
@@ -127,7 +126,7 @@ class _Builder:
     # --- ops --------------------------------------------------------------------------------------
 
     def _op(self, op: TapeOp) -> Op:
-        key = key_of(op)
+        key = op.key
         path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
         moment = self._moments.get(op.number)
         call = None if moment is None else self._trace.events[moment].call

@@ -10,7 +10,7 @@ from functools import cached_property
 from recollect.graph.graph import Graph, Tally
 from recollect.graph.simulate import simulate
 from recollect.planning.choices import Choices
-from recollect.replay.planned_ops import Alike, key_of
+from recollect.replay.planned_ops import Alike
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Step
 from recollect.replay.tape import Tape
@@ -25,7 +25,7 @@ def tally_of(recording: Recording, before: Tape | None = None, steps: Iterable[S
     for part, tape in enumerate((before or Tape(), recording.tape)):
         for op in tape.ops:
             if op.makes:
-                key = key_of(op)
+                key = op.key
                 path = "" if key is None else key.partition("|")[0]
                 for buffer in (tape.values[number] for number in op.makes):
                     sizes[part, buffer.memory] = buffer.nbytes

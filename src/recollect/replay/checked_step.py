@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 from recollect.replay.kinds import kind_of
-from recollect.replay.planned_ops import arrivals_after
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Constant, Items, Number, Step, equal_type
 from recollect.replay.tape import Buffer, Layout, Op, Tape, View
@@ -88,7 +87,7 @@ class Expected:
         heeds_switches = any(_heeds_switches(recording.tape, op) for op in ops)
         self.flags = step.flags if not step.is_opaque and heeds_switches else None
         #: How many of those that were sent away are let go after it.
-        self.arrivals = sum(map(arrivals_after, ops))
+        self.arrivals = sum(op.arrivals for op in ops)
         self.draws = [op for op in step.draws if op.number in recording.plan.draws]
 
     def _split_arguments(self, step: Step) -> None:

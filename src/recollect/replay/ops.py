@@ -15,7 +15,7 @@ from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.rulings import Ruling
 from recollect.replay.kinds import Kind, kind_of
 from recollect.replay.memory_tracker import OPAQUE, Ground, Memory
-from recollect.replay.planned_ops import Directed, Direction, arrivals_after
+from recollect.replay.planned_ops import Directed
 from recollect.replay.policy_query import Consultation
 from recollect.replay.steps import tensors_in
 from recollect.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
@@ -105,7 +105,7 @@ class OpRecorder(DispatchMode):
         if written:
             self._write(op, written)
         self._note_results(op, kind, out)
-        ground.arrivals += arrivals_after(op)
+        ground.arrivals += op.arrivals
         ground.is_in_op = False
         return out
 
@@ -199,14 +199,14 @@ class OpRecorder(DispatchMode):
         if step is None or step.is_opaque or not kind.is_known or self._reads_unsure(op):
             op.never_again(OPAQUE, None)
             return
-        ruling = op.ruling = self._consultation.decide(kind.facts, out, args, kwargs)
+        ruling = op.ruling = self._consultation.decide(op, kind.facts, out, args, kwargs)
         why_kept = "nondeterministic" if kind.is_nondeterministic else None
         if kind.facts.draws_alone(args):
             why_kept = "random, by a state of its library"
         insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
         if not insists and not kind.is_function(args, kwargs):
             why_kept = FOREIGN
-        if type(ruling) is Direction and why_kept is None:
+        if op.key is not None and why_kept is None:
             return  # it may run again, for results that are not held
         if ruling.keeps and kind.facts.can_be_kept:
             op.never_again(ruling.reason, ruling)
@@ -285,10 +285,9 @@ class OpRecorder(DispatchMode):
 
 def _holds(op: Op, result: int | None) -> bool:
     """Whether a result of ``op`` is held: of those on new memory which; None: one in place."""
-    ruling = op.ruling
-    if op.keep is not None or type(ruling) is not Direction:
+    if op.keep is not None or op.planned is None:
         return op.keep is not None
-    return ruling.keeps and (result is None or result in ruling.results)
+    return result is None or result in op.planned
 
 
 def _picks_by_mask(kind: Kind, args: _Args) -> bool:

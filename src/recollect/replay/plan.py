@@ -12,7 +12,6 @@ from collections.abc import Container
 
 from recollect.graph.release import find_needs
 from recollect.replay.mincut import FOREVER, minimum_cut
-from recollect.replay.planned_ops import held_by
 from recollect.replay.steps import Step
 from recollect.replay.tape import Op, Tape
 
@@ -114,10 +113,7 @@ def holdable(steps: list[Step]) -> set[int]:
 def _planned(tape: Tape, can_be_held: set[int]) -> dict[int, bool]:
     """What a plan has held, each with whether it goes to a store."""
     return {
-        number: op.ruling.offloads
-        for op in tape.ops
-        for number in held_by(op)
-        if number in can_be_held
+        number: op.ruling.offloads for op in tape.ops for number in op.held if number in can_be_held
     }
 
 

@@ -25,7 +25,7 @@ from recollect.policy.rulings import Ruling
 from recollect.replay.tape import Op
 from recollect.store.protocol import Store
 
-__all__ = ["Alike", "Decisions", "Directed", "Direction", "arrivals_after", "held_by", "key_of"]
+__all__ = ["Alike", "Decisions", "Directed"]
 
 
 class _Keys:
@@ -94,43 +94,6 @@ def _form(start: str) -> str:
 _NUMBERS = re.compile(r"\d+")
 
 
-class Direction(Ruling):
-    """What becomes of the results of one op.
-
-    ``results``: which of those that it makes are to be held; the others may be made again.
-    ``arrivals``: how many of those that were sent away before have arrived after its function.
-    """
-
-    __slots__ = ("arrivals", "key", "results")
-
-    def __init__(
-        self, decision: CheckpointPolicy, key: str, results: frozenset[int], arrivals: int
-    ) -> None:
-        super().__init__(decision, "planned", 0)
-        self.key = key
-        self.results = results
-        self.arrivals = arrivals
-
-
-def held_by(op: Op) -> list[int]:
-    """The results of ``op`` that a plan has held."""
-    ruling = op.ruling
-    if type(ruling) is not Direction or not ruling.keeps:
-        return []
-    made = [number for n, number in enumerate(op.makes) if n in ruling.results]
-    return made + [new for _, new in op.writes]
-
-
-def key_of(op: Op) -> str | None:
-    """What ``op`` is called in a plan; None if it was not asked about."""
-    return op.ruling.key if type(op.ruling) is Direction else None
-
-
-def arrivals_after(op: Op) -> int:
-    """How many of those that were sent away are let go after ``op``."""
-    return op.ruling.arrivals if type(op.ruling) is Direction else 0
-
-
 class Decisions:
     """Which results of the ops of a model are kept or sent away; all others are made again.
 
@@ -167,17 +130,21 @@ class Decisions:
     def __deepcopy__(self, memo: Any) -> Decisions:
         return self
 
-    def of(self, key: str) -> Direction:
-        """What becomes of the results of an op."""
-        arrivals = self.arrivals.get(key, 0)
-        if key in self.kept:
-            return Direction(CheckpointPolicy.MUST_SAVE, key, self.kept[key], arrivals)
+    def decide(self, key: str, op: Op) -> Ruling:
+        """What becomes of the results of ``op``, which is called ``key``."""
+        op.key = key
+        op.arrivals = self.arrivals.get(key, 0)
         if key in self.away:
-            return Direction(CheckpointPolicy.MUST_CPU_OFFLOAD, key, self.away[key], arrivals)
-        known = key if self.alike is None else self.alike.of(key)
-        if known != key and known in self.kept:
-            return Direction(CheckpointPolicy.MUST_SAVE, key, self.kept[known], arrivals)
-        return Direction(CheckpointPolicy.PREFER_RECOMPUTE, key, frozenset(), arrivals)
+            op.planned = self.away[key]
+            return _OFFLOADED
+        known = key if key in self.kept or self.alike is None else self.alike.of(key)
+        op.planned = self.kept.get(known)
+        return _RECOMPUTED if op.planned is None else _KEPT
+
+
+_KEPT = Ruling(CheckpointPolicy.MUST_SAVE, "planned", 0)
+_OFFLOADED = Ruling(CheckpointPolicy.MUST_CPU_OFFLOAD, "planned", 0)
+_RECOMPUTED = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "planned", 0)
 
 
 class Directed:
@@ -188,7 +155,7 @@ class Directed:
     ) -> None:
         self._decisions = decisions
         self._keys = _Keys(getattr(function, "__self__", function))
-        self._keys.skip(key for op in before if (key := key_of(op)) is not None)
+        self._keys.skip(op.key for op in before if op.key is not None)
         self.keep: Callable[[torch.Tensor, str, Ruling], None] | None = None
 
     def __enter__(self) -> None:
@@ -197,6 +164,6 @@ class Directed:
     def __exit__(self, *exc: object) -> None:
         self.keep = None  # it was recorded, and that leads here
 
-    def decide(self, facts: Facts, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
+    def decide(self, op: Op, facts: Facts, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
         """What is to become of the result of an op."""
-        return self._decisions.of(self._keys.next(facts.op, sys._getframe(1)))
+        return self._decisions.decide(self._keys.next(facts.op, sys._getframe(1)), op)

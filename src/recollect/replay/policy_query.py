@@ -16,6 +16,7 @@ from recollect.policy.modules import InsideModules
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import Answer, Asker, Ruling, rulebook_of
 from recollect.policy.unmatched_rules import check_names, warn_of_unheard
+from recollect.replay.tape import Op
 
 __all__ = ["Consultation"]
 
@@ -70,7 +71,7 @@ class Consultation:
             inside = frozenset() if self._modules is None else frozenset(self._modules.ranks)
             warn_of_unheard(self._rulebook, inside, self._ops)
 
-    def decide(self, facts: Facts, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
+    def decide(self, op: Op, facts: Facts, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
         """What is to become of the result of an op."""
         self._ops.add(op_name(facts.op))
         answer: Answer = self._rulebook.answer_to(facts, protects=True)

@@ -181,12 +181,14 @@ class Op:
 
     __slots__ = (
         "args",
+        "arrivals",
         "call",
         "flags",
         "fresh",
         "generator",
         "grad_enabled",
         "keep",
+        "key",
         "kwargs",
         "later",
         "makes",
@@ -194,6 +196,7 @@ class Op:
         "only",
         "op",
         "paths",
+        "planned",
         "reads",
         "ruling",
         "slots",
@@ -226,6 +229,11 @@ class Op:
         self.later: str | None = None
         #: What the policy said.
         self.ruling: Any = None
+        #: By a plan: what it is called there, which of those that it makes are held, and how many
+        #: of those offloaded before are freed after its function.
+        self.key: str | None = None
+        self.planned: frozenset[int] | None = None
+        self.arrivals = 0
         #: Where among the arguments there are views; None until it is run again.
         self.slots: list[tuple[int, View]] | None = None
         #: What it makes, if it returns that and nothing else; -1 if not.
@@ -241,6 +249,14 @@ class Op:
     def results(self) -> list[int]:
         """The buffers that it makes."""
         return self.makes + [new for _, new in self.writes]
+
+    @property
+    def held(self) -> list[int]:
+        """The results that a plan has held."""
+        if self.planned is None:
+            return []
+        made = [value for place, value in enumerate(self.makes) if place in self.planned]
+        return made + [new for _, new in self.writes]
 
     def prepare(self) -> list[tuple[int, View]]:
         """Find out how to run it."""
