@@ -418,6 +418,12 @@ class Outcome:
     error: BaseException | None = None
     in_forward: bool = False
 
+    def __post_init__(self) -> None:
+        # Neither the frames that it came through nor those of an error handled on the way: they
+        # hold tensors, and these the graph.
+        if self.error is not None:
+            self.error.__traceback__ = self.error.__cause__ = self.error.__context__ = None
+
 
 def play(program: Program, interpreter: Interpreter) -> Outcome:
     torch.manual_seed(0)
