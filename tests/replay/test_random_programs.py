@@ -516,6 +516,11 @@ def assert_agree(
         assert_identical(actual.results, right.results)
 
 
+def run_another_backward() -> None:
+    """The nodes that a backward that raised had yet to run stay in torch's queue until the next."""
+    torch.zeros(1, requires_grad=True).sum().backward()
+
+
 @contextmanager
 def nothing_is_left_behind() -> Iterator[None]:
     """What a call of a region holds is let go with the graph, without the garbage collector."""
@@ -530,8 +535,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     with collector_off(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "Recall", recall)
         yield
-        # The nodes that a backward that raised had yet to run stay in torch's queue until the next.
-        torch.zeros(1, requires_grad=True).sum().backward()
+        run_another_backward()
         assert [each() for each in held if each() is not None] == []
 
 
@@ -602,11 +606,30 @@ REFUSED_INSIDE = Program(
         region(Step("sin"), Step("flat", 1), Step("placed_"), Step("sin", 1)),
     )
 )
+#: Another thread writes to an input from which something is computed again. Then the region returns
+#: it, or writes to it, or goes on otherwise than it was recorded.
+WRITTEN_AND_RETURNED = Program(
+    (region(Step("tanh"), Step("sin"), Step("elsewhere_", 2), outputs=(0, 2)),), (1,)
+)
+WRITTEN_TWICE = Program(
+    (region(Step("tanh"), Step("sin"), Step("elsewhere_", 2), Step("first_", 2)),)
+)
+WRITTEN_AND_DIFFERS = Program(
+    (
+        region(
+            *(Step("tanh"), Step("sin")),
+            Block("branch", (Step("elsewhere_", 2), Step("exp"), Step("sin_", 3))),
+        ),
+    )
+)
 
 
 @with_examples(50)
 @example(DIFFERS_AND_SAVES, CALLS["same"])
 @example(KEPT_AND_OVERWRITTEN, CALLS["same"])
+@example(WRITTEN_AND_RETURNED, CALLS["same"])
+@example(WRITTEN_TWICE, CALLS["same"])
+@example(WRITTEN_AND_DIFFERS, CALLS["branch_at_once"])
 @given(programs(), calls)
 def test_random_programs(program: Program, settings: tuple[Setting, ...]) -> None:
     compare(program, settings)
@@ -639,7 +662,23 @@ WRITTEN_ELSEWHERE = Program(
 )
 
 
+#: Backward is refused, with another region yet to go through.
+REFUSED_IN_BACKWARD = Program(
+    (
+        region(Step("sin"), inputs=(4,)),
+        Block("no_grad", (Step("sin"), Step("sin"), Step("sin"))),
+        region(
+            *(Step("sin"), Block("no_grad", (Step("transpose_"),)), Step("sin"), Step("sin")),
+            inputs=(3,),
+            outputs=(2,),
+        ),
+    ),
+    (0, 0),
+)
+
+
 @with_examples(30)
+@example(REFUSED_IN_BACKWARD, policy.save_ops(torch.ops.aten.sin), False)
 @example(WRITTEN_ELSEWHERE, policy.everything(), True)
 @example(SAVED_AND_CHANGED, policy.save_ops(torch.ops.aten.sin), True)
 @given(programs(), policies, st.booleans())
@@ -647,6 +686,7 @@ def test_random_programs_with_a_store(program: Program, chosen: Any, inputs: boo
     store = Store()
     options = {"policy": chosen, "store": store, "offload_inputs": inputs}
     compare(program, CALLS["same"], **options)
+    run_another_backward()
     assert store.kept == {}
 
 

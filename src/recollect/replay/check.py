@@ -190,6 +190,7 @@ class Checker(TorchFunctionMode):
 
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that the recording does not know."""
+        self._count_versions()
         is_at_end = self._next is None
         went_on = self._recording.reason or "the function went on"
         self._differ(went_on if is_at_end else f"another call of {func}")

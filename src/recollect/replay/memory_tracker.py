@@ -245,6 +245,8 @@ class Ground:
         if self.paused:
             return
         self.paused = True
+        for held in self._new:  # the ops before this one are over
+            held.count_version()
         try:
             if self.earlier is not None:
                 self.earlier.before_write(tensor)
@@ -280,6 +282,8 @@ class Ground:
             return
         old = memory.buffer
         self.writes_outside |= memory.is_outside
+        if old.op < 0:  # as before a write that is seen: a later call must not hold it
+            old.unsure = old.unsure or "changed later"
         held = self.recall.kept.get(old.number)
         maker = self.tape.maker_of(old)
         if held is not None and held.away is None:

@@ -128,7 +128,8 @@ class Recorder(TorchFunctionMode):
         for number, held in recall.kept.items():
             buffer = ground.tape.values[number]
             must_stay = number in saved and buffer.unsure is None
-            if buffer.is_output and held.away is None and not must_stay:
+            is_here = held.away is None and held.is_unchanged()
+            if buffer.is_output and is_here and not must_stay:
                 held.become_copy()
         for number, start in ground.places.items():
             self._outsides[number].start = start

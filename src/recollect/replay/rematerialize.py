@@ -148,10 +148,10 @@ class Recall:
     def before_write(self, tensor: torch.Tensor) -> None:
         """Something writes to ``tensor``, whose memory may be held."""
         for held in self.held_of(tensor):
-            if held.away is None:
-                held.become_copy()
-            else:
+            if held.away is not None:
                 held.away.before_write(tensor)
+            elif held.is_unchanged():  # else somebody unseen has written to it: backward says so
+                held.become_copy()
 
     def before_look(self, tensor: torch.Tensor) -> list[Held]:
         """``tensor`` gets another look, which counts as a write. What has to be counted anew."""
