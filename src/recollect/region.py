@@ -16,9 +16,9 @@ from recollect.replay.engine import replay_region
 from recollect.rerun.engine import Contexts, Frame, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
 from recollect.rerun.selective import RecordMode
-from recollect.rerun.selective.explaining import explaining, make_deposit
+from recollect.rerun.selective.explaining import explaining, make_offload_batch
 from recollect.settings import resolve_debug, resolve_early_stop
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["enter_region", "run_compiled", "run_region"]
 
@@ -76,18 +76,18 @@ def enter_region(
     )
 
 
-def _deposit(contexts: Contexts | None, options: Options) -> Deposit:
+def _deposit(contexts: Contexts | None, options: Options) -> OffloadBatch:
     """Where the inputs of a region go: to what the policy keeps, if it keeps something."""
     if contexts is not None and isinstance(contexts[0], RecordMode):
         return contexts[0].ledger.deposit
-    return make_deposit(options.store)
+    return make_offload_batch(options.store)
 
 
 def _replay(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[bool, Any]:
     """Run a region by the replay engine; False if that has to leave it to the rerun engine."""
-    deposit = make_deposit(options.store)
+    deposit = make_offload_batch(options.store)
     return replay_region(function, args, kwargs, options.policy, deposit, options.offload_inputs)
 
 
@@ -102,12 +102,12 @@ def _run_reentrant(
     explainer = explaining.explainer
     with (
         nullcontext() if explainer is None else explainer.reentrant(function, args),
-        _offloading(make_deposit(options.store)) if options.offload_inputs else nullcontext(),
+        _offloading(make_offload_batch(options.store)) if options.offload_inputs else nullcontext(),
     ):
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
 
-def _offloading(deposit: Deposit) -> saved_tensors_hooks:
+def _offloading(deposit: OffloadBatch) -> saved_tensors_hooks:
     """Hooks by which the inputs that a node saves go to a store."""
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from recollect.replay import rematerialize as recall
 from recollect.replay.engine import replay_region
 from recollect.replay.planned_ops import Decisions
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 from tests.store._fake import make_store
 
 
@@ -76,7 +76,7 @@ TANHS = first(*(f"layers.{n}|aten::tanh|0" for n in range(3)))
 
 
 def step(model, x, decisions, deposit=None):
-    deposit = deposit or Deposit(host=decisions.store, last_first=True)
+    deposit = deposit or OffloadBatch(host=decisions.store, last_first=True)
     is_done, out = replay_region(model.forward, (x,), {}, decisions, deposit, False)
     assert is_done
     return out
@@ -199,9 +199,9 @@ def test_arrivals_are_told_after_their_ops(model, x, calls):
 
 def test_at_the_end_of_forward_the_rest_arrives(model, x):
     store = Store()
-    deposit = Deposit(host=store, last_first=True)
+    deposit = OffloadBatch(host=store, last_first=True)
     out = step(model, x, Decisions(BOUNDARIES, TANHS, store), deposit)
-    deposit.arrive()
+    deposit.release()
     assert out.requires_grad  # and hence holds what was put
     assert [entry for entry in store.log if entry[0] == "release"] == [
         ("release", 0),
@@ -247,13 +247,13 @@ def test_the_rest_of_a_call_that_differs_goes_by_the_same_decisions(model, x, mo
 
 
 def test_what_is_sent_after_less_than_was_expected_is_let_go_in_time() -> None:
-    store, _ = make_store(_looks=False)
-    deposit = Deposit(host=store, last_first=True)
+    store, _ = make_store(_polls=False)
+    deposit = OffloadBatch(host=store, last_first=True)
     parcels, storages = [], []
     for expected in (2, 1, 1):  # of the first call one result was not sent
         tensor = torch.randn(100)
         storages.append(ref(tensor.untyped_storage()))
         parcels.append(deposit.put(tensor))
         del tensor
-        deposit.arrive(expected)
+        deposit.release(expected)
         assert storages[-1]() is None

@@ -35,7 +35,7 @@ from recollect.replay.kinds import kind_of
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.recording_cache import _slots
 from recollect.state.flags import read_flags
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 from tests._support import assert_identical, assert_transparent, leaf, plain, play
 
 pytestmark = [
@@ -51,7 +51,7 @@ _NOTHING_KEPT = Decisions({})
 
 def planned(function: Any, *args: Any) -> Any:
     """Call a region as under a plan."""
-    is_done, out = replay_region(function, args, {}, _NOTHING_KEPT, Deposit(), False)
+    is_done, out = replay_region(function, args, {}, _NOTHING_KEPT, OffloadBatch(), False)
     return out if is_done else recollect.checkpoint(function, *args)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.store.handles import Copied
+from recollect.store.handles import OnHost
 from recollect.store.host import HostStore
 
 
@@ -187,7 +187,7 @@ def weight() -> Tensor:
 
 
 def was_copied(handle: Any) -> bool:
-    return isinstance(handle, Copied)
+    return isinstance(handle, OnHost)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

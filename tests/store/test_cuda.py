@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from recollect.store import HostStore
 from recollect.store import pool as pool_module
-from recollect.store.links import CudaLink, CudaLinks
-from recollect.store.transfers import Traffic
+from recollect.store.links import CudaLink, cuda_links
+from recollect.store.transfers import Transfers
 from tests.store._fake import poison_buffers, same_bits, was_copied
 
 pytestmark = [
@@ -58,20 +58,20 @@ class SlowLink(CudaLink):
 
 def poison_sources(monkeypatch: pytest.MonkeyPatch, in_use: set[int]) -> None:
     """Overwrite sources that only the store held, on their stream, as they are let go of."""
-    let_go = Traffic.let_go
+    release = Transfers.release
 
-    def let_go_poisoned(self: Traffic, stored: Any) -> None:
+    def release_poisoned(self: Transfers, stored: Any) -> None:
         source = stored.source
-        let_go(self, stored)
+        release(self, stored)
         if source is None:
             return
         # Another part of the same storage may still be on its way.
-        pending = {other.source.untyped_storage().data_ptr() for other in self.leaving}
+        pending = {other.source.untyped_storage().data_ptr() for other in self.outgoing}
         if source.untyped_storage().data_ptr() not in in_use | pending:
             with torch.cuda.stream(stored.stream):
                 _all_bytes(source).fill_(0xFF)
 
-    monkeypatch.setattr(Traffic, "let_go", let_go_poisoned)
+    monkeypatch.setattr(Transfers, "release", release_poisoned)
 
 
 def _all_bytes(tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_the_default_store_copies_large_tensors_and_holds_others():
 
 
 def test_one_link_for_a_device():
-    links = CudaLinks()
+    links = cuda_links()
     assert links(on_cuda(1)) is links(on_cuda(1))
     assert links(torch.ones(1)) is None
 
@@ -133,7 +133,7 @@ def test_one_link_for_a_device():
 def test_buffers_are_pinned_and_given_back():
     store = HostStore()
     handle = store.put(on_cuda(MIB))
-    stored = handle.stored
+    stored = handle.copy
     assert all(block.memory.is_pinned() for block in stored.buffer.blocks)
     assert store.pinned_bytes == store.held_bytes == 4 * MIB
     store.drop(handle)
@@ -202,7 +202,7 @@ def test_copies_overlap_with_computation():
     torch.cuda.synchronize()
     handle = store.put(x)
     sleep(LONG)  # the computation
-    handle.stored.done.synchronize()
+    handle.copy.done.synchronize()
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
 
@@ -272,7 +272,7 @@ def test_capture_of_a_graph():
     store.put(on_cuda(MIB))
 
 
-class Parcel:
+class OffloadedTensor:
     """A handle that is dropped with the graph."""
 
     def __init__(self, store: HostStore, tensor: Tensor) -> None:
@@ -301,7 +301,7 @@ def test_training_is_bit_exact(in_flight):
     expected = gradients()
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: Parcel(store, tensor), lambda parcel: parcel.get()
+            lambda tensor: OffloadedTensor(store, tensor), lambda parcel: parcel.get()
         ):
             got = gradients()
         assert all(map(torch.equal, got, expected))

@@ -457,21 +457,21 @@ def test_a_change_after_the_release_is_none():
     assert same_bits(store.get(handle), old)
 
 
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_source_is_let_go_when_its_copy_is_done_or_only_when_told(looks):
-    store, link = make_store(_looks=looks)
+@pytest.mark.parametrize("polls", [True, False])
+def test_a_source_is_let_go_when_its_copy_is_done_or_only_when_told(polls):
+    store, link = make_store(_polls=polls)
     source = activation(100)
     handle, storage = store.put(source), weakref.ref(source.untyped_storage())
     del source
     link.finish()
     store.put(activation(1))
-    assert (storage() is None) == looks
+    assert (storage() is None) == polls
     store.release(handle)
     assert storage() is None
 
 
 def test_without_looking_too_many_under_way_are_still_let_go():
-    store, _ = make_store(_looks=False, in_flight=500)
+    store, _ = make_store(_polls=False, in_flight=500)
     sources = [activation(100) for _ in range(3)]
     storages = [weakref.ref(each.untyped_storage()) for each in sources]
     while sources:
@@ -686,7 +686,7 @@ def test_a_finalizer_may_drop_in_the_middle_of_another_call():
     tensor = activation(5000)
     handle = store.put(tensor)
     assert not store._dropped
-    assert len(store._stored) == 1
+    assert len(store._copies) == 1
     assert same_bits(store.get(handle), tensor)
 
 
@@ -739,10 +739,10 @@ def test_a_copy_of_a_module_shares_the_store():
     )
 
 
-def test_one_store_for_the_process(monkeypatch):
+def test_one_store_for_the_process():
     from recollect.store import host
 
-    monkeypatch.setattr(host, "_default", None)
+    host._default_store.cache_clear()
     found, start = [], threading.Barrier(8)
 
     def find() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect.store import DeviceStore, HostStore
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 
 class Clones:
@@ -81,11 +81,11 @@ def test_a_tensor_comes_back_as_it_was(
     make: Callable[[], Tensor], store: Callable[[], Any]
 ) -> None:
     tensor = make()
-    parcel = Deposit(store()).put(tensor)
-    back = parcel.get()
+    offloaded = OffloadBatch(store()).put(tensor)
+    back = offloaded.get()
     assert layout_of(back) == layout_of(tensor)
     assert torch.equal(back, tensor)
-    assert torch.equal(parcel.get(), tensor)
+    assert torch.equal(offloaded.get(), tensor)
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
@@ -96,11 +96,11 @@ def test_a_tensor_that_is_written_to_comes_back_as_it_was(
     tensor = make()
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
     before, values = storage.clone(), tensor.clone()
-    parcel = Deposit(store()).put(tensor)
-    parcel.before_write(tensor)
+    offloaded = OffloadBatch(store()).put(tensor)
+    offloaded.before_write()
     storage.zero_()
     try:
-        back = parcel.get()
+        back = offloaded.get()
         assert back.shape == tensor.shape
         assert back.stride() == tensor.stride()
         assert torch.equal(back, values)
@@ -111,5 +111,5 @@ def test_a_tensor_that_is_written_to_comes_back_as_it_was(
 def test_what_is_as_it_was_is_not_copied() -> None:
     tensor = torch.ones(4, 4)
     store = Clones()
-    parcel = Deposit(store).put(tensor)
-    assert parcel.get() is parcel.handle
+    offloaded = OffloadBatch(store).put(tensor)
+    assert offloaded.get() is offloaded.handle

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recollect.store import pool as pool_module
-from recollect.store.pool import LARGEST, SMALLEST, Pool, block_sizes, memory_of_machine
+from recollect.store.pool import LARGEST, SMALLEST, PinnedPool, block_sizes, memory_of_machine
 
 
 def pin(size):
@@ -36,7 +36,7 @@ def test_blocks_are_of_few_sizes_and_waste_little():
 
 
 def test_a_block_that_came_back_is_used_again_after_its_event():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     first = pool.take(10_000, pin)
     assert first.after() == []
     pool.give(first, "read")
@@ -46,13 +46,13 @@ def test_a_block_that_came_back_is_used_again_after_its_event():
 
 
 def test_blocks_in_use_are_not_given_out_twice():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     buffers = [pool.take(SMALLEST, pin) for _ in range(5)]
     assert len({buffer.blocks[0].memory.data_ptr() for buffer in buffers}) == 5
 
 
 def test_bytes_are_counted():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     a, b = pool.take(SMALLEST, pin), pool.take(3 * SMALLEST, pin)
     assert pool.held_bytes == pool.pinned_bytes == 4 * SMALLEST
     pool.give(a, None)
@@ -64,7 +64,7 @@ def test_bytes_are_counted():
 
 
 def test_trimming_leaves_what_is_in_use():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     buffer = pool.take(SMALLEST, pin)
     pool.trim()
     assert pool.pinned_bytes == SMALLEST
@@ -73,7 +73,7 @@ def test_trimming_leaves_what_is_in_use():
 
 
 def test_the_limit_is_kept_with_one_warning():
-    pool = Pool(4 * SMALLEST)
+    pool = PinnedPool(4 * SMALLEST)
     pool.take(4 * SMALLEST, pin)
     with pytest.warns(UserWarning, match="pinned_limit"):
         more = pool.take(2 * SMALLEST, pin)
@@ -86,14 +86,14 @@ def test_the_limit_is_kept_with_one_warning():
 
 
 def test_free_blocks_of_other_sizes_make_room():
-    pool = Pool(4 * SMALLEST)
+    pool = PinnedPool(4 * SMALLEST)
     pool.give(pool.take(4 * SMALLEST, pin), None)
     assert pool.take(SMALLEST, pin).pinned
     assert pool.pinned_bytes == SMALLEST
 
 
 def test_memory_that_cannot_be_pinned_is_replaced_with_one_warning():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     with pytest.warns(UserWarning, match="the driver has no memory"):
         assert not pool.take(100, no_pin).pinned
     assert pool.pinned_bytes == 0
@@ -101,7 +101,7 @@ def test_memory_that_cannot_be_pinned_is_replaced_with_one_warning():
 
 
 def test_blocks_taken_before_a_failure_come_back_with_their_events():
-    pool = Pool(1 << 30)
+    pool = PinnedPool(1 << 30)
     pool.give(pool.take(2 * SMALLEST, pin), "read")
     with pytest.warns(UserWarning, match="not pinned"):
         pool.take(3 * SMALLEST, no_pin)  # the first block is there, the second is not
@@ -111,7 +111,7 @@ def test_blocks_taken_before_a_failure_come_back_with_their_events():
 
 
 def test_ordinary_memory_does_not_come_back():
-    pool = Pool(0)
+    pool = PinnedPool(0)
     with pytest.warns(UserWarning, match="not pinned"):
         pool.give(pool.take(SMALLEST, pin), None)
     assert pool.held_bytes == 0
@@ -120,7 +120,7 @@ def test_ordinary_memory_does_not_come_back():
 
 def test_parts_of_a_buffer(monkeypatch):
     monkeypatch.setattr(pool_module, "LARGEST", SMALLEST)
-    buffer = Pool(1 << 30).take(3 * SMALLEST, pin)
+    buffer = PinnedPool(1 << 30).take(3 * SMALLEST, pin)
     assert len(buffer.blocks) == 3
     for n, block in enumerate(buffer.blocks):
         block.memory.fill_(n)

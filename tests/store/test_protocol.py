@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recollect.store import DeviceStore, HostStore, check_store
+from recollect.store import DeviceStore, HostStore, Store, check_store
+from recollect.store.offload_batch import OffloadBatch
 
 
 class OwnStore:
@@ -45,6 +46,50 @@ def test_a_method_that_cannot_be_called_is_missing():
 def test_a_class_is_refused_with_the_way_to_make_an_object():
     with pytest.raises(TypeError, match=r"the class OwnStore.*OwnStore\(\)"):
         check_store(OwnStore, "store")
+
+
+class Derived(Store):
+    """The least that a store has to write."""
+
+    def put(self, tensor):
+        return [tensor]
+
+    def get(self, handle):
+        return handle[0]
+
+
+def test_the_base_class_has_defaults_for_the_rest():
+    store, x = Derived(), torch.ones(3)
+    check_store(store, "store")
+    handle = store.put(x)
+    assert store.prefetch([handle]) is store.release(handle) is store.count_version(handle) is None
+    kept = store.before_write(handle)
+    x.zero_()
+    assert torch.equal(store.get(kept), torch.ones(3))
+    assert store.drop(kept) is None
+
+
+class Prepared(OwnStore):
+    """Makes a write safe itself, and is not derived from anything."""
+
+    calls = 0
+
+    def before_write(self, handle):
+        self.calls += 1
+
+
+@pytest.mark.parametrize("make", [Derived, OwnStore, Prepared, DeviceStore, HostStore])
+def test_a_batch_of_any_store_survives_a_write(make):
+    x, store = torch.ones(3), make()
+    batch = OffloadBatch(store)
+    offloaded = batch.put(x)
+    offloaded.before_write()
+    x.zero_()
+    batch.release()
+    batch.announce()
+    assert torch.equal(offloaded.get(), torch.ones(3))
+    if isinstance(store, Prepared):
+        assert store.calls == 1
 
 
 def test_a_tensor_in_a_device_store_is_its_own_handle():

@@ -44,7 +44,7 @@ class Player:
         self.link.finish()
         assert self.link.violations == []
         assert self.store.held_bytes == 0
-        assert self.store._traffic == {} or self.store._traffic[self.link].ahead_bytes == 0
+        assert self.store._transfers == {} or self.store._transfers[self.link].prefetched_bytes == 0
 
     def make(self) -> None:
         shape = [self.random.randrange(1, 9) for _ in range(self.random.randrange(1, 5))]

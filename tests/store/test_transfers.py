@@ -115,10 +115,10 @@ def test_to_drop_everything_frees_everything():
     del handle, handles
     assert all(ref() is None for ref in refs)
     assert store.held_bytes == 0
-    assert store._stored == {}
-    (traffic,) = store._traffic.values()
-    assert (traffic.leaving, traffic.leaving_bytes, traffic.ahead_bytes) == ({}, 0, 0)
-    assert traffic._wanted == {}
+    assert store._copies == {}
+    (transfers,) = store._transfers.values()
+    assert (transfers.outgoing, transfers.outgoing_bytes, transfers.prefetched_bytes) == ({}, 0, 0)
+    assert transfers._wanted == {}
     link.finish()
     assert link.violations == []
     assert store.pinned_bytes > 0
@@ -245,7 +245,7 @@ def test_what_was_fetched_for_another_stream_is_fetched_again():
     assert len(link.copied_in) == 2
     assert [stream for stream, _ in link.waits] == ["side", "main"]
     store.drop(handle)
-    assert store._traffic[link].ahead_bytes == 0
+    assert store._transfers[link].prefetched_bytes == 0
     link.finish()
     assert link.violations == []
 
@@ -285,7 +285,7 @@ def test_a_buffer_is_not_written_to_while_it_is_read():
     first = activation(100)
     handle = store.put(first)
     store.prefetch([handle])
-    got = store._stored[next(iter(store._stored))][0].ahead
+    got = store._copies[next(iter(store._copies))][0].prefetched
     store.drop(handle)  # the copy back has not run yet, and the memory is still in our hands
     del first
     store.put(torch.zeros(100))
@@ -301,7 +301,7 @@ def test_a_buffer_is_written_to_after_its_last_reader(read):
     after, copy_out = [], link.copy_out
     link.copy_out = lambda pieces, events: after.append([*events]) or copy_out(pieces, events)
     handle = store.put(activation(100))
-    stored = handle.stored
+    stored = handle.copy
     if read:
         store.get(handle)
         store.get(handle)

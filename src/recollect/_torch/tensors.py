@@ -17,6 +17,11 @@ from torch.autograd import forward_ad
 from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_dispatch_modes
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often ``tensor`` was written to; None for an inference tensor, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
     """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
     if not targets:

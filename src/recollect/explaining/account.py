@@ -13,7 +13,7 @@ from recollect.explaining.memory import Memory, storages_of, tensors_in
 from recollect.explaining.region import Region
 from recollect.explaining.regions import OFFLOAD_INPUTS, Observer
 from recollect.explaining.rows import AUTOGRAD, ELSEWHERE, RESULT, Row
-from recollect.store.handles import Copied, Held, Parts
+from recollect.store.handles import Composite, OnDevice, OnHost
 
 __all__ = ["rows_of"]
 
@@ -91,7 +91,7 @@ def _outside(memory: Memory, holders: _Holders) -> _Finding | None:
         return "kept", AUTOGRAD, None
     if storage in holders.result:
         return "kept", RESULT, None
-    is_leaving = any(isinstance(handle, Copied) for handle, _, _ in _parcels(memory))
+    is_leaving = any(isinstance(handle, OnHost) for handle, _, _ in _parcels(memory))
     return None if is_leaving else ("kept", ELSEWHERE, None)
 
 
@@ -130,9 +130,9 @@ def _staying(memory: Memory) -> list[tuple[str, Region]]:
 
 def _stays(memory: Memory, handle: Any) -> bool:
     """Whether ``handle`` of a store is ``memory`` itself, where it is."""
-    if isinstance(handle, Parts):
+    if isinstance(handle, Composite):
         return any(_stays(memory, part) for part in handle.handles.values())
-    tensor = handle.tensor if isinstance(handle, Held) else handle
+    tensor = handle.tensor if isinstance(handle, OnDevice) else handle
     if not isinstance(tensor, torch.Tensor):
         return False
     return any(storage is memory.storage() for storage in storages_of(tensor))

@@ -17,7 +17,7 @@ from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import inner_tensors, storage_key
 from recollect.explaining.region import Region
 from recollect.state.argument_snapshot import Contents
-from recollect.store.offload_batch import Parcel
+from recollect.store.offload_batch import OffloadedTensor
 
 __all__ = ["Memories", "Memory", "storages_of", "tensors_in"]
 
@@ -81,7 +81,7 @@ class Memory:
         #: The region that holds it to be called again.
         self.input_of: Region | None = None
         #: What was put into stores: the parcel, why, and the region.
-        self.parcels: list[tuple[ReferenceType[Parcel], str, Region]] = []
+        self.parcels: list[tuple[ReferenceType[OffloadedTensor], str, Region]] = []
 
     def describe(self, tensor: _Tensor, op: Any, path: str) -> None:
         """Say what it is: ``tensor``, which ``op`` has made."""

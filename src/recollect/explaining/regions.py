@@ -25,7 +25,7 @@ from recollect.rerun.selective import RecordMode
 from recollect.rerun.selective.ledger import Entry, Kept
 from recollect.settings import is_recomputing
 from recollect.state.rng import RngState, read_rng
-from recollect.store.offload_batch import Deposit, Parcel
+from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 from recollect.store.protocol import Store
 
 __all__ = ["OFFLOAD_INPUTS", "Observer"]
@@ -78,7 +78,7 @@ class _WatchedFrame(Frame):
         return note_and_pack
 
 
-class _WatchedDeposit(Deposit):
+class _WatchedBatch(OffloadBatch):
     """A deposit that tells what is put."""
 
     __slots__ = ("_observer",)
@@ -87,7 +87,7 @@ class _WatchedDeposit(Deposit):
         super().__init__(store)
         self._observer = observer
 
-    def put(self, tensor: torch.Tensor) -> Parcel:
+    def put(self, tensor: torch.Tensor) -> OffloadedTensor:
         with self._observer.watcher.muted():
             parcel = super().put(tensor)
         self._observer.note_put(tensor, parcel)
@@ -180,9 +180,9 @@ class Observer:
         if not is_recomputing():
             self._left[:] = [f"left to the rerun engine: {reason}"]
 
-    def deposit(self, store: Store | None) -> Deposit:
+    def deposit(self, store: Store | None) -> OffloadBatch:
         """Where a region puts what it sends away."""
-        return _WatchedDeposit(store, self)
+        return _WatchedBatch(store, self)
 
     def applies(self, record: RecordMode, policy: Policy) -> None:
         """``record`` will run a region under ``policy``."""
@@ -209,7 +209,7 @@ class Observer:
         for memory in self._memories.find(tensor):
             memory.saved = True
 
-    def note_put(self, tensor: torch.Tensor, parcel: Parcel) -> None:
+    def note_put(self, tensor: torch.Tensor, parcel: OffloadedTensor) -> None:
         """A region has put ``tensor`` into a store."""
         region = self._opening or self.regions[-1]
         is_input = self._opening is not None or region.is_blind

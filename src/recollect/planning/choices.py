@@ -79,7 +79,7 @@ class Choices:
             return Blocks()
         store = None
         if self.away:  # what is free when is up to the plan, and not to how fast copies are
-            store = HostStore(in_flight=self.limit, ahead=self.ahead, _looks=False)
+            store = HostStore(in_flight=self.limit, ahead=self.ahead, _polls=False)
         kept = {key: frozenset(results) for key, results in self.kept}
         away = {key: frozenset(results) for key, results in self.away}
         return Decisions(kept, away, store, dict(self.arrivals), self.begin, alike)

@@ -33,7 +33,7 @@ from recollect.replay.engine import Witness, replay_region
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.rematerialize import Recall
 from recollect.report.units import bytes_text
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Runner", "Told", "run_planned"]
 
@@ -119,7 +119,7 @@ def run_planned(
     """Call ``function`` with what it makes kept, sent away or dropped as decided."""
     if isinstance(by, Blocks):
         return by.run(function, args, kwargs)
-    deposit = Deposit(host=by.store, last_first=True)
+    deposit = OffloadBatch(host=by.store, last_first=True)
     witness = Witness() if witness is None else witness
     is_done, result = replay_region(function, args, kwargs, by, deposit, False, witness)
     if not is_done:
@@ -129,7 +129,7 @@ def run_planned(
         )
         return function(*args, **kwargs)
     if by.away:
-        deposit.arrive()  # forward is over: what is leaving would only be in the way
+        deposit.release()  # forward is over: what is leaving would only be in the way
     return result
 
 

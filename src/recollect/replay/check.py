@@ -26,7 +26,7 @@ from recollect._torch.devices import current_stream_key, is_current_stream
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.modes import dispatch_mode_count, no_function_modes
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import storage_key, version_of
 from recollect.replay.call_mode import mood
 from recollect.replay.checked_step import Expected
 from recollect.replay.copy_on_write import Protector
@@ -48,7 +48,6 @@ from recollect.replay.steps import (
 )
 from recollect.replay.tape import Buffer
 from recollect.state.flags import read_flags
-from recollect.store.handles import version_of
 
 __all__ = ["Checker"]
 
@@ -393,7 +392,7 @@ class Checker(TorchFunctionMode):
             self._settle(expected, tickets)
             self._tickets = []
         if expected.arrivals:
-            self._recall.deposit.arrive(expected.arrivals)
+            self._recall.deposit.release(expected.arrivals)
 
     def _end_with_care(self, expected: Expected, returned: list[_Tensor]) -> None:
         tickets = self._tickets
@@ -410,7 +409,7 @@ class Checker(TorchFunctionMode):
         self._settle(expected, tickets)
         self._tickets = []
         if expected.arrivals:
-            self._recall.deposit.arrive(expected.arrivals)
+            self._recall.deposit.release(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
         number = self._number_of(tensor)

@@ -53,7 +53,7 @@ from recollect.replay.steps import Step
 from recollect.replay.tape import Tape
 from recollect.rerun.selective.explaining import Replayed, explaining
 from recollect.state.flags import read_flags
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Witness", "observe_region", "replay_region"]
 
@@ -109,7 +109,7 @@ def replay_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy | Decisions | None,
-    deposit: Deposit,
+    deposit: OffloadBatch,
     offload_inputs: bool,
     witness: Witness | None = None,
 ) -> tuple[bool, Any]:
@@ -175,7 +175,7 @@ def observe_region(
     ``wrap`` is given what records, and what gives back to backward, and returns the two hooks
     through which saved tensors go.
     """
-    recall = Recall(Deposit(), read_flags())
+    recall = Recall(OffloadBatch(), read_flags())
     recorder = _Call(function, args, kwargs, Decisions({}), False).recorder(recall)
     _running.is_running = True
     push_saved_tensor_hooks(*wrap(recorder, recall))

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import has_history, without_history
-from recollect._torch.tensors import memory_key
+from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.names import tensor_name
 from recollect.errors import InputChanged
 from recollect.replay.tape import Layout, copy_of_memory, view_of
-from recollect.store.handles import version_of
-from recollect.store.offload_batch import Deposit, Parcel
+from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of", "saved_in"]
 
@@ -45,14 +44,14 @@ class Held:
         self.layout = layout
         self.version = version_of(tensor)
         self.tensor = tensor
-        self.away: Parcel | None = None
+        self.away: OffloadedTensor | None = None
 
     @property
     def memory(self) -> int | None:
         """Which memory it is on, or was when it was sent away; None if that is gone."""
         return memory_key(self.tensor) if self.away is None else self.away.address
 
-    def send(self, deposit: Deposit, layout: Layout) -> None:
+    def send(self, deposit: OffloadBatch, layout: Layout) -> None:
         """Have a store hold the tensor, whole: of this ``layout``."""
         if self.layout is not layout:
             self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout

@@ -12,13 +12,18 @@ from torch import nn
 from recollect._torch.autograd import cast_weight, is_in_custom_function, without_history
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import CAST, bare_op
-from recollect._torch.tensors import is_plain_tensor, key_of_storage, memory_key, strangeness_of
+from recollect._torch.tensors import (
+    is_plain_tensor,
+    key_of_storage,
+    memory_key,
+    strangeness_of,
+    version_of,
+)
 from recollect.replay.held_tensor import Held
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import Step
 from recollect.replay.tape import Buffer, Op, View, layout_of
 from recollect.state.flags import Flags
-from recollect.store.handles import version_of
 
 __all__ = ["OPAQUE", "Ground", "Memory", "start_of"]
 
@@ -227,7 +232,7 @@ class Ground:
         if held is None:
             return
         if held.away is not None:
-            held.away.before_write(tensor)
+            held.away.before_write()
         elif buffer.is_wanted:
             paused, self.paused = self.paused, True
             try:
@@ -368,6 +373,6 @@ class Ground:
         try:
             for buffer in leaving:
                 self.recall.send(buffer)
-            self.recall.deposit.arrive(arrivals)
+            self.recall.deposit.release(arrivals)
         finally:
             self.paused = paused

@@ -35,7 +35,7 @@ from recollect.replay.tape import (
 )
 from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Recall"]
 
@@ -82,7 +82,7 @@ class Recall:
         "tickets",
     )
 
-    def __init__(self, deposit: Deposit, flags: Flags) -> None:
+    def __init__(self, deposit: OffloadBatch, flags: Flags) -> None:
         self.tape = Tape()
         self.deposit = deposit
         #: How many tickets are left when the store is told what will be wanted; None: at once.
@@ -149,7 +149,7 @@ class Recall:
         """Something writes to ``tensor``, whose memory may be held."""
         for held in self.held_of(tensor):
             if held.away is not None:
-                held.away.before_write(tensor)
+                held.away.before_write()
             elif held.is_unchanged():  # else somebody unseen has written to it: backward says so
                 held.become_copy()
 
@@ -158,7 +158,7 @@ class Recall:
         held = self.held_of(tensor)
         for each in held:
             if each.away is not None:
-                each.away.before_write(tensor)
+                each.away.before_write()
         return [each for each in held if each.away is None and each.is_unchanged()]
 
     def release_unneeded(self) -> None:

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from recollect._torch.modes import set_grad_enabled
-from recollect._torch.tensors import is_plain_tensor, same_looks
+from recollect._torch.tensors import is_plain_tensor, same_looks, version_of
 from recollect.replay.tape import Buffer, Op, View
-from recollect.store.handles import version_of
 
 __all__ = [
     "EXPOSING",

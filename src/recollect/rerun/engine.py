@@ -73,7 +73,7 @@ from recollect.settings import version_guard_enabled
 from recollect.state.guards import UseOfChanged
 from recollect.state.inputs import Inputs
 from recollect.state.region_state import Surroundings
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Contexts", "Frame", "make_contexts"]
 
@@ -152,7 +152,7 @@ class Frame:
         early_stop: bool,
         debug: bool,
         read_once: bool,
-        deposit: Deposit | None = None,
+        deposit: OffloadBatch | None = None,
     ) -> None:
         self.function = function
         #: Where the inputs go, if they are not held.

@@ -28,7 +28,7 @@ from recollect.errors import InputChanged
 from recollect.state.argument_snapshot import Contents, Swapped, tensor_changed
 from recollect.state.restorers import ATOMS
 from recollect.state.tensors import are_statistics
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Inputs"]
 
@@ -43,7 +43,7 @@ class _Saved:
 
     __slots__ = ("_tensor", "_version", "handle")
 
-    def __init__(self, tensor: _Tensor, deposit: Deposit | None = None) -> None:
+    def __init__(self, tensor: _Tensor, deposit: OffloadBatch | None = None) -> None:
         self.handle: Any = save_tensor(tensor) if deposit is None else _Stowed(tensor, deposit)
         self._tensor = ref(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version
@@ -65,7 +65,7 @@ class _Stowed:
 
     __slots__ = ("_parcel",)
 
-    def __init__(self, tensor: _Tensor, deposit: Deposit) -> None:
+    def __init__(self, tensor: _Tensor, deposit: OffloadBatch) -> None:
         self._parcel = deposit.put(tensor.detach())
 
     def unpack(self) -> _Tensor:
@@ -74,7 +74,7 @@ class _Stowed:
             return leaf.view_as(leaf)  # no leaf, as in forward: autocast tells them apart
 
 
-def _stow(value: Any, deposit: Deposit) -> Any:
+def _stow(value: Any, deposit: OffloadBatch) -> Any:
     # What needs no gradient is often shared by all regions (a mask), and a leaf lives anyway.
     if isinstance(value, _Tensor) and value.requires_grad and not value.is_leaf:
         return _Saved(value, deposit)
@@ -110,7 +110,7 @@ class Inputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         guard: bool = True,
-        deposit: Deposit | None = None,
+        deposit: OffloadBatch | None = None,
     ) -> None:
         self._spoilt: str | None = None
         self._guard = guard

@@ -1,7 +1,6 @@
 """Where a kept tensor lives: on its device, in host memory, or in a store of the user's own."""
 
-from recollect.store.device import DeviceStore
 from recollect.store.host import HostStore, host_store
-from recollect.store.protocol import Store, check_store
+from recollect.store.protocol import DeviceStore, Store, check_store
 
 __all__ = ["DeviceStore", "HostStore", "Store", "check_store", "host_store"]

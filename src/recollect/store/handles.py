@@ -1,142 +1,160 @@
-"""What a host store hands out for a tensor, and the bytes behind it.
+"""The handles of a host store, and the bytes behind them.
 
-Three kinds of handles: a tensor that stays where it is (`Held`), a tensor on bytes that were copied
-(`Copied`), and a tensor made of others (`Parts`). Several of the second kind share what is
-`Stored`: views of one storage are copied once.
+A handle is a tensor that stays on its device (`OnDevice`), a tensor whose bytes are on the host
+(`OnHost`), or a tensor subclass with a handle for each inner tensor (`Composite`). Handles of views
+of one storage share a `HostCopy`.
 
-None of them refers to the graph of the tensor, whose nodes may in turn hold the handle.
+No handle refers to the autograd graph of its tensor, whose nodes may hold the handle.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recollect._torch.autograd import is_weight, view_base
-from recollect._torch.modes import is_functorch_wrapped
-from recollect.store.links import Link
-from recollect.store.pool import Buffer
-from recollect.store.spans import Layout, Span
+from recollect._torch.modes import unobserved
+from recollect._torch.tensors import version_of
+from recollect.errors import KeptTensorError
+from recollect.store.links import DeviceLink
+from recollect.store.pool import HostBuffer
+from recollect.store.spans import Layout, Span, copy_of
 
 __all__ = [
-    "Arrival",
-    "Copied",
-    "Given",
-    "Held",
-    "Parts",
-    "Stored",
-    "is_memory",
-    "stays",
-    "version_of",
+    "Composite",
+    "Fetched",
+    "HostCopy",
+    "OnDevice",
+    "OnHost",
+    "Returned",
+    "is_resident",
+    "leaves_of",
 ]
 
+_DROPPED = "this handle of a HostStore was dropped: it can be neither read nor dropped again"
 
-def version_of(tensor: Tensor) -> int | None:
-    """How often ``tensor`` was written to; None for an inference tensor, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def is_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a plain range of memory, and nothing that stands for another."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not is_functorch_wrapped(tensor)
-    )
+_MODIFIED = """\
+A kept tensor was modified in place after it was given to a HostStore, before its copy to host \
+memory was certain to be complete. Its values are lost.
+Do one of these:
+  - use an operation that is not in place (x = x.relu(), not x.relu_());
+  - clone the tensor before it is modified;
+  - call store.before_write(handle) first, if you use the store yourself."""
 
 
-def stays(tensor: Tensor) -> bool:
+def is_resident(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor`` is there anyway: a parameter, a leaf, a view of one."""
     base = view_base(tensor)
     origin = tensor if base is None else base
     return is_weight(origin) or isinstance(origin, nn.Parameter)
 
 
-class Held:
+class OnDevice:
     """A tensor that was not copied, with the version it had."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.hold(tensor)
+        with unobserved():  # without its history, whose nodes may hold the handle
+            self._hold(tensor if tensor.grad_fn is None else tensor.detach())
 
-    def hold(self, tensor: Tensor) -> None:
-        """Hold ``tensor`` from now on."""
+    def _hold(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version_of(tensor)
 
-    def is_spoilt(self) -> bool:
-        """Whether the tensor was written to since."""
-        return self.tensor is not None and version_of(self.tensor) != self.version
+    def _not_dropped(self) -> Tensor:
+        if self.tensor is None:
+            raise RuntimeError(_DROPPED)
+        return self.tensor
+
+    def get(self) -> Tensor:
+        """The tensor, unless it was written to."""
+        tensor = self._not_dropped()
+        if version_of(tensor) != self.version:
+            raise KeptTensorError(_MODIFIED)
+        return tensor
+
+    def drop(self) -> None:
+        """Release the tensor."""
+        self._not_dropped()
+        self.tensor = None
+
+    def hold_copy(self) -> None:
+        """Hold a copy of the tensor, which is about to change."""
+        self._hold(copy_of(self.get()))
+
+    def count_version(self) -> None:
+        """Take the tensor for unchanged, whatever its version."""
+        self._hold(self._not_dropped())
 
 
-class Parts:
-    """A tensor subclass that is made of other tensors: their handles, and how to join them."""
+@dataclass(slots=True, eq=False)
+class Composite:
+    """A tensor subclass that wraps other tensors: their handles, and how to join them."""
 
-    __slots__ = ("context", "handles", "kind", "others", "size", "stride")
-
-    def __init__(
-        self,
-        kind: Any,
-        handles: dict[str, Any],
-        others: dict[str, Any],
-        context: Any,
-        size: Any,
-        stride: Any,
-    ) -> None:
-        self.kind = kind
-        self.handles = handles
-        self.others = others
-        self.context = context
-        self.size = size
-        self.stride = stride
+    kind: Any
+    handles: dict[str, Any]
+    #: Attributes that are not tensors, such as the mesh of a DTensor.
+    others: dict[str, Any]
+    context: Any
+    size: Any
+    stride: Any
 
 
-class Copied:
-    """A tensor whose bytes are stored on the host."""
+@dataclass(slots=True, eq=False)
+class OnHost:
+    """A tensor whose bytes are on the host, or on their way there."""
 
-    __slots__ = ("layout", "span", "stored")
+    #: None once dropped.
+    copy: HostCopy | None
+    layout: Layout
+    span: Span
 
-    def __init__(self, stored: Stored, layout: Layout, span: Span) -> None:
-        self.stored: Stored | None = stored
-        self.layout = layout
-        self.span = span
-
-
-class Arrival:
-    """Bytes on their way to the device: memory of ``stream``, there after the event ``done``."""
-
-    __slots__ = ("done", "memory", "span", "stream")
-
-    def __init__(self, memory: Tensor, span: Span, done: Any, stream: Any) -> None:
-        self.memory = memory
-        self.span = span
-        self.done = done
-        self.stream = stream
+    def host_copy(self) -> HostCopy:
+        """The bytes; an error if the handle was dropped."""
+        if self.copy is None:
+            raise RuntimeError(_DROPPED)
+        return self.copy
 
 
-class Given:
-    """A tensor that was given out: as long as it lives unchanged, other views can share it."""
+def leaves_of(handle: Any) -> Iterator[OnDevice | OnHost]:
+    """The handles of single tensors in ``handle``."""
+    if isinstance(handle, Composite):
+        for each in handle.handles.values():
+            yield from leaves_of(each)
+    else:
+        yield handle
+
+
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """Bytes copied to the device: memory of ``stream``, complete after the event ``done``."""
+
+    memory: Tensor
+    span: Span
+    done: Any
+    stream: Any
+
+
+class Returned:
+    """A tensor that `get` returned: other views share its memory while it lives unchanged."""
 
     __slots__ = ("span", "storage", "stream", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, arrival: Arrival) -> None:
+    def __init__(self, tensor: Tensor, fetched: Fetched) -> None:
         self.tensor = weakref.ref(tensor)
         self.storage = weakref.ref(tensor.untyped_storage())
         self.version = tensor._version
-        self.span = arrival.span
-        self.stream = arrival.stream
+        self.span = fetched.span
+        self.stream = fetched.stream
 
     def serves(self, layout: Layout, span: Span, stream: Any) -> bool:
-        """Whether ``span`` is there, as it was given out, for use on ``stream``."""
+        """Whether ``span`` is there, unchanged, for use on ``stream``."""
         tensor = self.tensor()
         return (
             tensor is not None
@@ -154,71 +172,59 @@ class Given:
         tensor = self.tensor()
         assert tensor is not None
         offset = layout.offset - self.span.start // layout.dtype.itemsize
-        # Detached: a tensor of its own and no view, that still shares the count of changes.
+        # Detached: no view for autograd, and still sharing the version counter.
         return tensor.as_strided(layout.size, layout.stride, offset).detach()
 
 
-class Stored:
+@dataclass(slots=True, eq=False)
+class HostCopy:
     """The bytes ``span`` of a storage, on the host or on their way there."""
 
-    __slots__ = (
-        "ahead",
-        "buffer",
-        "done",
-        "given",
-        "key",
-        "kept_bytes",
-        "last_read",
-        "link",
-        "origin",
-        "source",
-        "span",
-        "spoilt",
-        "stream",
-        "uses",
-        "version",
-    )
-
-    def __init__(self, link: Link, key: int, source: Tensor, span: Span, buffer: Buffer) -> None:
-        self.link = link
-        self.key = key
-        #: An alias of the tensor, until it need not be kept for the copy any more.
-        self.source: Tensor | None = source
-        self.version = version_of(source)
-        self.origin = weakref.ref(source.untyped_storage())
-        #: What the source keeps from being freed.
-        self.kept_bytes = source.untyped_storage().nbytes()
-        self.span = span
-        self.buffer = buffer
-        #: The stream that the tensor was put on, and the event of the end of the copy.
-        self.stream: Any = link.stream()
-        self.done: Any = None
-        #: The event of the end of the last copy back.
-        self.last_read: Any = None
-        #: How many handles there are.
-        self.uses = 0
-        #: Whether the tensor was written to while it was being copied.
-        self.spoilt = False
-        self.ahead: Arrival | None = None
-        self.given: Given | None = None
+    link: DeviceLink
+    #: The `storage_key` of the storage, and the storage while it lives.
+    key: int
+    origin: weakref.ReferenceType[torch.UntypedStorage]
+    #: An alias of the tensor, until the copy is complete.
+    source: Tensor | None
+    version: int | None
+    #: The bytes of device memory that the source holds.
+    source_bytes: int
+    span: Span
+    buffer: HostBuffer
+    #: The stream that the tensor was put on, and the event of the end of the copy.
+    stream: Any
+    done: Any = None
+    #: The event of the end of the last copy back.
+    last_read: Any = None
+    #: How many handles there are.
+    uses: int = 0
+    #: Whether the source was written to while it was copied.
+    is_modified: bool = False
+    prefetched: Fetched | None = None
+    returned: Returned | None = None
 
     def count_version(self) -> None:
-        """Take the version that the source has by now for the one that it was put with."""
-        if self.source is not None and not self.spoilt:
+        """Take the source for unchanged, whatever its version."""
+        if self.source is not None and not self.is_modified:
             self.version = version_of(self.source)
 
-    def look(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether the bytes are those that were put."""
         if self.source is not None and version_of(self.source) != self.version:
-            self.spoilt = True
-        return not self.spoilt
+            self.is_modified = True
+        return not self.is_modified
+
+    def check_intact(self) -> None:
+        """Raise if the source was modified while it was copied."""
+        if not self.is_intact():
+            raise KeptTensorError(_MODIFIED)
 
     def serves(self, tensor: Tensor, span: Span) -> bool:
-        """Whether ``span`` of the storage of ``tensor`` as it is now is what is stored here."""
+        """Whether these bytes include ``span`` of the storage of ``tensor`` as it is now."""
         return (
             self.origin() is tensor.untyped_storage()
             and self.version is not None
             and self.version == version_of(tensor)
             and self.span.covers(span)
-            and self.look()
+            and self.is_intact()
         )

@@ -1,7 +1,7 @@
 """Kept tensors in host memory: copied out beside the computation, and back before they are used.
 
 This module decides what becomes of a tensor. The bytes are in `handles`, the copies under way in
-`traffic`, the host memory in `pool`, and all that needs a device in `links`.
+`transfers`, the host memory in `pool`, and all that needs a device in `links`.
 """
 
 from __future__ import annotations
@@ -11,50 +11,45 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recollect._torch.modes import raw_memory, unobserved
-from recollect._torch.tensors import storage_key
-from recollect.errors import KeptTensorError
+from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
 from recollect.store.handles import (
-    Copied,
-    Held,
-    Parts,
-    Stored,
-    is_memory,
-    stays,
+    Composite,
+    HostCopy,
+    OnDevice,
+    OnHost,
+    is_resident,
+    leaves_of,
 )
-from recollect.store.links import CudaLinks, Link
-from recollect.store.pool import Pool, memory_of_machine
-from recollect.store.spans import (
-    Span,
-    copy_of,
-    layout_of,
-    span_of,
-    span_to_store,
-)
-from recollect.store.transfers import Traffic
+from recollect.store.links import DeviceLink, cuda_links
+from recollect.store.pool import PinnedPool, memory_of_machine
+from recollect.store.protocol import Store
+from recollect.store.spans import Span, layout_of, span_of, span_to_store
+from recollect.store.transfers import Transfers
 
 __all__ = ["HostStore", "host_store"]
 
-_MIB = 1024 * 1024
+_GIB = 1024**3
 
 
-class HostStore:
+class HostStore(Store):
     """Keeps tensors of CUDA devices in host memory.
 
     Copies run on streams of their own, beside the computation, and the CPU does not wait for them.
     Views of one storage are copied once. One store can serve any number of regions, devices and
     threads; `host_store` returns one for the whole process.
 
-    What would not free memory, or cannot be copied as memory, stays where it is: tensors that are
-    not on a CUDA device, parameters and other leaves that require a gradient, views of those, empty
-    and small tensors, sparse and nested ones, and tensor subclasses. (Of a subclass that is made of
-    other tensors, such as a ``DTensor``, those are copied.) So does everything while a CUDA graph
-    is captured.
+    A tensor stays on its device where copying it would free no memory, or cannot be done: tensors
+    that are not on a CUDA device, parameters and other leaves that require a gradient, views of
+    those, empty and small tensors, sparse and nested ones, and tensor subclasses. (Of a subclass
+    that wraps other tensors, such as a ``DTensor``, those are copied.) So does everything while a
+    CUDA graph is captured.
 
     A tensor that is written to in place after it was put must be announced with `before_write`.
     Otherwise `get` raises ``KeptTensorError`` if the copy may have seen the change.
@@ -63,10 +58,10 @@ class HostStore:
         pinned_limit: Bytes of pinned host memory that may be used, in use and waiting for reuse.
             Beyond it ordinary memory is used, which is slower, and a warning says so once. By
             default half of the memory of the machine.
-        in_flight: Bytes of device memory that tensors on their way out may take. More hides slower
-            copies, less saves memory. One tensor each way is always under way, however large. By
-            default a 64th of the device's memory, at most 2 GiB.
-        ahead: Bytes of device memory that tensors fetched ahead may take. By default as many.
+        in_flight: Bytes of device memory that tensors may take while they are copied out. More
+            hides slower copies, less saves memory. One tensor each way is always under way, however
+            large. By default a 64th of the device's memory, at most 2 GiB.
+        ahead: Bytes of device memory that prefetched tensors may take. By default as many.
         smallest: A tensor whose storage has fewer bytes stays on the device.
     """
 
@@ -77,28 +72,28 @@ class HostStore:
         in_flight: int | None = None,
         ahead: int | None = None,
         smallest: int = 4096,
-        _links: Callable[[Tensor], Link | None] | None = None,
-        _looks: bool = True,
+        _links: Callable[[Tensor], DeviceLink | None] | None = None,
+        _polls: bool = True,
     ) -> None:
-        self._options = _checked(
+        self._options: dict[str, Any] = _checked(
             pinned_limit=pinned_limit, in_flight=in_flight, ahead=ahead, smallest=smallest
         )
         self._in_flight = in_flight
         self._ahead = ahead
         self._smallest = smallest
-        self._looks = _looks
-        self._link_of = CudaLinks() if _links is None else _links
-        self._pool = Pool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
+        self._polls = _polls
+        self._link_of = cuda_links() if _links is None else _links
+        self._pool = PinnedPool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
         self._lock = threading.Lock()
-        self._traffic: dict[Link, Traffic] = {}
-        #: What is stored, by the storage that it is of.
-        self._stored: dict[int, list[Stored]] = {}
-        #: Storages of parameters that were met, by which their detached aliases are known.
+        self._transfers: dict[DeviceLink, Transfers] = {}
+        #: Copies by the `storage_key` of their origin.
+        self._copies: dict[int, list[HostCopy]] = {}
+        #: Storages of parameters that were put: their detached aliases are parameters too.
         self._weights: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        #: Handles to drop, as soon as nobody is at work in here.
-        self._dropped: deque[Copied] = deque()
+        #: Handles to drop, as soon as the lock is free.
+        self._dropped: deque[OnHost] = deque()
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self._options.items())
@@ -110,7 +105,7 @@ class HostStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, a store is its options."""
-        return _make_store, (self._options,)
+        return partial(HostStore, **self._options), ()
 
     @property
     def held_bytes(self) -> int:
@@ -119,181 +114,184 @@ class HostStore:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory, those that wait for reuse among them."""
+        """Bytes of pinned host memory, in use or waiting for reuse."""
         return self._pool.pinned_bytes
 
     def trim(self) -> None:
         """Give back pinned memory that no kept tensor uses."""
-        with self._at_work():
+        with self._locked():
             self._pool.trim()
-            for link in self._traffic:
+            for link in self._transfers:
                 link.trim()
 
     def put(self, tensor: Tensor) -> Any:
         """Start to copy ``tensor`` to the host. Returns the handle for the other methods."""
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._put_subclass(tensor)
-        with self._at_work():
-            if is_memory(tensor):
-                return self._put_memory(tensor)
-        return _hold(tensor)
+        with self._locked():
+            handle = self._put_plain(tensor) if is_plain_tensor(tensor) else None
+        return OnDevice(tensor) if handle is None else handle
 
     def get(self, handle: Any) -> Tensor:
         """The tensor of ``handle``: itself if it was not copied, else a new one with its values.
 
-        It has no history. Tensors that shared a storage share one again, as long as the first to be
-        asked for is still there.
+        It has no history. Tensors that shared a storage share one again, as long as the first one
+        returned is alive.
         """
-        if isinstance(handle, Parts):
-            return self._get_parts(handle)
-        with self._at_work():
-            if isinstance(handle, Held):
-                return _still_there(handle)
-            stored = _not_dropped(handle)
-            if not stored.look():
-                raise KeptTensorError(_SPOILT)
-            traffic = self._traffic[stored.link]
-            traffic.settle()
-            return traffic.retrieve(handle, stored)
+        if isinstance(handle, Composite):
+            return self._joined(handle)
+        with self._locked():
+            if isinstance(handle, OnDevice):
+                return handle.get()
+            copy = handle.host_copy()
+            copy.check_intact()
+            transfers = self._transfers[copy.link]
+            transfers.release_sources()
+            return transfers.get(handle, copy)
 
     def drop(self, handle: Any) -> None:
         """Forget ``handle`` and, if it is the last of its storage, the copy."""
-        if isinstance(handle, Parts):
-            for each in handle.handles.values():
-                self.drop(each)
-        elif isinstance(handle, Held):
-            _still_there(handle, check=False)
-            handle.tensor = None
-        else:
-            _not_dropped(handle)
-            # A finalizer may call this in the middle of another call, of this very thread.
-            self._dropped.append(handle)
-            self._drop_dropped()
+        for leaf in leaves_of(handle):
+            if isinstance(leaf, OnDevice):
+                leaf.drop()
+            else:
+                leaf.host_copy()
+                # A finalizer may call this in the middle of another call, of this very thread.
+                self._dropped.append(leaf)
+        self._drop_pending()
 
     def prefetch(self, handles: Sequence[Any]) -> None:
         """Start to copy back what is needed next, in this order, as much as ``ahead`` allows.
 
-        The rest follows as those are taken.
+        The rest follows as those are used.
         """
-        flat = [*_copied_in(handles)]
-        with self._at_work():
-            for traffic in self._traffic.values():
-                traffic.drain()
-                traffic.settle()
-                traffic.expect([each for each in flat if _link(each) is traffic.link])
+        wanted: dict[DeviceLink, list[OnHost]] = {}
+        with self._locked():
+            for leaf in (leaf for handle in handles for leaf in leaves_of(handle)):
+                if isinstance(leaf, OnHost) and leaf.copy is not None:
+                    wanted.setdefault(leaf.copy.link, []).append(leaf)
+            for link, transfers in self._transfers.items():
+                transfers.drain()
+                transfers.release_sources()
+                transfers.prefetch(wanted.get(link, ()))
 
-    def before_write(self, handle: Any) -> None:
+    def before_write(self, handle: Any) -> Any:
         """Make it safe for the current stream to write to the tensor that was put."""
-        if isinstance(handle, Parts):
-            for each in handle.handles.values():
-                self.before_write(each)
-            return
-        if isinstance(handle, Held):
-            _keep_values(handle)
-            return
+        for leaf in leaves_of(handle):
+            if isinstance(leaf, OnDevice):
+                leaf.hold_copy()
         self.release(handle)
+        return handle
 
     def count_version(self, handle: Any) -> None:
-        """The tensor that was put is as it was, though its version may be another by now."""
-        if isinstance(handle, Parts):
-            for each in handle.handles.values():
-                self.count_version(each)
-        elif isinstance(handle, Held):
-            handle.hold(_still_there(handle, check=False))
-        else:
-            with self._at_work():
-                _not_dropped(handle).count_version()
+        """The tensor that was put is unchanged, though its version may be another by now."""
+        with self._locked():
+            for leaf in leaves_of(handle):
+                (leaf if isinstance(leaf, OnDevice) else leaf.host_copy()).count_version()
 
     def release(self, handle: Any) -> None:
         """Free the memory of the tensor that was put: the current stream waits for its copy."""
-        for each in _copied_in([handle]):
-            with self._at_work():
-                stored = _not_dropped(each)
-                if stored.source is not None:
-                    traffic = self._traffic[stored.link]
-                    traffic.wait_for(stored)
-                    traffic.let_go(stored)
+        with self._locked():
+            for leaf in leaves_of(handle):
+                copy = leaf.host_copy() if isinstance(leaf, OnHost) else None
+                if copy is not None and copy.source is not None:
+                    self._transfers[copy.link].wait_for(copy)
+                    self._transfers[copy.link].release(copy)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Alone in the store, seen by no mode and recorded by no graph."""
         try:
             with self._lock, raw_memory():
                 yield
         finally:
-            self._drop_dropped()
+            self._drop_pending()
 
     def _put_subclass(self, tensor: Tensor) -> Any:
         with unobserved():
-            inner, context = ({}, None) if stays(tensor) else _taken_apart(tensor)
+            inner, context = ({}, None) if is_resident(tensor) else _flattened(tensor)
             size, stride = tensor.size(), tensor.stride()
-        # Beside tensors there may be what describes them, such as the mesh of a DTensor.
-        tensors = {name: each for name, each in inner.items() if isinstance(each, Tensor)}
-        others = {name: each for name, each in inner.items() if name not in tensors}
-        handles = {name: self.put(each) for name, each in tensors.items()}
-        if not any(True for _ in _copied_in(handles.values())):
-            return _hold(tensor)
-        return Parts(type(tensor), handles, others, context, size, stride)
+        handles = {name: self.put(each) for name, each in inner.items() if isinstance(each, Tensor)}
+        composite = Composite(
+            type(tensor),
+            handles,
+            {name: each for name, each in inner.items() if name not in handles},
+            context,
+            size,
+            stride,
+        )
+        is_copied = any(isinstance(leaf, OnHost) for leaf in leaves_of(composite))
+        return composite if is_copied else OnDevice(tensor)
 
-    def _get_parts(self, handle: Parts) -> Tensor:
+    def _joined(self, handle: Composite) -> Tensor:
         inner = {name: self.get(each) for name, each in handle.handles.items()}
         with unobserved():
-            made: Tensor = handle.kind.__tensor_unflatten__(
+            joined: Tensor = handle.kind.__tensor_unflatten__(
                 inner | handle.others, handle.context, handle.size, handle.stride
             )
             # Some remember that they required a gradient. Like others, this has no history.
-            return made.requires_grad_(False) if made.requires_grad else made
+            return joined.requires_grad_(False) if joined.requires_grad else joined
 
-    def _put_memory(self, tensor: Tensor) -> Any:
+    def _put_plain(self, tensor: Tensor) -> OnHost | None:
+        """The handle of a copy; None if ``tensor`` stays on the device."""
         link = self._link_of(tensor)
-        if link is None or tensor.numel() == 0 or not link.usable() or self._is_weight(tensor):
-            return _hold(tensor)
+        key = storage_key(tensor)
+        if link is None or key is None or tensor.numel() == 0 or not link.usable():
+            return None
         layout = layout_of(tensor)
         span, whole = span_of(layout), tensor.untyped_storage().nbytes()
         # A storage may have been resized under its tensor: then there is nothing to copy.
-        if whole < self._smallest or span.end > whole:
-            return _hold(tensor)
-        stored = self._already_stored(tensor, span) or self._store(tensor, link, span, whole)
-        stored.uses += 1
-        return Copied(stored, layout, span)
+        if self._is_weight(tensor, key) or whole < self._smallest or span.end > whole:
+            return None
+        stored = self._copies.get(key, ())
+        copy = next((each for each in stored if each.serves(tensor, span)), None)
+        if copy is None:
+            copy = self._start_copy(tensor, link, key, span_to_store(span, whole))
+        copy.uses += 1
+        return OnHost(copy, layout, span)
 
-    def _is_weight(self, tensor: Tensor) -> bool:
+    def _is_weight(self, tensor: Tensor, key: int) -> bool:
         storage = tensor.untyped_storage()
-        key = storage_key(tensor)
-        if key is None:
-            return False
-        if stays(tensor):
+        if is_resident(tensor):
             self._weights[key] = storage
         return self._weights.get(key) is storage
 
-    def _already_stored(self, tensor: Tensor, span: Span) -> Stored | None:
-        key = storage_key(tensor)
-        found = self._stored.get(key, ()) if key is not None else ()
-        return next((each for each in found if each.serves(tensor, span)), None)
-
-    def _store(self, tensor: Tensor, link: Link, span: Span, whole: int) -> Stored:
-        key = storage_key(tensor)
-        assert key is not None
-        traffic = self._traffic.get(link)
-        if traffic is None:
-            limit = self._in_flight
-            if limit is None:
-                limit = min(link.capacity() // 64, 2048 * _MIB)
-            ahead = limit if self._ahead is None else self._ahead
-            traffic = self._traffic[link] = Traffic(link, limit, ahead, looks=self._looks)
-        span = span_to_store(span, whole)
+    def _start_copy(self, tensor: Tensor, link: DeviceLink, key: int, span: Span) -> HostCopy:
+        transfers = self._transfers_over(link)
         buffer = self._pool.take(span.size, link.pin)
-        stored = Stored(link, key, tensor.detach(), span, buffer)
+        storage, source = tensor.untyped_storage(), tensor.detach()
+        copy = HostCopy(
+            link,
+            key,
+            weakref.ref(storage),
+            source,
+            version_of(source),
+            storage.nbytes(),
+            span,
+            buffer,
+            link.stream(),
+        )
         try:
-            traffic.send(stored)
+            transfers.send(copy)
         except BaseException:
             self._pool.give(buffer, None)
             raise
-        self._stored.setdefault(key, []).append(stored)
-        traffic.settle()
-        return stored
+        self._copies.setdefault(key, []).append(copy)
+        transfers.release_sources()
+        return copy
 
-    def _drop_dropped(self) -> None:
+    def _transfers_over(self, link: DeviceLink) -> Transfers:
+        transfers = self._transfers.get(link)
+        if transfers is None:
+            in_flight = self._in_flight
+            if in_flight is None:
+                in_flight = min(link.capacity() // 64, 2 * _GIB)
+            ahead = in_flight if self._ahead is None else self._ahead
+            transfers = Transfers(link, in_flight, ahead, polls=self._polls)
+            self._transfers[link] = transfers
+        return transfers
+
+    def _drop_pending(self) -> None:
         # Whoever holds the lock comes here afterwards.
         while self._dropped and self._lock.acquire(blocking=False):
             try:
@@ -302,33 +300,27 @@ class HostStore:
             finally:
                 self._lock.release()
 
-    def _drop_one(self, handle: Copied) -> None:
-        stored, handle.stored = handle.stored, None
-        if stored is None:
+    def _drop_one(self, handle: OnHost) -> None:
+        copy, handle.copy = handle.copy, None
+        if copy is None:
             return
-        traffic = self._traffic[stored.link]
-        traffic.forget(handle)
-        stored.uses -= 1
-        if stored.uses == 0:
-            self._forget(stored, traffic)
-        traffic.settle()
+        transfers = self._transfers[copy.link]
+        transfers.forget(handle)
+        copy.uses -= 1
+        if copy.uses == 0:
+            self._forget(copy, transfers)
+        transfers.release_sources()
 
-    def _forget(self, stored: Stored, traffic: Traffic) -> None:
-        same_key = self._stored[stored.key]
-        same_key.remove(stored)
-        if not same_key:
-            del self._stored[stored.key]
-        traffic.forget_ahead(stored)
-        if stored.source is not None and stored.link.usable():
-            traffic.wait_for(stored)
-            traffic.let_go(stored)
-        self._pool.give(
-            stored.buffer, stored.done if stored.last_read is None else stored.last_read
-        )
-
-
-def _make_store(options: dict[str, Any]) -> HostStore:
-    return HostStore(**options)
+    def _forget(self, copy: HostCopy, transfers: Transfers) -> None:
+        same_storage = self._copies[copy.key]
+        same_storage.remove(copy)
+        if not same_storage:
+            del self._copies[copy.key]
+        transfers.discard_prefetched(copy)
+        if copy.source is not None and copy.link.usable():
+            transfers.wait_for(copy)
+            transfers.release(copy)
+        self._pool.give(copy.buffer, copy.done if copy.last_read is None else copy.last_read)
 
 
 def _checked(**options: int | None) -> dict[str, int | None]:
@@ -338,10 +330,12 @@ def _checked(**options: int | None) -> dict[str, int | None]:
     return options
 
 
-def _taken_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """What ``tensor`` is made of, by name, and what is needed to join it; nothing if of nothing."""
-    # The result of a collective may be under way. And a jagged tensor is known by the object that
-    # holds its offsets: with a copy of those it would fit no other.
+def _flattened(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """The attributes that ``tensor`` wraps, and the context to join them; nothing if it has none.
+
+    Not of the result of a collective, which may be under way, nor of a jagged tensor: it is known
+    by the object that holds its offsets, and with a copy of those it would fit no other.
+    """
     if hasattr(tensor, "trigger_wait") or tensor.is_nested:
         return {}, None
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -350,68 +344,11 @@ def _taken_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
     return {name: getattr(tensor, name) for name in names}, context
 
 
-def _hold(tensor: Tensor) -> Held:
-    """Hold ``tensor`` without its history, whose nodes may hold the handle."""
-    with unobserved():
-        return Held(tensor if tensor.grad_fn is None else tensor.detach())
-
-
-def _keep_values(handle: Held) -> None:
-    """Replace the tensor of ``handle``, which is about to change, by a copy."""
-    tensor = _still_there(handle)
-    with raw_memory():
-        if is_memory(tensor):
-            handle.hold(copy_of(tensor))
-            return
-    with unobserved():
-        handle.hold(tensor.detach().clone())
-
-
-def _still_there(handle: Held, *, check: bool = True) -> Tensor:
-    if handle.tensor is None:
-        raise RuntimeError(_DROPPED)
-    if check and handle.is_spoilt():
-        raise KeptTensorError(_SPOILT)
-    return handle.tensor
-
-
-def _not_dropped(handle: Copied) -> Stored:
-    if handle.stored is None:
-        raise RuntimeError(_DROPPED)
-    return handle.stored
-
-
-def _copied_in(handles: Any) -> Iterator[Copied]:
-    for handle in handles:
-        if isinstance(handle, Copied):
-            yield handle
-        elif isinstance(handle, Parts):
-            yield from _copied_in(handle.handles.values())
-
-
-def _link(handle: Copied) -> Link | None:
-    return None if handle.stored is None else handle.stored.link
-
-
-_DROPPED = "this handle of a HostStore was dropped: it can be neither read nor dropped again"
-
-_SPOILT = """\
-A kept tensor was modified in place after it was given to a HostStore, before its copy to host \
-memory was certain to be complete. Its values are lost.
-Do one of these:
-  - use an operation that is not in place (x = x.relu(), not x.relu_());
-  - clone the tensor before it is modified;
-  - call store.before_write(handle) first, if you use the store yourself."""
-
-
-_default: HostStore | None = None
+_default_store = cache(HostStore)
 _default_lock = threading.Lock()
 
 
 def host_store() -> HostStore:
     """The `HostStore` of this process, with default options. Made on first use."""
-    global _default  # noqa: PLW0603 - one for the process is what it is for
-    with _default_lock:
-        if _default is None:
-            _default = HostStore()
-        return _default
+    with _default_lock:  # of two threads that come first, one makes it
+        return _default_store()

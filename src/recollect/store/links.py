@@ -1,30 +1,31 @@
-"""The way between a device and the host: streams, events, copies, memory.
+"""Copies between a device and the host: streams, events, memory.
 
 Everything of the host store that needs a device is here, behind a class so small that a test can
-put another in its place: one whose "device" is the CPU and whose copies come late.
+replace it by one whose "device" is the CPU and whose copies come late.
 
-A copy runs on a stream of its own, one for each direction, beside the streams that compute. Nothing
-here waits on the CPU: streams wait for events.
+Copies run on streams of their own, one for each direction, beside the computing streams. The CPU
+never waits here: streams wait for events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLink", "CudaLinks", "Link", "Piece"]
+__all__ = ["CudaLink", "DeviceLink", "Piece", "cuda_links"]
 
 #: From, to. Bytes, of the same number on both sides.
 Piece = tuple[Tensor, Tensor]
 
 
-class Link(Protocol):
+class DeviceLink(Protocol):
     """One device, and the copies between it and the host.
 
-    Events and streams are what the link says they are: others only hand them back.
+    Events and streams are opaque to others, who only pass them back.
     """
 
     def usable(self) -> bool:
@@ -102,8 +103,7 @@ class CudaLink:
     def _copy(self, pieces: Iterable[Piece]) -> None:
         for source, target in pieces:
             host = source if target.is_cuda else target
-            # To and from pageable memory the CPU has to take part, or the values are not there yet
-            # when somebody looks.
+            # Copies of pageable memory must block the CPU, or it could read them too early.
             target.copy_(source, non_blocking=host.is_pinned())
 
     def is_done(self, event: Any) -> bool:
@@ -113,25 +113,13 @@ class CudaLink:
         stream.wait_event(event)
 
     def trim(self) -> None:
-        # torch keeps what we no longer refer to, for its next caller. Older releases cannot let go.
+        # torch caches what we no longer refer to. Older releases cannot empty that cache.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if empty is not None:
             empty()
 
 
-class CudaLinks:
-    """Finds the link of a tensor: one for each CUDA device, made when it is first needed."""
-
-    __slots__ = ("_links",)
-
-    def __init__(self) -> None:
-        self._links: dict[torch.device, CudaLink] = {}
-
-    def __call__(self, tensor: Tensor) -> Link | None:
-        """The link of the device that ``tensor`` is on, None if it is not a CUDA device."""
-        if not tensor.is_cuda:
-            return None
-        link = self._links.get(tensor.device)
-        if link is None:
-            link = self._links[tensor.device] = CudaLink(tensor.device)
-        return link
+def cuda_links() -> Callable[[Tensor], DeviceLink | None]:
+    """Finds the link of a tensor: one for each CUDA device, made when first needed; else None."""
+    link_of = functools.cache(CudaLink)
+    return lambda tensor: link_of(tensor.device) if tensor.is_cuda else None

@@ -1,12 +1,12 @@
-"""Pinned host memory, used again and again.
+"""A pool of pinned host memory.
 
-To pin memory takes the driver milliseconds, so blocks are kept for the next step. All have one of
-few sizes, powers of two up to `LARGEST`, and a buffer is made of several: any block that is free
-serves any tensor of about its size, large tensors leave no odd sizes behind, and torch, which
-rounds pinned allocations up to powers of two, has nothing to add.
+Pinning memory takes milliseconds, so blocks are kept for the next step. Their sizes are powers of
+two up to `LARGEST`, and a buffer has several blocks: any free block serves any tensor of about its
+size, large tensors leave no odd sizes behind, and torch, which rounds pinned allocations up to
+powers of two, adds nothing.
 
-A block comes back while a copy may still be reading it. It carries the event of that copy, and
-whoever writes to the block next waits for it.
+A block comes back while a copy may still read it. It carries the event of that copy, which the next
+writer waits for.
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ import os
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "SMALLEST", "Block", "Buffer", "Pool", "block_sizes", "memory_of_machine"]
+__all__ = [
+    "LARGEST",
+    "SMALLEST",
+    "Block",
+    "HostBuffer",
+    "PinnedPool",
+    "block_sizes",
+    "memory_of_machine",
+]
 
 SMALLEST = 4 * 1024
 LARGEST = 64 * 1024 * 1024
 
-#: A rest is made of so many blocks at most, the last of them larger than needed.
+#: Most blocks for what is less than `LARGEST`; the last of them may be larger than needed.
 _BLOCKS_OF_REST = 3
 
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
@@ -59,24 +68,20 @@ def block_sizes(size: int) -> list[int]:
     return sizes
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """Host memory of one of the sizes, with the event after which it may be written to."""
 
-    __slots__ = ("after", "memory")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.after: Any = None
+    memory: Tensor
+    after: Any = None
 
 
-class Buffer:
+@dataclass(slots=True, eq=False)
+class HostBuffer:
     """Blocks that together hold the bytes of one storage, or of a part of it."""
 
-    __slots__ = ("blocks", "pinned")
-
-    def __init__(self, blocks: list[Block], *, pinned: bool) -> None:
-        self.blocks = blocks
-        self.pinned = pinned
+    blocks: list[Block]
+    pinned: bool
 
     @property
     def size(self) -> int:
@@ -98,11 +103,11 @@ class Buffer:
             begin = stop
 
 
-class Pool:
+class PinnedPool:
     """Blocks of pinned memory, free and in use, ``limit`` bytes at most.
 
-    Beyond the limit, or when memory cannot be pinned, buffers are of ordinary memory. The user is
-    told once.
+    Beyond the limit, or when memory cannot be pinned, buffers are ordinary memory, with a warning
+    once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -111,23 +116,28 @@ class Pool:
         self.pinned_bytes = 0
         self.held_bytes = 0
         self._free: dict[int, deque[Block]] = defaultdict(deque)
-        self._told = False
+        self._warned = False
 
-    def take(self, size: int, pin: Callable[[int], Tensor]) -> Buffer:
+    def take(self, size: int, pin: Callable[[int], Tensor]) -> HostBuffer:
         """A buffer for ``size`` bytes; ``pin`` makes pinned memory."""
-        buffer = self._pinned(size, pin) or self._pageable(size)
+        try:
+            buffer = self._pinned(size, pin)
+        except RuntimeError as error:
+            self._warn_once(size, error)
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            buffer = HostBuffer([Block(memory)], pinned=False)
         self.held_bytes += buffer.size
         return buffer
 
-    def give(self, buffer: Buffer, after: Any) -> None:
+    def give(self, buffer: HostBuffer, after: Any) -> None:
         """Take ``buffer`` back. It may be written to again after the event ``after``."""
         self.held_bytes -= buffer.size
         if buffer.pinned:
             self._put_back(buffer.blocks, after)
 
     def trim(self) -> None:
-        """Let go of all blocks that are free."""
-        # Those that are being read, too: torch knows of the copies, and lets them finish.
+        """Free all blocks that are not in use."""
+        # Blocks that are being read too: torch knows of the copies, and lets them finish.
         for size, blocks in self._free.items():
             self.pinned_bytes -= size * len(blocks)
         self._free.clear()
@@ -137,18 +147,17 @@ class Pool:
             block.after = after
             self._free[block.memory.numel()].append(block)
 
-    def _pinned(self, size: int, pin: Callable[[int], Tensor]) -> Buffer | None:
+    def _pinned(self, size: int, pin: Callable[[int], Tensor]) -> HostBuffer:
         blocks: list[Block] = []
         try:
             for each in block_sizes(size):
                 block = self._free_block(each) or self._new_block(each, pin)
                 blocks.append(block)
-        except RuntimeError as error:
+        except RuntimeError:
             for block in blocks:
                 self._put_back([block], block.after)
-            self._tell(size, error)
-            return None
-        return Buffer(blocks, pinned=True)
+            raise
+        return HostBuffer(blocks, pinned=True)
 
     def _free_block(self, size: int) -> Block | None:
         blocks = self._free.get(size)
@@ -163,7 +172,7 @@ class Pool:
         return block
 
     def _make_room(self, size: int) -> None:
-        """Let go of free blocks, large ones first, until ``size`` bytes more may be pinned."""
+        """Free unused blocks, large ones first, until ``size`` more bytes may be pinned."""
         for each in sorted(self._free, reverse=True):
             while self._free[each] and self.pinned_bytes + size > self.limit:
                 self._free[each].pop()
@@ -171,17 +180,13 @@ class Pool:
         if self.pinned_bytes + size > self.limit:
             raise RuntimeError(f"the limit of {self.limit:,} bytes of pinned memory is reached")
 
-    def _pageable(self, size: int) -> Buffer:
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return Buffer([Block(memory)], pinned=False)
-
-    def _tell(self, size: int, error: RuntimeError) -> None:
-        if self._told:
+    def _warn_once(self, size: int, error: RuntimeError) -> None:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         warnings.warn(
             f"recollect keeps {size:,} bytes in host memory that is not pinned: {error}. This is "
             "correct but slow, since the CPU waits for such copies. Keep less on the host, or "
-            "raise HostStore(pinned_limit=...). This is said once.",
+            "raise HostStore(pinned_limit=...). This warning comes once.",
             stacklevel=2,
         )

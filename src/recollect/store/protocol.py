@@ -1,45 +1,75 @@
-"""What a store must offer: the three methods through which kept tensors go.
-
-A protocol and no base class, so that a user's store (to disk, compressed) needs nothing of ours.
-"""
+"""The base class of stores, and the plainest store."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Store", "check_store"]
+from recollect.store.spans import copy_of
+
+__all__ = ["DeviceStore", "Store", "as_store", "check_store"]
 
 
-class Store(Protocol):
-    """Where a kept tensor lives from forward to backward.
+class Store:
+    """Where a kept tensor lives from forward to backward. Derive from it and write `put` and `get`.
 
-    ``put`` takes a tensor and returns a handle of any kind. ``get`` gives back a tensor of the same
-    values, shape, strides, dtype and device; it may be called several times, or not at all, and
-    from another thread than ``put``. ``drop`` says that the handle is not needed any more; it is
-    called once for each ``put``, and may come at any time, from any thread.
-
-    More methods are called where a store has them:
-
-    - ``prefetch(handles)``: these are asked for next, in this order;
-    - ``release(handle)``: what the store still holds on the device of the tensor that was put is
-      to be let go, and the current stream may wait for that;
-    - ``before_write(handle)``: the tensor that was put is about to be written to in place, by the
-      current stream. A store that still reads it must make that safe;
-    - ``count_version(handle)``: the tensor that was put has another version now, but was not
-      written to. For stores that compare versions.
+    The other methods have defaults. An object that is not derived from this class, but has at least
+    ``put``, ``get`` and ``drop``, is a store as well.
     """
 
-    def put(self, tensor: Tensor) -> Any: ...
+    __slots__ = ()
 
-    def get(self, handle: Any) -> Tensor: ...
+    def put(self, tensor: Tensor) -> Any:
+        """Take ``tensor`` and return a handle, of any kind, for the other methods."""
+        raise NotImplementedError
 
-    def drop(self, handle: Any) -> None: ...
+    def get(self, handle: Any) -> Tensor:
+        """The tensor that was put: the same values, shape, strides, dtype and device.
+
+        Called any number of times, and perhaps from another thread than `put`.
+        """
+        raise NotImplementedError
+
+    def drop(self, handle: Any) -> None:
+        """The handle is not needed any more. Called once for each handle, from any thread."""
+
+    def prefetch(self, handles: Sequence[Any]) -> None:
+        """These handles are needed next, in this order."""
+
+    def release(self, handle: Any) -> None:
+        """Free the memory of the tensor that was put; the current stream may wait for that."""
+
+    def before_write(self, handle: Any) -> Any:
+        """Called before the current stream writes to the tensor that was put, in place.
+
+        Returns the handle from now on. By default that of a copy: the store may hold the tensor.
+        """
+        copied = self.put(copy_of(self.get(handle)))
+        self.drop(handle)
+        return copied
+
+    def count_version(self, handle: Any) -> None:
+        """The tensor that was put has another version now, but the same values."""
+
+
+class DeviceStore(Store):
+    """Keeps tensors on their device. The handle is the tensor itself."""
+
+    __slots__ = ()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, its own handle."""
+        return tensor
+
+    def get(self, handle: Tensor) -> Tensor:
+        """The tensor that was put, itself and not a copy."""
+        return handle
 
 
 _EXAMPLE = """
-    class MyStore:
+    class MyStore(recollect.store.Store):
         def put(self, tensor): ...   # take a tensor, return a handle
         def get(self, handle): ...   # the tensor again: same values, shape, strides, dtype, device
         def drop(self, handle): ...  # the handle is not needed any more
@@ -59,3 +89,24 @@ def check_store(value: Any, name: str) -> None:
             f"{name} must be a store, but {value!r} of type {type(value).__name__} has no "
             f"{', no '.join(missing)}. A store is an object with three methods:\n{_EXAMPLE}"
         )
+
+
+def as_store(value: Any) -> Store:
+    """``value`` with the defaults of the methods that it does not have."""
+    return value if isinstance(value, Store) else _Completed(value)
+
+
+class _Completed(Store):
+    """A store of the user's own that does not derive from `Store`."""
+
+    def __init__(self, store: Any) -> None:
+        for name in ("put", "get", "drop", "prefetch", "release", "count_version"):
+            if hasattr(store, name):
+                vars(self)[name] = getattr(store, name)
+        self._store = store
+
+    def before_write(self, handle: Any) -> Any:
+        if not hasattr(self._store, "before_write"):
+            return super().before_write(handle)
+        changed = self._store.before_write(handle)
+        return handle if changed is None else changed

@@ -1,7 +1,7 @@
 """Tensors as ranges of bytes of their storage, and back.
 
 A store keeps bytes and not values, so that strides, expanded dimensions and views of one storage
-come back as they were.
+are preserved.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from recollect._torch.modes import raw_memory, unobserved
+from recollect._torch.tensors import is_plain_tensor
 
 __all__ = [
     "Layout",
@@ -88,20 +91,22 @@ def tensor_on(memory: Tensor, start: int, layout: Layout) -> Tensor:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` with its strides."""
-    layout = layout_of(tensor)
-    if tensor.numel() == 0:
-        return torch.empty_strided(
-            layout.size, layout.stride, dtype=layout.dtype, device=tensor.device
-        )
-    span = span_of(layout)
-    return tensor_on(bytes_of(tensor.untyped_storage(), span).clone(), span.start, layout)
+    """A copy of ``tensor`` with its strides, as far as it has any."""
+    with raw_memory():
+        if type(tensor) in (Tensor, nn.Parameter) and is_plain_tensor(tensor):
+            layout = layout_of(tensor)
+            if tensor.numel() == 0:
+                return tensor.new_empty_strided(layout.size, layout.stride)
+            span = span_of(layout)
+            return tensor_on(bytes_of(tensor.untyped_storage(), span).clone(), span.start, layout)
+    with unobserved():
+        return tensor.detach().clone()
 
 
 def shift_of(tensor: Tensor) -> int:
-    """By how many bytes ``tensor`` begins after where an allocation could begin.
+    """The alignment of ``tensor``: its offset in bytes from where an allocation could begin.
 
-    What libraries compute, to the last bit, may depend on it. (cuBLAS looks at 256 bytes.)
+    The last bit of a library's results may depend on it. (cuBLAS considers up to 256 bytes.)
     """
     try:
         return tensor.data_ptr() % (64 if tensor.device.type == "cpu" else 256)
@@ -117,7 +122,7 @@ def laid_out(values: Tensor, stride: tuple[int, ...], shift: int) -> Tensor:
     memory = torch.empty(start + extent, dtype=values.dtype, device=values.device)
     tensor = torch.empty(0, dtype=values.dtype, device=values.device)
     tensor.set_(memory.untyped_storage(), start, values.shape, stride)
-    # Where one place stands for many, it is written to once.
+    # An element that stands for many (stride 0) is written once.
     once = tuple(slice(None) if step else slice(0, 1) for step in stride)
     tensor[once].copy_(values[once])
     return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recollect.policy.rules import Policy, as_policy
-from recollect.rerun.selective.explaining import explaining, make_deposit
+from recollect.rerun.selective.explaining import explaining, make_offload_batch
 from recollect.rerun.selective.ledger import Ledger
 from recollect.rerun.selective.record import Observer, RecordMode
 from recollect.rerun.selective.replay import ReplayMode
@@ -49,7 +49,7 @@ def selective_contexts(
 
     ``as_torch``: with none of our own defaults, and what was kept is given out once.
     """
-    ledger = Ledger(make_deposit(store))
+    ledger = Ledger(make_offload_batch(store))
     explainer = explaining.explainer
     record = RecordMode(
         policy,

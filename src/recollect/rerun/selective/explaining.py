@@ -17,10 +17,10 @@ from recollect.policy.rules import Policy
 from recollect.policy.rulings import Ruling
 from recollect.rerun.selective.ledger import Entry
 from recollect.rerun.selective.record import RecordMode
-from recollect.store.offload_batch import Deposit
+from recollect.store.offload_batch import OffloadBatch
 from recollect.store.protocol import Store
 
-__all__ = ["Explainer", "Replayed", "explaining", "make_deposit"]
+__all__ = ["Explainer", "Replayed", "explaining", "make_offload_batch"]
 
 
 class Replayed(Protocol):
@@ -45,7 +45,7 @@ class Explainer(Protocol):
     def applies(self, record: RecordMode, policy: Policy) -> None:
         """``record`` will run a region under ``policy``."""
 
-    def deposit(self, store: Store | None) -> Deposit:
+    def deposit(self, store: Store | None) -> OffloadBatch:
         """Where a region puts what it sends away."""
 
     def frame(self, *args: Any) -> Any:
@@ -75,7 +75,7 @@ class _Explaining(threading.local):
 explaining = _Explaining()
 
 
-def make_deposit(store: Store | None) -> Deposit:
+def make_offload_batch(store: Store | None) -> OffloadBatch:
     """Where one region puts what it sends away."""
     explainer = explaining.explainer
-    return Deposit(store) if explainer is None else explainer.deposit(store)
+    return OffloadBatch(store) if explainer is None else explainer.deposit(store)

@@ -16,12 +16,11 @@ from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.modes import below_python
 from recollect._torch.ops import OpOverload
 from recollect._torch.pytree import tree_leaves, tree_map_only
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
 from recollect.errors import KeptTensorError
 from recollect.rerun.selective.origins import Origins
 from recollect.state.rng import RngState
-from recollect.store.handles import is_memory, version_of
-from recollect.store.offload_batch import Deposit, Looks, Parcel, looks_of
+from recollect.store.offload_batch import Metadata, OffloadBatch, OffloadedTensor, metadata_of
 from recollect.store.spans import laid_out
 
 __all__ = ["ELSEWHERE", "Entry", "Kept", "Ledger", "Vacant", "map_only"]
@@ -44,7 +43,7 @@ def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` with its strides, which ``clone`` does not always keep."""
-    return laid_out(tensor, tensor.stride(), 0) if is_memory(tensor) else tensor.clone()
+    return laid_out(tensor, tensor.stride(), 0) if is_plain_tensor(tensor) else tensor.clone()
 
 
 class Kept:
@@ -57,16 +56,16 @@ class Kept:
         self.version = version_of(detached)
 
     @property
-    def looks(self) -> Looks | None:
-        """What it looks like."""
-        return looks_of(self.val)
+    def metadata(self) -> Metadata | None:
+        """Shape, strides, dtype and device."""
+        return metadata_of(self.val)
 
     @property
     def memory(self) -> int | None:
         """Which memory it is."""
         return storage_key(self.val)
 
-    def before_write(self, _tensor: torch.Tensor) -> None:
+    def before_write(self) -> None:
         """Have a copy of one's own: what is kept is about to be changed in place."""
         self.val = _copy(self.val)
         self.version = version_of(self.val)
@@ -84,19 +83,19 @@ class Kept:
 
 
 class Vacant:
-    """The place of a result that no op and no gradient reads: its looks, and no memory.
+    """The place of a result that no op and no gradient reads: its metadata, and no memory.
 
     What stands in for it is filled such that nobody can mistake it for the result.
     """
 
-    __slots__ = ("_looks",)
+    __slots__ = ("_metadata",)
 
-    def __init__(self, looks: Looks) -> None:
-        self._looks = looks
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
 
     def get(self) -> torch.Tensor:
-        """A tensor of the same looks."""
-        shape, stride, dtype, device = self._looks
+        """A tensor of the same metadata."""
+        shape, stride, dtype, device = self._metadata
         with below_python():
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             return tensor.fill_(float("nan"))
@@ -106,11 +105,11 @@ class Vacant:
 _LISTED = 256
 
 
-def _may_be_listed(looks: Looks | None) -> bool:
+def _may_be_listed(metadata: Metadata | None) -> bool:
     """Whether Python may read the numbers of such a tensor without an op."""
-    if looks is None or not looks[2].is_floating_point:
+    if metadata is None or not metadata[2].is_floating_point:
         return True
-    return looks[3].type == "cpu" and looks[0].numel() <= _LISTED
+    return metadata[3].type == "cpu" and metadata[0].numel() <= _LISTED
 
 
 class Entry:
@@ -133,7 +132,7 @@ class Entry:
     changes: Sequence[int] = ()
 
     def __init__(self, results: Any, inputs: tuple[Any, ...], rng: RngState | None) -> None:
-        #: What the op returned, with `Kept` or `Parcel` in the places of tensors.
+        #: What the op returned, with `Kept` or `OffloadedTensor` in the places of tensors.
         self.results = results
         #: The op and what went in, in labels.
         self.inputs = inputs
@@ -150,13 +149,13 @@ class Entry:
         """Whether a gradient needs the results, or an op that runs again before that step."""
         return self.saved or (self.first_use is not None and self.first_use < step)
 
-    def _places(self, memory: int | None) -> list[Kept | Parcel]:
+    def _places(self, memory: int | None) -> list[Kept | OffloadedTensor]:
         if memory is None:
             return []
         if type(self.results) is Kept:
             return [self.results] if self.results.memory == memory else []
         places = _leaves(self.results)
-        return [x for x in places if isinstance(x, (Kept, Parcel)) and x.memory == memory]
+        return [x for x in places if isinstance(x, (Kept, OffloadedTensor)) and x.memory == memory]
 
     def is_in(self, memory: int | None) -> bool:
         """Whether a result is in that memory."""
@@ -166,7 +165,7 @@ class Entry:
         """To be called before ``tensor`` is written to: whether a result is in its memory."""
         places = self._places(memory)
         for place in places:
-            place.before_write(tensor)
+            place.before_write()
         return bool(places)
 
     @property
@@ -175,13 +174,15 @@ class Entry:
         results = self.results
         places = results if isinstance(results, (list, tuple)) else (results,)
         return self.has_gradient and all(
-            isinstance(place, (Kept, Parcel)) and not _may_be_listed(place.looks)
+            isinstance(place, (Kept, OffloadedTensor)) and not _may_be_listed(place.metadata)
             for place in places
         )
 
     def vacate(self) -> None:
         """Let go of the memory."""
-        self.results = map_only((Kept, Parcel), lambda each: Vacant(each.looks), self.results)
+        self.results = map_only(
+            (Kept, OffloadedTensor), lambda each: Vacant(each.metadata), self.results
+        )
         self.is_vacant = True
 
     def take(self, *, allow_mutation: bool) -> Any:
@@ -204,7 +205,7 @@ class Entry:
         return map_only((Kept, *_PLACES), give, results)
 
 
-_PLACES = (Parcel, Vacant)
+_PLACES = (OffloadedTensor, Vacant)
 
 
 def _leaves(results: Any) -> list[Any]:
@@ -242,7 +243,7 @@ class Ledger:
         "steps",
     )
 
-    def __init__(self, deposit: Deposit) -> None:
+    def __init__(self, deposit: OffloadBatch) -> None:
         #: The ops of all calls, in order, as `key_of` tells them apart.
         self.sequence: list[Any] = []
         #: By step, what was kept.

@@ -19,7 +19,7 @@ import torch
 from recollect._torch.autograd import current_graph_task, is_weight
 from recollect._torch.modes import DispatchMode
 from recollect._torch.pytree import tree_leaves, tree_map_only
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import storage_key, version_of
 from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
 from recollect.policy.facts import Facts, facts_of, known_facts
@@ -27,7 +27,6 @@ from recollect.rerun.selective.ledger import Entry, Ledger
 from recollect.rerun.selective.origins import Made, Origins, differ, note_results
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
-from recollect.store.handles import version_of
 
 __all__ = ["ReplayMode"]
 
