@@ -15,7 +15,7 @@ from recollect.checks.determinism import Describe
 from recollect.modules import OPTIONS, look_like, unwrap_module, wrap_module
 from recollect.options import Options, noop_context_fn, usual_options
 from recollect.region import run_compiled, run_region
-from recollect.rerun.engine import Contexts
+from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
 from recollect.sequential import as_functions, balanced, run_segments
 from recollect.store import Store

@@ -12,7 +12,7 @@ import torch
 
 from recollect.checks.determinism import Describe, default_check, resolve_check, values_check
 from recollect.policy.rules import Policy, as_policy
-from recollect.rerun.engine import Contexts
+from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
 from recollect.state.reachable import leads_nowhere
 from recollect.store import Store, check_store

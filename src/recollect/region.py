@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
 from recollect.options import Options
 from recollect.replay.engine import replay_region
-from recollect.rerun.engine import Contexts, Frame, make_contexts
+from recollect.rerun.engine import Frame
+from recollect.rerun.frame import Contexts, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
 from recollect.rerun.selective import RecordMode
 from recollect.rerun.selective.explaining import explaining, make_offload_batch

@@ -8,12 +8,11 @@ import torch
 
 from recollect._torch.autograd import has_history, without_history
 from recollect._torch.tensors import memory_key, version_of
-from recollect.checks.names import tensor_name
-from recollect.errors import InputChanged
+from recollect.checks.changed_input import source_changed
 from recollect.replay.tape import Layout, copy_of_memory, view_of
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["CHANGED_WHEN_SAVED", "Held", "Ticket", "hold_for_good", "name_of", "saved_in"]
+__all__ = ["Held", "Ticket", "hold_for_good", "saved_in"]
 
 #: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
 #: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
@@ -83,26 +82,5 @@ class Held:
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
         if is_guarded and not self.is_unchanged():
-            raise InputChanged(_CHANGED.format(name=name_of(self.tensor)))
+            raise source_changed(self.tensor)
         return view_of(self.tensor, self.layout, own)
-
-
-_CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: {name}, from which a checkpointed region recomputes its activations, was changed "
-    "after the region had run. Replace the in-place operation, or let it follow backward."
-)
-CHANGED_WHEN_SAVED = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: {name}, which an operation in a checkpointed region saved for backward, was "
-    "changed afterwards. Without checkpointing this is an error as well, but for a change through "
-    ".data, of whose values the gradient would be. Replace the in-place operation."
-)
-
-
-def name_of(tensor: torch.Tensor) -> str:
-    """What to call ``tensor`` in an error."""
-    # Only what lives in a module has a name, and to search memory for one takes a while.
-    if tensor.requires_grad and tensor.is_leaf:
-        return tensor_name(tensor)
-    return f"a tensor of shape {list(tensor.shape)}"

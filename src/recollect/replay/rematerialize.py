@@ -19,9 +19,10 @@ import torch
 from recollect._torch.autograd import at_end_of_backward, current_graph_task
 from recollect._torch.modes import below_autograd, set_grad_enabled
 from recollect._torch.tensors import memory_key
-from recollect.errors import CheckpointError, InputChanged
+from recollect.checks.changed_input import saved_tensor_changed
+from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
-from recollect.replay.held_tensor import CHANGED_WHEN_SAVED, Held, Ticket, name_of
+from recollect.replay.held_tensor import Held, Ticket
 from recollect.replay.tape import (
     NEEDS_CARE,
     Buffer,
@@ -199,14 +200,13 @@ class Recall:
         if tensor is None:
             return self._recall(view)
         if tensor._version != version:
-            raise InputChanged(CHANGED_WHEN_SAVED.format(name=name_of(tensor)))
+            raise saved_tensor_changed(tensor)
         return tensor  # type: ignore[no-any-return]
 
     def _recall(self, view: View) -> torch.Tensor:
         buffer = view.buffer
         if buffer.is_spoilt and self.saw_all and not self.is_running:
-            name = f"a tensor of shape {list(view.layout[0])}"
-            raise InputChanged(CHANGED_WHEN_SAVED.format(name=name))
+            raise saved_tensor_changed(view.layout[0])
         passed = self.passes.get(current_graph_task())
         if passed is not None and not self.is_running:
             tensor = passed.here.get(buffer.number)

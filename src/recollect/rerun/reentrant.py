@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import backward_allows_reentrant
+from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
-from recollect.state.argument_snapshot import tensor_changed
 from recollect.state.inputs import Inputs
 from recollect.state.region_state import Surroundings
 from recollect.state.tensors import are_statistics
@@ -121,7 +121,7 @@ def _changed_inside(
     for index, version in zip(indices, versions, strict=True):
         if version is not None and args[index]._version != version:
             name = f"args[{index}]"
-            return str(tensor_changed(name, args[index], version, "inside the region"))
+            return str(argument_changed(name, args[index], version, "inside the region"))
     return None
 
 

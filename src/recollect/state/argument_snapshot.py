@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from recollect.checks.changed_input import argument_changed
 from recollect.errors import CheckpointError, InputChanged
 from recollect.settings import recomputing
 from recollect.state.restorers import (
@@ -49,7 +50,7 @@ from recollect.state.restorers import (
 )
 from recollect.state.tensors import are_statistics, is_small
 
-__all__ = ["Contents", "StandIn", "Swapped", "tensor_changed"]
+__all__ = ["Contents", "StandIn", "Swapped"]
 
 _Tensor = torch.Tensor
 
@@ -202,7 +203,7 @@ class Swapped:
     @staticmethod
     def _refuse(entry: _Entry, name: Callable[[Any], str]) -> None:
         tensor, _, (version, _) = entry
-        raise tensor_changed(name(tensor), tensor, version, "after the region ran")
+        raise argument_changed(name(tensor), tensor, version, "after the region ran")
 
     def put_back(self) -> None:
         """Give everything what it held before, whatever has happened to it since."""
@@ -276,18 +277,6 @@ def _is_used_up(value: Any) -> bool:
 
 # One that is met is that of a rerun around.
 _NO_CONTENTS = ATOMS | {StandIn}
-
-
-def tensor_changed(name: str, tensor: _Tensor, version: int, when: str) -> InputChanged:
-    """What to raise for an argument that is not what it was; its first words are autograd's."""
-    return InputChanged(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {name} of a checkpointed region, [{tensor.type()} {list(tensor.shape)}], was "
-        f"changed {when} and is at version {tensor._version}; expected version {version} instead. "
-        "The region would be recomputed from the changed value. Pass a copy (.clone()) to the "
-        "region, or replace the in-place operation (x = x + 1 rather than x += 1). If the change "
-        "does no harm, run forward inside `with recollect.set_checkpoint_version_guard(False):`."
-    )
 
 
 def _not_put_back(name: str, difference: str, error: Exception) -> InputChanged:

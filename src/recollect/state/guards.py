@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from recollect._torch.modes import DispatchMode
-from recollect.checks.names import tensor_name
+from recollect.checks.changed_input import used_tensor_changed
 from recollect.errors import InputChanged
 
 __all__ = ["Guards", "UseOfChanged"]
@@ -71,17 +71,7 @@ class UseOfChanged(DispatchMode):
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if id(tensor) in self._changes:
-                    self.error = _error(func, *self._changes[id(tensor)])
+                    changed, difference = self._changes[id(tensor)]
+                    self.error = used_tensor_changed(changed, func, difference)
                     raise self.error
         return func(*args, **(kwargs or {}))
-
-
-def _error(func: Any, tensor: torch.Tensor, what: str) -> InputChanged:
-    return InputChanged(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {tensor_name(tensor)} [{tensor.type()} {list(tensor.shape)}], which a "
-        f"checkpointed region uses in {func}, {what} instead. It was changed since the region "
-        "began, and backward would recompute the region from the changed value. Go backward "
-        "before changing it (call optimizer.step() after backward()), or, if the change does no "
-        "harm, run forward inside `with recollect.set_checkpoint_version_guard(False):`."
-    )

@@ -24,8 +24,9 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import save_tensor, saved_tensor_hooks_active
+from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
-from recollect.state.argument_snapshot import Contents, Swapped, tensor_changed
+from recollect.state.argument_snapshot import Contents, Swapped
 from recollect.state.restorers import ATOMS
 from recollect.state.tensors import are_statistics
 from recollect.store.offload_batch import OffloadBatch
@@ -213,7 +214,7 @@ class Inputs:
         return self._contents is not None and self._contents.has(tensor)
 
     def _changed(self, tensor: _Tensor, version: int, when: str) -> InputChanged:
-        return tensor_changed(self._name(tensor), tensor, version, when)
+        return argument_changed(self._name(tensor), tensor, version, when)
 
     def _name(self, target: Any) -> str:
         """Where ``target`` was among the arguments, such as ``kwargs['cache'].keys[0]``."""

@@ -1,0 +1,73 @@
+"""The errors for a tensor that was changed in place, and that backward needs as it was.
+
+The first words are autograd's, which raises in the same situations without checkpointing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recollect.checks.names import tensor_name
+from recollect.errors import InputChanged
+
+__all__ = ["argument_changed", "saved_tensor_changed", "source_changed", "used_tensor_changed"]
+
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: "
+)
+_WITHOUT_GUARD = "run forward inside `with recollect.set_checkpoint_version_guard(False):`."
+
+
+def argument_changed(name: str, tensor: torch.Tensor, version: int, when: str) -> InputChanged:
+    """An argument of a region is not what it was."""
+    return InputChanged(
+        f"{_MODIFIED}{name} of a checkpointed region, {_typed(tensor)}, was changed {when} and is "
+        f"at version {tensor._version}; expected version {version} instead. The region would be "
+        "recomputed from the changed value. Pass a copy (.clone()) to the region, or replace the "
+        "in-place operation (x = x + 1 rather than x += 1). If the change does no harm, "
+        f"{_WITHOUT_GUARD}"
+    )
+
+
+def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> InputChanged:
+    """A tensor that a region uses without being given it, such as a parameter, has changed."""
+    return InputChanged(
+        f"{_MODIFIED}{tensor_name(tensor)} {_typed(tensor)}, which a checkpointed region uses in "
+        f"{op}, {difference} instead. It was changed since the region began, and backward would "
+        "recompute the region from the changed value. Go backward before changing it (call "
+        "optimizer.step() after backward()), or, if the change does no harm, "
+        f"{_WITHOUT_GUARD}"
+    )
+
+
+def source_changed(tensor: torch.Tensor) -> InputChanged:
+    """A tensor that the replay engine holds by reference, to run ops from, has changed."""
+    return InputChanged(
+        f"{_MODIFIED}{_named(tensor)}, from which a checkpointed region recomputes its "
+        "activations, was changed after the region had run. Replace the in-place operation, or let "
+        "it follow backward."
+    )
+
+
+def saved_tensor_changed(tensor: torch.Tensor | torch.Size) -> InputChanged:
+    """A tensor (or one of which only the shape is left) has changed since autograd saved it."""
+    return InputChanged(
+        f"{_MODIFIED}{_named(tensor)}, which an operation in a checkpointed region saved for "
+        "backward, was changed afterwards. Autograd also raises here, except for writes through "
+        ".data, which it cannot see. Replace the in-place operation."
+    )
+
+
+def _typed(tensor: torch.Tensor) -> str:
+    return f"[{tensor.type()} {list(tensor.shape)}]"
+
+
+def _named(tensor: torch.Tensor | torch.Size) -> str:
+    # Only parameters and buffers have names, and searching memory for one takes a while.
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf:
+        return tensor_name(tensor)
+    shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor
+    return f"a tensor of shape {list(shape)}"

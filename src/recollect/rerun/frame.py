@@ -1,0 +1,236 @@
+"""Forward of a region: steps (1) to (4) of `rerun.engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from sys import getrefcount
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from recollect._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from recollect._torch.dynamo import is_tracing
+from recollect._torch.modes import TorchDispatchMode
+from recollect.checks.determinism import (
+    Describe,
+    cpu_metadata,
+    default_check,
+    metadata,
+    values_check,
+)
+from recollect.checks.oplog import OpLog
+from recollect.rerun.selective import RecordMode
+from recollect.settings import version_guard_enabled
+from recollect.state.inputs import Inputs
+from recollect.state.region_state import Surroundings
+from recollect.store.offload_batch import OffloadBatch
+
+__all__ = ["Contexts", "ForwardFrame", "Ticket", "make_contexts", "noting"]
+
+#: Stands in the graph for a saved tensor: its number, and its description by the check.
+Ticket = tuple[Any, ...]
+
+#: What ``context_fn`` returns: one context for forward, one for the rerun.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
+    """Call ``context_fn`` and check what it gives before anything is entered."""
+    contexts = context_fn()
+    if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
+        raise TypeError(
+            "context_fn should return a tuple of two context managers, one for forward and one "
+            f"for the recomputation, but returned {contexts!r}"
+        )
+    for context in contexts:
+        if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
+            raise TypeError(
+                "context_fn should return a tuple of two context managers, but "
+                f"{context!r} of type {type(context).__name__} is none"
+            )
+    if is_tracing() and not all(isinstance(c, TorchDispatchMode) for c in contexts):
+        raise AssertionError(
+            "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` must "
+            "generate a tuple of two `TorchDispatchMode`s."
+        )
+    return contexts[0], contexts[1]
+
+
+class ForwardFrame:
+    """One call of a checkpointed function, as far as a recomputation has to know it.
+
+    Enter it to run the function's forward inside. `Frame` adds the way back.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "compares_values",
+        "contexts",
+        "debug",
+        "describe",
+        "early_stop",
+        "entered",
+        "forward_log",
+        "function",
+        "inputs",
+        "offloaded",
+        "read_once",
+        "running",
+        "surroundings",
+        "tickets",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        contexts: Contexts | None,
+        describe: Describe | None,
+        early_stop: bool,
+        debug: bool,
+        read_once: bool,
+        offloaded: OffloadBatch | None = None,
+    ) -> None:
+        self.function = function
+        #: Where the inputs are, if they are not held.
+        self.offloaded = offloaded
+        self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
+        self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
+        self.contexts = contexts
+        self.entered: AbstractContextManager[Any] | None = None
+        #: Whether the bits are compared, beside what ``describe`` sees.
+        self.compares_values = describe is values_check
+        self.describe = default_check if self.compares_values else describe
+        self.early_stop = early_stop
+        self.debug = debug
+        self.forward_log = self.make_log()
+        #: Whether to refuse a recomputation for a tensor that was unpacked before.
+        self.read_once = read_once
+        self.running = True
+        #: One for each saved tensor. Held here and by the graph: one that only this list holds is
+        #: dead. (To count references costs nothing in forward; a weak one would have to be made.)
+        self.tickets: list[Ticket] = []
+        if contexts is not None and isinstance(contexts[0], RecordMode):
+            values, exact = (*args, *kwargs.values()), self.forward_log is not None
+            contexts[0].bind(function, values, stops_early=early_stop, exact=exact)
+
+    def make_log(self) -> OpLog | None:
+        """A log for one run, if there is to be one."""
+        if not self.debug and not self.compares_values:
+            return None
+        return OpLog(stacks=self.debug, fingerprints=self.compares_values)
+
+    def __enter__(self) -> None:
+        push_saved_tensor_hooks(self._pack_hook(), self.unpack)
+        recorder = self.surroundings.collectives
+        if self.contexts is None and self.forward_log is None and recorder is None:
+            return
+        try:
+            if self.contexts is not None and self.forward_log is None and recorder is None:
+                self.contexts[0].__enter__()  # a stack for one would take longer
+                self.entered = self.contexts[0]
+                return
+            with ExitStack() as stack:
+                if self.contexts is not None:
+                    stack.enter_context(self.contexts[0])
+                if recorder is not None:
+                    stack.enter_context(recorder)
+                if self.forward_log is not None:
+                    stack.enter_context(self.forward_log)
+                self.entered = stack.pop_all()
+        except BaseException:
+            pop_saved_tensor_hooks()
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.entered is not None:
+                self._exit_contexts(exc_type, exc, traceback)
+        finally:
+            pop_saved_tensor_hooks()
+        if exc is None:
+            self.running = False
+            self.inputs.settle()
+            self.surroundings.settle()
+
+    def _exit_contexts(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entered, self.entered = self.entered, None
+        assert entered is not None
+        if entered.__exit__(exc_type, exc, traceback) and exc is not None:
+            raise RuntimeError(
+                "the forward context given by context_fn suppressed an exception of the "
+                f"checkpointed function: {exc!r}. There is no result to return then; let its "
+                "__exit__ return False."
+            ) from exc
+
+    def _pack_hook(self) -> Callable[[torch.Tensor], Ticket]:
+        tickets = self.tickets
+        describe = self.describe
+
+        # The two default checks are written out: a call would cost as much as what it does.
+        def pack_on_cpu(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), tensor.shape, tensor.dtype)
+            tickets.append(ticket)
+            return ticket
+
+        def pack(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), tensor.shape, tensor.dtype, tensor.device)
+            tickets.append(ticket)
+            return ticket
+
+        def pack_described(tensor: torch.Tensor) -> Ticket:
+            ticket = (len(tickets), None if describe is None else describe(tensor))
+            tickets.append(ticket)
+            return ticket
+
+        chosen: Callable[[torch.Tensor], Ticket] = pack_on_cpu if describe is cpu_metadata else pack
+        if describe is not cpu_metadata and describe is not metadata:
+            chosen = pack_described
+        if self.contexts is not None and isinstance(self.contexts[0], RecordMode):
+            chosen = self.contexts[0].noting(chosen)
+        return noting(self.forward_log, chosen) if self.compares_values else chosen
+
+    def unpack(self, ticket: Ticket) -> torch.Tensor:
+        """The saved-tensor hook by which autograd asks for a tensor back."""
+        raise NotImplementedError
+
+    def dead(self) -> frozenset[int]:
+        """The numbers of the tickets that the graph does not hold any more."""
+        counts = _reference_counts(self.tickets)
+        if min(counts, default=_OF_THE_DEAD + 1) > _OF_THE_DEAD:
+            return frozenset()
+        return frozenset(n for n, count in enumerate(counts) if count <= _OF_THE_DEAD)
+
+
+def _reference_counts(tickets: list[Ticket]) -> list[int]:
+    return [getrefcount(ticket) for ticket in tickets]
+
+
+#: References to a ticket that only a list holds, as this interpreter counts them.
+(_OF_THE_DEAD,) = _reference_counts([(object(),)])
+
+
+def noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    """``pack``, with the tensor written down first."""
+    assert log is not None
+    note = log.note_saved
+
+    def note_and_pack(tensor: torch.Tensor) -> Any:
+        note(tensor)
+        return pack(tensor)
+
+    return note_and_pack

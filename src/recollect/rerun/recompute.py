@@ -1,0 +1,354 @@
+"""One recomputation of a region in backward: steps (5) to (7) of `rerun.engine`.
+
+The graph that a recomputation builds holds numbers in the place of saved tensors, good for as long
+as the recomputation lasts (the function may go backward inside). Nothing here refers to a graph
+that refers back: there are no cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from recollect._torch.autograd import (
+    current_operation,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    view_base,
+)
+from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
+from recollect._torch.modes import dispatch_modes_active, set_grad_enabled
+from recollect.checks.determinism import (
+    Describe,
+    count_mismatch,
+    cpu_metadata,
+    metadata,
+    metadata_mismatch,
+    same,
+    too_many_saved,
+)
+from recollect.checks.diagnosis import Scene
+from recollect.checks.trace import explain
+from recollect.checks.values import value_difference
+from recollect.errors import CheckpointError, StopRecompute
+from recollect.rerun.frame import ForwardFrame, Ticket, noting
+from recollect.rerun.selective import ReplayMode
+from recollect.state.guards import UseOfChanged
+
+__all__ = ["Recomputation", "RecomputedTensors"]
+
+
+class RecomputedTensors:
+    """The recomputed tensors of a frame, for one backward."""
+
+    __slots__ = ("tensors", "versions")
+
+    def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
+        #: By number; None once unpacked, or where nobody can ask.
+        self.tensors = tensors
+        self.versions = versions
+
+
+class Recomputation:
+    """One run of a frame's function in backward."""
+
+    __slots__ = (
+        "_changes",
+        "_dead",
+        "_expected",
+        "_frame",
+        "_later",
+        "_log",
+        "_raised",
+        "_replay",
+        "_stopped",
+        "_surplus",
+        "_tensors",
+        "_unwritten_by",
+        "_versions",
+    )
+
+    def __init__(self, frame: ForwardFrame, *, keep_all: bool = False) -> None:
+        self._frame = frame
+        self._dead = frozenset() if keep_all else frame.dead()
+        self._expected = len(frame.tickets)
+        #: By number; None where the ticket is dead.
+        self._tensors: list[Any] = []
+        self._versions: list[int] = []
+        self._stopped = False
+        self._surplus = False
+        #: The frame, once the rerun is over.
+        self._later: ReferenceType[ForwardFrame] | None = None
+        #: The operation that may not have written yet what it saves.
+        self._unwritten_by = -1
+        self._raised: str | None = None
+        #: What hands out kept results, if there are any.
+        self._replay: ReplayMode | None = None
+        #: Present if something that the function may use has changed. It must run to its end then,
+        #: for the last op to be seen.
+        self._changes: UseOfChanged | None = frame.surroundings.changes()
+        self._log = frame.make_log()
+
+    @hide_from_dynamo
+    def run(self) -> RecomputedTensors:
+        """Recompute the tensors that forward saved, or say what is different."""
+        try:
+            self._run()
+            self._verify()
+            tensors = self._tensors[: self._expected]
+            if _hold_memory(tensors):
+                tensors = [t if t is None else t.detach() for t in tensors]
+        except CheckpointError as error:
+            log = self._frame.forward_log
+            if self._frame.debug and log is not None and self._log is not None:
+                raise explain(error, log, self._log, stopped=self._stopped) from error
+            raise
+        finally:
+            # The graph of the rerun holds on to the hooks, and they to this object.
+            self._tensors.clear()
+            self._later = ref(self._frame)
+            del self._frame
+        return RecomputedTensors(tensors, self._versions)
+
+    @hide_from_dynamo
+    def _run(self) -> None:
+        if self._frame.offloaded is not None:
+            self._frame.offloaded.announce()
+        # This may rerun an outer region, which has to see its own arguments as they were.
+        args, kwargs = self._frame.inputs.recall()
+        swapped = self._frame.inputs.swap()
+        if swapped is None:
+            self._run_with(args, kwargs)
+            return
+        try:
+            self._run_with(args, kwargs)
+        finally:
+            swapped.put_back()
+
+    @hide_from_dynamo
+    def _run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = self._frame
+        # First, since it is refused where hooks are disabled: nothing else has been changed then.
+        push_saved_tensor_hooks(self._pack_hook(), self._unpack)
+        grad_was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        if frame.forward_log is not None:
+            frame.forward_log.recording = False  # it is on if the function goes backward inside
+        try:
+            if dynamo_is_watching():
+                run_without_dynamo(frame.surroundings.run, self._call, args, kwargs)
+            else:
+                frame.surroundings.run(self._call, args, kwargs)
+        except StopRecompute as stop:
+            if stop.args[0] is not self:
+                raise
+        finally:
+            pop_saved_tensor_hooks()
+            set_grad_enabled(grad_was_enabled)
+            if frame.forward_log is not None:
+                frame.forward_log.recording = True
+
+    @hide_from_dynamo
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = self._frame
+        if frame.contexts is None and self._log is None and self._changes is None:
+            frame.function(*args, **kwargs)
+            return
+        contexts = self._contexts((*args, *kwargs.values()))
+        if len(contexts) == 1:  # a stack for one would take longer
+            with contexts[0]:
+                self._call_noting_errors(args, kwargs)
+        else:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._call_noting_errors(args, kwargs)
+        if self._changes is not None and self._changes.error is not None:
+            raise self._changes.error
+        if self._raised is not None:
+            raise CheckpointError(
+                "the recompute context given by context_fn suppressed an exception of the "
+                f"checkpointed function: {self._raised}. Let its __exit__ return False."
+            )
+
+    def _contexts(self, values: tuple[Any, ...]) -> list[AbstractContextManager[Any]]:
+        """What the function runs in. ``values``: its arguments."""
+        frame = self._frame
+        contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
+        if contexts and isinstance(contexts[0], ReplayMode):
+            restores_rng = frame.surroundings.preserves_rng
+            replay = contexts[0].for_rerun(values, self._tensors, restores_rng=restores_rng)
+            self._replay = contexts[0] = replay
+        return contexts + [each for each in (self._changes, self._log) if each is not None]
+
+    def _call_noting_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._frame.function(*args, **kwargs)
+        except StopRecompute:
+            raise
+        except BaseException as error:
+            # Not the error itself: its traceback refers to this object.
+            self._raised = repr(error)
+            raise
+
+    def _pack_hook(self) -> Callable[[torch.Tensor], Any]:
+        tensors = self._tensors
+        versions = self._versions
+        dead = self._dead
+        # The first number at which there is something to do beside noting the tensor.
+        stops_early = self._frame.early_stop and self._changes is None
+        limit = self._expected - 2 if stops_early else self._expected
+
+        def pack(tensor: torch.Tensor) -> int:
+            number = len(tensors)
+            tensors.append(tensor)
+            versions.append(tensor._version)
+            if number >= limit:
+                self._near_end(number, tensor)
+            return number
+
+        def pack_with_care(tensor: torch.Tensor) -> Any:
+            number = len(tensors)
+            packed: Any = number
+            cut_off = tensor if tensor.grad_fn is None else tensor.detach()
+            if number in dead:
+                # Nobody can ask for it but the graph of this rerun, which shall hold it itself.
+                packed = cut_off
+                tensors.append(None)
+            else:
+                tensors.append(cut_off)
+            versions.append(tensor._version)
+            if number >= limit:
+                self._near_end(number, tensor)
+            return packed
+
+        # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
+        # detach for each saved tensor, as it does with torch.
+        contexts = self._frame.contexts
+        has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
+        chosen = pack_with_care if dead or has_modes or dispatch_modes_active() else pack
+        return noting(self._log, chosen) if self._frame.compares_values else chosen
+
+    def _near_end(self, number: int, tensor: torch.Tensor) -> None:
+        missing = self._expected - number - 1
+        if missing >= 0 and self._may_be_unwritten(tensor):
+            self._unwritten_by = current_operation()
+        if missing > 0:
+            return
+        if missing == 0:
+            self._stopped = True
+            if self._unwritten_by != current_operation():
+                raise StopRecompute(self)
+        elif self._stopped:
+            # The function has gone on: all is there and written, or it swallowed the signal.
+            raise StopRecompute(self)
+        elif not self._frame.running:
+            # Not an error raised here and now, which user code could swallow.
+            self._surplus = True
+            raise StopRecompute(self)
+        # Otherwise the function goes backward inside forward, which has not saved all it will.
+
+    def _may_be_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether the operation that is saving ``tensor`` could have yet to write it.
+
+        ``rrelu`` saves the buffer for its noise, then its input, and then draws the noise: to stop
+        in between would leave whatever memory held. Such a buffer is new: it has no history, no
+        version and no base, and is none of the inputs.
+        """
+        return (
+            not tensor.requires_grad
+            and tensor.is_floating_point()
+            and tensor._version == 0
+            and view_base(tensor) is None
+            and not self._frame.inputs.has(tensor)
+        )
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        """The unpack hook of the graph that this rerun builds."""
+        if type(packed) is not int:
+            return packed  # type: ignore[no-any-return]
+        if self._later is None:
+            return self._tensors[packed]  # type: ignore[no-any-return]
+        # Somebody goes backward on that graph later: the function has stored a part of it.
+        frame = self._later()
+        tensors = [] if frame is None else Recomputation(frame, keep_all=True).run().tensors
+        tensor = tensors[packed] if packed < len(tensors) else None
+        if tensor is None:
+            raise CheckpointError(
+                "backward was called on a part of the graph of a recomputation that cannot be had "
+                "again. Keep results of the first run of a checkpointed function, not of the "
+                "second: see recollect.is_recomputing()."
+            )
+        return tensor
+
+    def _verify(self) -> None:
+        frame = self._frame
+        if self._replay is not None:
+            self._replay.check_saved(self._expected)
+        if self._surplus:
+            raise too_many_saved(self._expected, self._scene())
+        if len(self._tensors) < self._expected and not frame.running:
+            raise count_mismatch(self._expected, len(self._tensors), self._scene())
+        if frame.describe is not None:
+            self._compare(frame.describe)
+        if frame.compares_values:
+            assert frame.forward_log is not None
+            assert self._log is not None
+            error = value_difference(frame.forward_log, self._log, self._scene(), self._dead)
+            if error is not None:
+                raise error
+
+    def _scene(self) -> Scene:
+        """What an error may tell about."""
+        frame = self._frame
+        args, kwargs = frame.inputs.given
+        return Scene(frame.function, frame.tickets, self._tensors, args, kwargs)
+
+    def _compare(self, describe: Describe) -> None:
+        """Compare what a check sees of each tensor with what it saw in forward."""
+        frame = self._frame
+        # Here in one loop, and not one by one in the hook: the code is warm then.
+        numbered = enumerate(self._tensors[: self._expected])
+        tickets: list[Ticket | None]
+        if self._dead or describe not in (cpu_metadata, metadata):
+            tickets = [t if t is None else (n, *_described(describe, t)) for n, t in numbered]
+        elif describe is cpu_metadata:
+            tickets = [(n, t.shape, t.dtype) for n, t in numbered]
+        else:
+            tickets = [(n, t.shape, t.dtype, t.device) for n, t in numbered]
+        if same(tickets, frame.tickets):
+            return
+        # What nobody can ask for may be as it is. (One list is longer than the other where the
+        # function goes backward inside forward.)
+        differences = [
+            (number, before[1:], after[1:])
+            for number, (before, after) in enumerate(zip(frame.tickets, tickets, strict=False))
+            if after is not None and not same(before, after)
+        ]
+        if differences:
+            raise metadata_mismatch(differences, self._scene())
+
+
+def _hold_memory(tensors: list[Any]) -> bool:
+    """Whether the history of ``tensors`` may hold more than numbers.
+
+    A custom function may have put tensors on its context. Others save what they need through the
+    hooks: their history is light, and leaving it on saves detaching every tensor.
+    """
+    try:
+        kinds = {type(tensor.grad_fn) for tensor in tensors if tensor is not None}
+    except RuntimeError:
+        # A view that may not be differentiated any more. Nobody has, and nobody need.
+        return True
+    return any(issubclass(kind, BackwardCFunction) for kind in kinds)
+
+
+def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a ticket says of ``tensor``."""
+    description = describe(tensor)
+    return description if describe in (cpu_metadata, metadata) else (description,)
