@@ -15,10 +15,12 @@ import recollect
 MODULES = sorted(info.name for info in pkgutil.walk_packages(recollect.__path__, "recollect."))
 
 MODERN = {
+    "Explanation",
     "Frontier",
     "InfeasibleBudget",
     "Plan",
     "PlanWarning",
+    "Policy",
     "checkpointed",
     "explain",
     "fit",
@@ -47,6 +49,11 @@ def test_everything_public_in_the_package_is_exported():
         if not name.startswith("_") and not isinstance(value, ModuleType)
     } | {"policy", "store"}  # which are modules, and public
     assert public == set(recollect.__all__)
+
+
+def test_private_modules_are_not_listed():
+    listed = {name for name in dir(recollect) if not name.startswith("_")}
+    assert listed == set(recollect.__all__)
 
 
 def test_every_module_is_imported_by_its_name():

@@ -1,20 +1,20 @@
 """recollect: activation checkpointing for PyTorch.
 
-It forgets activations in forward and recollects them in backward. ``recollect.checkpoint`` and
-``recollect.checkpointed`` are the place to start; ``recollect.install()`` puts recollect in the
-place of ``torch.utils.checkpoint``.
+Frees activations in forward and recomputes them in backward. Start with ``recollect.checkpoint``
+and ``recollect.checkpointed``; ``recollect.install()`` replaces ``torch.utils.checkpoint``.
 """
 
 from recollect import policy, store
 from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
 from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
-from recollect.explaining import explain
+from recollect.explaining import Explanation, explain
 from recollect.installing import install, installed, uninstall
 from recollect.naming import tag
 from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan
 from recollect.planning.plan import Plan
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
+from recollect.policy.rules import Policy
 from recollect.rerun.groups import GraphExecGroup
 from recollect.rerun.reentrant import (
     CheckpointFunction,
@@ -39,11 +39,13 @@ __all__ = [
     "CheckpointFunction",
     "CheckpointPolicy",
     "DefaultDeviceType",
+    "Explanation",
     "Frontier",
     "GraphExecGroup",
     "InfeasibleBudget",
     "Plan",
     "PlanWarning",
+    "Policy",
     "SelectiveCheckpointContext",
     "check_backward_validity",
     "checkpoint",
@@ -70,3 +72,7 @@ __all__ = [
     "uninstall",
     "unwrap",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from recollect._torch.dynamo import hide_from_dynamo
-from recollect.checks.determinism import Describe
-from recollect.modules import OPTIONS, look_like, unwrap_module, wrap_module
-from recollect.options import Options, noop_context_fn, usual_options
+from recollect.checks.determinism import DeterminismCheck
+from recollect.modules import OPTIONS, copy_signature, unwrap_module, wrap_module
+from recollect.options import Engine, Keywords, Options, noop_context_fn, usual_options
 from recollect.region import run_compiled, run_region
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
-from recollect.sequential import as_functions, balanced, run_segments
-from recollect.store import Store
+from recollect.sequential import balanced, run_segments, steps_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpointed", "unwrap"]
 
@@ -30,20 +32,20 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool = False,
     context_fn: Callable[[], Contexts] = noop_context_fn,
-    determinism_check: str | Describe = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
     policy: Any = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     offload_inputs: bool = False,
-    store: Store | None = None,
+    store: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping its activations for backward.
 
-    What backward needs of them is computed again when it is needed. Gradients, random streams and
-    the result are those of a plain call.
+    Backward recomputes the activations that it needs. Gradients, random streams and the result are
+    those of a plain call.
 
     Args:
         function: What to run. Anything callable: a module, a bound method, a lambda.
@@ -60,11 +62,11 @@ def checkpoint(
         policy: Keep some results instead of recomputing them: made by ``recollect.policy``, such as
             ``policy.matmuls() | policy.attention()``; or a list of ops (packets such as
             ``torch.ops.aten.mm`` stand for all their overloads); or a policy function.
-        engine: ``"rerun"`` (the default: the function is run again), ``"reentrant"``, or
-            ``"replay"`` (ops are written down once, and backward runs those it needs).
-        offload_inputs: Hold the activations among the arguments in the memory of the host.
-        store: Where everything that is kept goes, instead of staying where it is: a
-            ``recollect.store.HostStore``, or an object of your own with ``put``, ``get``, ``drop``.
+        engine: ``"rerun"`` (the default: run the function again), ``"reentrant"``, or ``"replay"``
+            (record the ops once; backward runs those it needs).
+        offload_inputs: Hold the activations among the arguments in host memory.
+        store: Where kept tensors live, instead of on their device: a
+            ``recollect.store.HostStore``, or a ``recollect.store.Store`` of your own.
         **kwargs: Keyword arguments of ``function``.
 
     Example::
@@ -105,11 +107,11 @@ def checkpoint(
 
 
 @overload
-def checkpointed(function_or_module: C, /, **options: Any) -> C: ...
+def checkpointed(function_or_module: C, /, **options: Unpack[Keywords]) -> C: ...
 
 
 @overload
-def checkpointed(**options: Any) -> Callable[[C], C]: ...
+def checkpointed(**options: Unpack[Keywords]) -> Callable[[C], C]: ...
 
 
 def checkpointed(function_or_module: Any = None, /, **options: Any) -> Any:
@@ -150,7 +152,7 @@ def _checkpointed(target: Any, options: Options) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return run_region(target, args, kwargs, options)
 
-    look_like(target, call)
+    copy_signature(target, call)
     vars(call)[OPTIONS] = options
     return call
 
@@ -168,7 +170,7 @@ def checkpoint_sequential(
     functions: nn.Sequential | Iterable[Callable[..., Any]],
     segments: int,
     input: Any,
-    **options: Any,
+    **options: Unpack[Keywords],
 ) -> Any:
     """Run ``functions`` one after the other, checkpointed in ``segments`` parts.
 
@@ -181,14 +183,9 @@ def checkpoint_sequential(
         out = recollect.checkpoint_sequential(model.layers, 4, x)
     """
     checked = Options.from_keywords(options)
-    steps = as_functions(functions)
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(f"segments should be an int, but got {segments!r}")
-    if not 1 <= segments <= len(steps):
-        raise ValueError(
-            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
-            f"{segments}"
-        )
+    steps = steps_of(functions, segments)
     return run_segments(steps, balanced(len(steps), segments), input, checked)
 
 

@@ -1,7 +1,7 @@
 """``torch.utils.checkpoint``, name by name.
 
 Signatures, defaults, warnings and error types are torch's; the code behind them is recollect's.
-Where recollect lifts a limitation of torch, ``docs/guide/drop-in.md`` lists it.
+``docs/guide/drop-in.md`` lists the limitations of torch that recollect lifts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recollect.rerun.reentrant import (
     detach_variable,
 )
 from recollect.rerun.selective import SAC_IGNORED_OPS, selective_contexts
-from recollect.sequential import as_functions, run_segments
+from recollect.sequential import run_segments, steps_of
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from recollect.state.devices import DefaultDeviceType, infer_device_type
 from recollect.state.rng import get_device_states, set_device_states
@@ -139,12 +139,7 @@ def checkpoint_sequential(
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
-    steps = as_functions(functions)
-    if not 1 <= segments <= len(steps):
-        raise ValueError(
-            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
-            f"{segments}"
-        )
+    steps = steps_of(functions, segments)
     size = len(steps) // segments
     boundaries = [*range(0, size * segments, size), len(steps)]
     options = Options(

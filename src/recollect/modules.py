@@ -6,8 +6,8 @@ module, follows shallow copies (as ``DataParallel`` makes them), and leaves para
 hooks where they are. An instance that already has a ``forward`` of its own keeps it: it is what
 gets checkpointed.
 
-Frameworks decide by the signature of ``forward`` which columns of a data set a model takes, and
-which arguments it is generated with: whatever stands in the place of a ``forward`` looks like it.
+Frameworks read the signature of ``forward`` to choose the columns of a data set, or the arguments
+of generation: whatever replaces a ``forward`` has its signature.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recollect.options import Options
 from recollect.region import run_region
 
-__all__ = ["OPTIONS", "bound_to", "look_like", "unwrap_module", "wrap_module"]
+__all__ = ["OPTIONS", "bound_to", "copy_signature", "unwrap_module", "wrap_module"]
 
-#: The attribute that marks what is checkpointed, and holds how.
+#: The attribute that marks what is checkpointed, and holds its options.
 OPTIONS = "_recollect_options"
 _OWN_FORWARD = "_recollect_forward"
 
-#: By which options a module is checkpointed; or what is called in the place of its forward, with
-#: that, its arguments and its keyword arguments.
+#: The options of a checkpointed module; or a function that is called in the place of its forward,
+#: with the forward, its arguments and its keyword arguments.
 How = Options | Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 
-def look_like(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
-    """Make ``wrapper`` look like ``function``, which it calls: name, signature, documentation.
+def copy_signature(function: Callable[..., Any], wrapper: Wrapper) -> Wrapper:
+    """Give ``wrapper``, which calls ``function``, its name, signature and documentation.
 
-    But for what marks ``function`` as ours, or as torch's to unwrap.
+    But not the attributes that mark ``function`` as ours, or as torch's to unwrap.
     """
     functools.update_wrapper(wrapper, function)
     attributes = vars(wrapper)
     for name in [name for name in attributes if name == OPTIONS or name.startswith("_torch")]:
         del attributes[name]
     try:
-        # Those that do not follow ``__wrapped__`` look for this.
+        # For callers that do not follow ``__wrapped__``.
         attributes["__signature__"] = inspect.signature(function)
     except (TypeError, ValueError):  # of a function written in C, which has none to show
         attributes.pop("__signature__", None)
@@ -60,7 +60,7 @@ class _Checkpointed:
     """Mixed in front of a module's class; the subclass has the ``forward``."""
 
     def __init_subclass__(cls) -> None:
-        # Nobody has derived from the module's class: what it does about that is not for us.
+        # The hook of the module's class is for subclasses that its users write.
         pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -73,9 +73,9 @@ class _Checkpointed:
 
 
 def bound_to(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, the forward of ``module``, such that it is known whose it is.
+    """``function``, the forward of ``module``, as a method of it.
 
-    That of an instance need not be a method.
+    The ``forward`` that an instance has of its own need not be one.
     """
     if torch.compiler.is_dynamo_compiling() or getattr(function, "__self__", None) is module:
         return function
@@ -101,14 +101,14 @@ def _own_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         return _run(module, function, args, kwargs)
 
-    # Made when it is asked for, so that nothing refers to the module: there is no time for more.
+    # Made on each access, so that nothing refers to the module; a full copy would take too long.
     return functools.update_wrapper(forward, function)
 
 
 class _Forwards:
-    """In the place of ``forward`` in the class of a module that has one of its own.
+    """The ``forward`` of the class of a module that has a ``forward`` of its own.
 
-    Of the class it is that of the class, which the other may call.
+    Read from the class, it is that of the class, which the module's own may call.
     """
 
     def __init__(self, base: type) -> None:
@@ -133,7 +133,7 @@ def _call(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs:
 #: By class, and whether the instance has a ``forward`` of its own.
 _subclasses: dict[tuple[type, bool], type] = {}
 
-#: What a class has of its own and does not inherit.
+#: Attributes that a class does not inherit.
 _OF_A_CLASS = ("__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__")
 
 
@@ -145,7 +145,7 @@ def _checkpointed_class(base: type, *, own: bool) -> type:
         names |= {"__qualname__": base.__qualname__, "forward": forward}
         known = _subclasses[base, own] = type(base.__name__, (_Checkpointed, base), names)
     elif not own and known.forward.__wrapped__ is not base.forward:  # type: ignore[attr-defined]
-        look_like(base.forward, known.forward)  # type: ignore[attr-defined]
+        copy_signature(base.forward, known.forward)  # type: ignore[attr-defined]
     return known
 
 
@@ -160,7 +160,7 @@ def _forward_of(base: type) -> Callable[..., Any]:
             function = attributes.get(_OWN_FORWARD) or of_class.__get__(self)
         return _run(self, function, args, kwargs)
 
-    return look_like(base.forward, forward)  # type: ignore[attr-defined]
+    return copy_signature(base.forward, forward)  # type: ignore[attr-defined]
 
 
 def _remake(

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from recollect.checks.determinism import Describe, default_check, resolve_check, values_check
+from recollect.checks.determinism import (
+    DeterminismCheck,
+    default_check,
+    resolve_check,
+    values_check,
+)
 from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
 from recollect.state.reachable import leads_nowhere
-from recollect.store import Store, check_store
+from recollect.store import check_store
 
-__all__ = ["DEFAULTS", "Options", "noop_context_fn", "usual_options"]
+__all__ = ["DEFAULTS", "Engine", "Keywords", "Options", "noop_context_fn", "usual_options"]
 
-ENGINES = ("rerun", "reentrant", "replay")
+Engine = Literal["rerun", "reentrant", "replay"]
+
+
+class Keywords(TypedDict, total=False):
+    """The options by name, for type checkers."""
+
+    use_reentrant: bool
+    context_fn: Callable[[], Contexts]
+    determinism_check: DeterminismCheck
+    debug: bool
+    early_stop: bool
+    preserve_rng_state: bool
+    policy: Any
+    engine: Engine | None
+    offload_inputs: bool
+    store: Any
 
 
 def noop_context_fn() -> Contexts:
@@ -52,28 +72,28 @@ class Options:
         self,
         use_reentrant: bool = False,
         context_fn: Callable[[], Contexts] = noop_context_fn,
-        determinism_check: str | Describe = "default",
+        determinism_check: DeterminismCheck = "default",
         debug: bool = False,
         early_stop: bool = True,
         preserve_rng_state: bool = True,
         policy: Any = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
         offload_inputs: bool = False,
-        store: Store | None = None,
+        store: Any = None,
     ) -> None:
         if use_reentrant is not False or engine is not None:
             self.reentrant = _is_reentrant(use_reentrant, engine)
         else:
             self.reentrant = False
-        #: Whether ops are run again, and not the function.
+        #: Whether ops run again, and not the function.
         self.replay = engine == "replay"
         self.debug = _checked_bool("debug", debug)
         self.early_stop = _checked_bool("early_stop", early_stop)
         self.preserve_rng_state = _checked_bool("preserve_rng_state", preserve_rng_state)
         #: What describes a saved tensor, to be compared; None compares nothing.
         self.describe = resolve_check(determinism_check)
-        #: What makes the two contexts of a call, None if there are none; in a form that dynamo can
-        #: take as a constant, and with the policy ready for use.
+        #: Makes the two contexts of a call, None if there are none: once in a form that dynamo can
+        #: take as a constant, once with the policy ready for use.
         self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy, store)
         self.offload_inputs = _checked_bool("offload_inputs", offload_inputs)
         self.store = store
@@ -95,7 +115,7 @@ class Options:
             self._refuse("the replay engine", "context_fn", has_context, determinism_check)
 
     def _refuse(self, engine: str, context: str, has_context: bool, determinism_check: Any) -> None:
-        """Refuse what has no effect with the engine."""
+        """Refuse options that have no effect with the engine."""
         given = {
             context: has_context,
             "debug": self.debug,
@@ -109,7 +129,7 @@ class Options:
                 )
 
     @classmethod
-    def from_keywords(cls, keywords: dict[str, Any]) -> Options:
+    def from_keywords(cls, keywords: Mapping[str, Any]) -> Options:
         """Options by name; a name that is none of them is refused."""
         for name in keywords:
             if name not in _NAMES:
@@ -117,8 +137,8 @@ class Options:
         return cls(**keywords)
 
     def __reduce__(self) -> Any:
-        # As it was given: ops cannot be pickled but have names, and the default check is another
-        # one on a machine with another accelerator.
+        # By the options as they were given: ops cannot be pickled but have names, and the default
+        # check depends on the accelerators of the machine.
         checks: dict[Any, Any] = {default_check: "default", values_check: "values", None: "none"}
         context_fn: Any = self.context_fn or noop_context_fn
         policy = None
@@ -141,12 +161,12 @@ class Options:
         return _unpickle, (keywords,)
 
 
-# Which contexts a part of a region runs in is decided anew in a rerun.
+# The contexts of an inner region are chosen again in a recomputation.
 leads_nowhere(Options)
 
 
-def usual_options(engine: Any, policy: Any) -> Options:
-    """Options where all others have their defaults. Made once, if that keeps nothing alive."""
+def usual_options(engine: Engine | None, policy: Any) -> Options:
+    """Options with defaults for all others; made once, if that keeps nothing alive."""
     if policy is None and engine is None:
         return DEFAULTS
     if policy is None and engine == "replay":
@@ -178,8 +198,8 @@ def _checked_bool(name: str, value: Any) -> bool:
 
 def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
     _checked_bool("use_reentrant", use_reentrant)
-    if engine is not None and engine not in ENGINES:
-        raise ValueError(f"engine should be one of {list(ENGINES)}, but got {engine!r}")
+    if engine is not None and engine not in get_args(Engine):
+        raise ValueError(f"engine should be one of {list(get_args(Engine))}, but got {engine!r}")
     if use_reentrant and engine in ("rerun", "replay"):
         raise ValueError(
             f"use_reentrant=True contradicts engine={engine!r}; leave out one of the two"
@@ -190,7 +210,7 @@ def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
 _Maker = Callable[[], Contexts] | None
 
 
-def _checked_contexts(context_fn: Any, policy: Any, store: Store | None) -> tuple[_Maker, _Maker]:
+def _checked_contexts(context_fn: Any, policy: Any, store: Any) -> tuple[_Maker, _Maker]:
     if policy is None:
         if context_fn is noop_context_fn:
             return None, None

@@ -1,4 +1,4 @@
-"""Running a region: pick the engine, or leave the region to the compiler."""
+"""Runs a region: chooses the engine, or leaves the region to the compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
 from recollect.options import Options
-from recollect.replay.engine import replay_region
+from recollect.replay.engine import LeftToRerun, replay_region
 from recollect.rerun.engine import Frame
 from recollect.rerun.frame import Contexts, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
@@ -24,6 +24,7 @@ from recollect.store.offload_batch import OffloadBatch
 __all__ = ["enter_region", "run_compiled", "run_region"]
 
 
+@hide_from_dynamo
 def run_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -45,13 +46,15 @@ def run_region(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if options.replay:
-        is_done, result = _replay(function, args, kwargs, options)
-        if is_done:
+        batch, inputs = make_offload_batch(options.store), options.offload_inputs
+        result = replay_region(function, args, kwargs, options.policy, batch, inputs)
+        if type(result) is not LeftToRerun:
             return result
     with enter_region(function, args, kwargs, options, read_once):
         return function(*args, **kwargs)
 
 
+@hide_from_dynamo
 def enter_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -73,25 +76,18 @@ def enter_region(
         resolve_early_stop(options.early_stop),
         resolve_debug(options.debug),
         read_once,
-        _deposit(contexts, options) if options.offload_inputs else None,
+        _offload_batch(contexts, options) if options.offload_inputs else None,
     )
 
 
-def _deposit(contexts: Contexts | None, options: Options) -> OffloadBatch:
-    """Where the inputs of a region go: to what the policy keeps, if it keeps something."""
+def _offload_batch(contexts: Contexts | None, options: Options) -> OffloadBatch:
+    """The batch for the inputs of a region: that of the results that its policy keeps, if any."""
     if contexts is not None and isinstance(contexts[0], RecordMode):
         return contexts[0].ledger.deposit
     return make_offload_batch(options.store)
 
 
-def _replay(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> tuple[bool, Any]:
-    """Run a region by the replay engine; False if that has to leave it to the rerun engine."""
-    deposit = make_offload_batch(options.store)
-    return replay_region(function, args, kwargs, options.policy, deposit, options.offload_inputs)
-
-
+@hide_from_dynamo
 def _run_reentrant(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
@@ -108,17 +104,17 @@ def _run_reentrant(
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
 
-def _offloading(deposit: OffloadBatch) -> saved_tensors_hooks:
-    """Hooks by which the inputs that a node saves go to a store."""
+def _offloading(batch: OffloadBatch) -> saved_tensors_hooks:
+    """Hooks that put the activations that a node saves into a store."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        away = tensor.requires_grad and not tensor.is_leaf
-        return deposit.put(tensor.detach()) if away else tensor
+        is_activation = tensor.requires_grad and not tensor.is_leaf
+        return batch.put(tensor.detach()) if is_activation else tensor
 
     def unpack(packed: Any) -> Any:
         if isinstance(packed, torch.Tensor):
             return packed
-        deposit.announce()
+        batch.announce()
         return packed.get()
 
     return saved_tensors_hooks(pack, unpack)
@@ -132,14 +128,10 @@ def run_compiled(
 ) -> Any:
     """Leave a region to the compiler that is tracing this call.
 
-    Dynamo knows torch's function by identity and turns the call into a node of its graph; what is
-    recomputed is then up to the compiler. RNG, ambient state and checks have no meaning there.
+    Dynamo knows torch's function by identity and turns the call into a node of its graph; the
+    compiler then decides what to recompute. RNG, ambient state and checks have no meaning there.
     """
     torch_checkpoint = torch.utils.checkpoint.checkpoint
     if context_fn is None:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-
-
-for _hidden in (run_region, enter_region, _replay, _run_reentrant):
-    hide_from_dynamo(_hidden)

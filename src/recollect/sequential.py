@@ -11,13 +11,23 @@ from torch import nn
 from recollect.options import Options
 from recollect.region import run_region
 
-__all__ = ["as_functions", "balanced", "run_segments"]
+__all__ = ["balanced", "run_segments", "steps_of"]
 
-Step = Callable[[Any], Any]
+Function = Callable[[Any], Any]
 
 
-def as_functions(functions: Any) -> list[Step]:
-    """The steps of a ``Sequential`` or of an iterable of callables."""
+def steps_of(functions: Any, segments: int) -> list[Function]:
+    """The functions of a ``Sequential`` or an iterable, which are to be cut into ``segments``."""
+    steps = _checked_functions(functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
+            f"{segments}"
+        )
+    return steps
+
+
+def _checked_functions(functions: Any) -> list[Function]:
     if isinstance(functions, nn.Sequential):
         return list(functions.children())
     if not isinstance(functions, Iterable):
@@ -40,7 +50,7 @@ def balanced(count: int, segments: int) -> list[int]:
 
 
 def run_segments(
-    steps: list[Step],
+    steps: list[Function],
     boundaries: list[int],
     input: Any,
     options: Options,
@@ -55,7 +65,7 @@ def run_segments(
     return _chain(steps[slice(*last)])(input)
 
 
-def _chain(steps: list[Step]) -> Step:
+def _chain(steps: list[Function]) -> Function:
     def run(value: Any) -> Any:
         for step in steps:
             value = step(value)

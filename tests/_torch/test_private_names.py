@@ -332,7 +332,7 @@ def test_denormal_numbers_are_seen_to_be_flushed():
 def test_a_tensor_of_zeros_without_memory_is_not_plain():
     zeros = torch._efficientzerotensor(2)
     assert not private.is_plain_tensor(zeros)
-    assert private.strangeness_of(zeros) == "a tensor of zeros without memory"
+    assert private.unsupported_tensor(zeros) == "a tensor of zeros without memory"
 
 
 def test_autocast_of_any_device_is_seen():

@@ -30,7 +30,7 @@ import recollect
 from recollect import policy
 from recollect._torch.ops import OpOverload, writes_unseen
 from recollect.errors import InputChanged
-from recollect.replay.engine import replay_region
+from recollect.replay.engine import LeftToRerun, replay_region
 from recollect.replay.kinds import kind_of
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.recording_cache import _slots
@@ -51,8 +51,8 @@ _NOTHING_KEPT = Decisions({})
 
 def planned(function: Any, *args: Any) -> Any:
     """Call a region as under a plan."""
-    is_done, out = replay_region(function, args, {}, _NOTHING_KEPT, OffloadBatch(), False)
-    return out if is_done else recollect.checkpoint(function, *args)
+    out = replay_region(function, args, {}, _NOTHING_KEPT, OffloadBatch(), False)
+    return out if type(out) is not LeftToRerun else recollect.checkpoint(function, *args)
 
 
 replay = partial(recollect.checkpoint, engine="replay")

@@ -149,16 +149,19 @@ def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
 
 _TensorGuards: Any = TensorGuards  # whose stub is wrong
 
-#: How the descriptions of `strangeness_of` begin.
-STRANGE = "a tensor "
+
+class UnsupportedTensor(str):
+    """A reason, in words, for which a region is not replayed: a tensor that is not plain."""
+
+    __slots__ = ()
 
 
-def strangeness_of(tensor: torch.Tensor) -> str:
+def unsupported_tensor(tensor: torch.Tensor) -> UnsupportedTensor:
     """What is special about a tensor that is not plain."""
     if is_functorch_wrapped(tensor):
-        return STRANGE + "of a transform of torch.func"
+        return UnsupportedTensor("a tensor of a transform of torch.func")
     if overrides_torch(type(tensor)):
-        return f"{STRANGE}of type {type(tensor).__name__}"
+        return UnsupportedTensor(f"a tensor of type {type(tensor).__name__}")
     kinds = {
         f"of layout {tensor.layout}": tensor.layout is not torch.strided,
         "that is nested": tensor.is_nested,
@@ -167,7 +170,8 @@ def strangeness_of(tensor: torch.Tensor) -> str:
         "of zeros without memory": tensor._is_zerotensor(),
         "that is conjugated or negated": True,
     }
-    return STRANGE + next(text for text, applies in kinds.items() if applies)
+    kind = next(text for text, applies in kinds.items() if applies)
+    return UnsupportedTensor(f"a tensor {kind}")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ dtype and device: wrong ones would make backward fail or, worse, broadcast. The 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from recollect.errors import RecomputeMismatch
 
 __all__ = [
     "Describe",
+    "DeterminismCheck",
     "Difference",
     "count_mismatch",
     "cpu_metadata",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 Describe = Callable[[torch.Tensor], Any]
+DeterminismCheck = Literal["default", "none", "values"] | Describe
 #: Position among the saved tensors, its description in forward, its description when recomputed.
 Difference = tuple[int, Any, Any]
 
@@ -73,7 +75,7 @@ _NAMED_CHECKS: dict[str, Describe | None] = {
 }
 
 
-def resolve_check(check: str | Describe) -> Describe | None:
+def resolve_check(check: DeterminismCheck) -> Describe | None:
     """The function behind ``determinism_check=``; None compares nothing."""
     if callable(check):
         return check

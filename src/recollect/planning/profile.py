@@ -12,7 +12,7 @@ from torch import nn
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate_plain
-from recollect.modules import bound_to, look_like
+from recollect.modules import bound_to, copy_signature
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.build import build_graph
 from recollect.planning.footprint import tally_of
@@ -166,7 +166,7 @@ def observed(
         recordings.append(recording)
         return output
 
-    model.__dict__["forward"] = look_like(model.forward, run)
+    model.__dict__["forward"] = copy_signature(model.forward, run)
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ from recollect.planning.identity import Identity
 from recollect.planning.output import at_end_of_backward_of, tell_of_output, watch_output
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
-from recollect.replay.engine import Witness, replay_region
+from recollect.replay.engine import LeftToRerun, Witness, replay_region
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.rematerialize import Recall
 from recollect.report.units import bytes_text
@@ -121,9 +121,9 @@ def run_planned(
         return by.run(function, args, kwargs)
     deposit = OffloadBatch(host=by.store, last_first=True)
     witness = Witness() if witness is None else witness
-    is_done, result = replay_region(function, args, kwargs, by, deposit, False, witness)
-    if not is_done:
-        reason = str(result)
+    result = replay_region(function, args, kwargs, by, deposit, False, witness)
+    if type(result) is LeftToRerun:
+        reason = result.reason
         told.tell(
             reason, f"the plan is not in effect, and the step may exceed its budget: {reason}"
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from recollect._torch.autograd import (
 from recollect._torch.devices import is_capturing
 from recollect._torch.dynamo import is_compiling
 from recollect._torch.modes import foreign_function_modes, forward_ad_active, is_transforming
-from recollect._torch.tensors import STRANGE
+from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
 from recollect.policy.makers import nothing
 from recollect.policy.rules import Policy
@@ -55,7 +55,7 @@ from recollect.rerun.selective.explaining import Replayed, explaining
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Witness", "observe_region", "replay_region"]
+__all__ = ["LeftToRerun", "Witness", "observe_region", "replay_region"]
 
 #: What is called when autograd saves a tensor, and when it wants it back.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -104,6 +104,12 @@ class Witness:
         self.is_unrecorded = False
 
 
+class LeftToRerun(NamedTuple):
+    """In the place of a result: the function has not run, and the rerun engine has to run it."""
+
+    reason: str
+
+
 def replay_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -112,11 +118,11 @@ def replay_region(
     deposit: OffloadBatch,
     offload_inputs: bool,
     witness: Witness | None = None,
-) -> tuple[bool, Any]:
-    """Run the function. False, and why, if others have to run it."""
+) -> Any:
+    """Run the function and return its result; `LeftToRerun` if others have to run it."""
     if _running.is_running:
         # The region around sees every op, and forgets what this one would.
-        return True, function(*args, **kwargs)
+        return function(*args, **kwargs)
     if _must_rerun():
         return _leave("it is inside of another region, or of hooks or modes", witness)
     flags = read_flags()
@@ -126,7 +132,7 @@ def replay_region(
         signature = signature_of(function, args, kwargs, policy, sends_away, flags)
         slot = (slot_of if explainer is None else explainer.slot)(function, signature)
     except Strange as strange:
-        return _leave(str(strange), witness)
+        return _leave(strange.args[0], witness)
     if slot.fallback is not None:
         return _leave(slot.fallback, witness)
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
@@ -137,20 +143,19 @@ def replay_region(
     if isinstance(policy, Decisions):
         recall.begin = policy.begin
     if explainer is None:
-        return True, _run(call, recall, slot)
+        return _run(call, recall, slot)
     rules = policy if isinstance(policy, Policy) else None
     with explainer.replayed(function, rules, recall, slot) as call.watched:
-        out = _run(call, recall, slot)
-    return True, out
+        return _run(call, recall, slot)
 
 
-def _leave(reason: str, witness: Witness | None) -> tuple[bool, str]:
+def _leave(reason: str, witness: Witness | None) -> LeftToRerun:
     """Leave a region to the rerun engine, or to whoever wants to know of it."""
-    if reason.startswith(STRANGE) and witness is None:
+    if isinstance(reason, UnsupportedTensor) and witness is None:
         _warn_of_fallback(reason)
     if explaining.explainer is not None:
         explaining.explainer.left(reason)
-    return False, reason
+    return LeftToRerun(reason)
 
 
 def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
@@ -256,7 +261,7 @@ def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
     recorder = call.recorder(recall)
     out = call.run(recorder, recall)
     recording = recorder.finish(out)
-    if recording.is_strange:
+    if not recording.is_supported:
         assert recording.reason is not None
         slot.fallback = recording.reason
         if call.witness is None:

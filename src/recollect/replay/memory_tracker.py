@@ -16,7 +16,7 @@ from recollect._torch.tensors import (
     is_plain_tensor,
     key_of_storage,
     memory_key,
-    strangeness_of,
+    unsupported_tensor,
     version_of,
 )
 from recollect.replay.held_tensor import Held
@@ -149,7 +149,7 @@ class Ground:
 
     def stop_at(self, tensor: _Tensor) -> None:
         """Hold everything, since ``tensor`` is one that is not understood."""
-        self.stop(strangeness_of(tensor))
+        self.stop(unsupported_tensor(tensor))
 
     # --- memories ---------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from recollect._torch.tensors import STRANGE
+from recollect._torch.tensors import UnsupportedTensor
 from recollect.replay.plan import Plan
 from recollect.replay.steps import Outside, Step
 from recollect.replay.tape import Tape
@@ -33,10 +33,9 @@ class Recording:
         self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
         #: The shapes that depend on data.
         self.shapes = [step.looks for step in steps if step.depends_on_data]
-        #: Why it does not go on to the end, if it does not, and whether that is for a tensor which
-        #: is not understood.
+        #: Why it does not go on to the end, if it does not.
         self.reason = reason
-        self.is_strange = reason is not None and reason.startswith(STRANGE)
+        self.is_supported = not isinstance(reason, UnsupportedTensor)
         #: What a call that is checked is expected to do, once that is known.
         self.expected: Any = None
 

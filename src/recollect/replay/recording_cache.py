@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
-from recollect._torch.tensors import is_plain_tensor, strangeness_of
+from recollect._torch.tensors import is_plain_tensor, unsupported_tensor
 from recollect.replay.call_mode import casts
 from recollect.replay.recording import Recording
 from recollect.replay.steps import is_comparable, looks_of
@@ -136,7 +136,7 @@ class Strange(Exception):
 def _sign(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not is_plain_tensor(value):
-            raise Strange(strangeness_of(value))
+            raise Strange(unsupported_tensor(value))
         return looks_of(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_sign, value)
