@@ -16,7 +16,7 @@ _autograd = torch._C._autograd
 #: Number of the backward that the calling thread works for, -1 outside of backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
-#: Changes with every node that autograd makes: tensors saved at one number are saved by one op.
+#: Changes with every node that autograd creates: tensors saved at one number are saved by one op.
 current_operation: Callable[[], int] = _autograd._get_sequence_nr
 
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
@@ -28,7 +28,7 @@ push_saved_tensor_hooks: Callable[..., None] = _autograd._push_saved_tensors_def
 
 pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 
-#: False inside ``autograd.grad`` and ``backward(inputs=)``: a nested backward would go astray.
+#: False inside ``autograd.grad`` and ``backward(inputs=)``, where a nested backward would fail.
 backward_allows_reentrant: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 #: Runs a callable when the current backward is over.
@@ -40,12 +40,12 @@ _top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether a tensor saved now would pass through somebody's saved-tensor hooks."""
+    """Whether a tensor saved now would pass through saved-tensor hooks."""
     return _top_saved_tensor_hooks(True) is not None
 
 
 def unpacks_by(unpack: Callable[..., Any]) -> bool:
-    """Whether a tensor saved now would be got back by ``unpack``."""
+    """Whether ``unpack`` would return a tensor saved now."""
     hooks = _top_saved_tensor_hooks(True)
     return hooks is not None and hooks[1] == unpack
 
@@ -67,8 +67,8 @@ class _SavedByNode:
     __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The anchor makes autograd build a node even when the tensor itself needs no gradient. The
-        # output is what keeps the node alive.
+        # With the anchor, autograd builds a node even when the tensor itself needs no gradient. The
+        # output keeps the node alive.
         anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._output: Any = _InputSaver.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 
@@ -90,7 +90,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def packed_by(node: Any) -> list[Any]:
-    """What ``node`` saved, each as the hooks packed it; nothing once it has been freed."""
+    """The saved tensors of ``node``, as the hooks packed them; none once it has been freed."""
     packed: list[Any] = []
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
@@ -105,9 +105,9 @@ def packed_by(node: Any) -> list[Any]:
 
 
 def is_weight(tensor: Any) -> bool:
-    """Whether autocast may remember ``tensor`` converted, for whoever uses it next.
+    """Whether autocast may cache a conversion of ``tensor``.
 
-    Then whether a region converts it depends on what ran before, in forward and in the rerun.
+    If so, the ops that ran before decide whether a region converts it.
     """
     return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
 
@@ -116,7 +116,7 @@ _CASTING_NODE = "ToCopyBackward0"
 
 
 def cast_weight(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The weight of which ``tensor`` is a copy in another dtype, as autocast makes them."""
+    """The weight that ``tensor`` is a copy of, in another dtype, as autocast makes them."""
     try:
         node = tensor.grad_fn
     except RuntimeError:  # a view that may not be differentiated any more
@@ -134,18 +134,18 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or an alias that shares its version, without the graph it comes from."""
-    # A view finds out by its base whether it is a leaf, which may fail; and torch may call this
-    # while it is at that, to wait for itself for good.
+    # ``is_leaf`` of a view asks its base, which may fail; and torch may call this while it holds
+    # the lock that this needs: a deadlock.
     if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
         return tensor
     if not dispatch_mode_count() or overrides_torch(type(tensor)):
         return tensor.detach()
-    with no_dispatch_modes():  # one of the user's may give something else
+    with no_dispatch_modes():  # a mode of the user's may return something else
         return tensor.detach()
 
 
 def has_history(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` leads to a graph: its own, or that of what it is a view of."""
+    """Whether ``tensor`` leads to a graph: its own, or that of its base."""
     return tensor.requires_grad or tensor._is_view()
 
 
@@ -155,7 +155,7 @@ _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: igno
 def is_in_custom_function(frame: FrameType | None) -> bool:
     """Whether ``frame`` is called by a ``torch.autograd.Function`` that is being applied.
 
-    It counts what it marks as written to when it is over.
+    Such a function bumps the versions of the tensors that it marks as dirty when it is over.
     """
     while frame is not None:
         if frame.f_code is _APPLY:

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-#: Where factories make tensors that were given no device.
+#: The device of tensors made without a ``device``.
 default_device_type: Callable[[], str] = torch._C._get_default_device
 
 
 def profiler_is_on() -> bool:
-    """Whether torch's profiler is at work in this thread."""
+    """Whether torch's profiler is on in this thread."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 @contextmanager
 def stderr_hushed() -> Iterator[None]:
-    """Discard what is written to stderr below Python.
+    """Discard what C++ code writes to stderr.
 
-    torch 2.13 announces the start and the stop of every profile there, at a log level that is read
-    only as torch loads.
+    torch 2.13 logs the start and the stop of every profile there, at a level that is read only when
+    torch is imported.
     """
     saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)
@@ -34,7 +34,7 @@ def stderr_hushed() -> Iterator[None]:
         os.close(sink)
 
 
-#: Of a build with CUDA.
+#: None without CUDA.
 _get_device = getattr(torch._C, "_cuda_getDevice", None)
 
 _get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -48,12 +48,12 @@ def free_cuda_workspaces() -> None:
         _clear_workspaces()
 
 
-#: The current device, and what tells the stream on which this thread launches kernels from others.
+#: The current device, and the stream on which this thread launches kernels.
 StreamKey = tuple[int, int]
 
 
 def current_stream_key() -> StreamKey | None:
-    """Where kernels are launched now; None if there are none."""
+    """Where kernels are launched now; None without CUDA."""
     if _get_raw_stream is None or _get_device is None or not torch.cuda.is_initialized():
         return None
     device = _get_device()
@@ -61,12 +61,12 @@ def current_stream_key() -> StreamKey | None:
 
 
 def is_current_stream(key: StreamKey) -> bool:
-    """Whether kernels are launched there, quicker."""
+    """Whether ``key`` is where kernels are launched now; faster than a comparison of keys."""
     assert _get_raw_stream is not None
     assert _get_device is not None
     return bool(_get_device() == key[0] and _get_raw_stream(key[0]) == key[1])
 
 
 def is_capturing() -> bool:
-    """Whether kernels are being captured into a graph."""
+    """Whether kernels are being captured into a CUDA graph."""
     return current_stream_key() is not None and torch.cuda.is_current_stream_capturing()

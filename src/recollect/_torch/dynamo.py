@@ -20,8 +20,7 @@ def hide_from_dynamo(function: F) -> F:
     """Keep dynamo from compiling ``function`` as a frame of its own.
 
     Needed when a graph break leaves the call to eager code while dynamo still watches new frames.
-    It may still inline the function into a larger graph, which is how a region inside compiled
-    code is found.
+    Dynamo may still inline the function into a larger graph: so it finds a region in compiled code.
     """
     assert isinstance(function, FunctionType)
     code: CodeType = function.__code__
@@ -33,9 +32,9 @@ def hide_from_dynamo(function: F) -> F:
 
 
 def never_traced(function: F, reason: str | None = None) -> F:
-    """Keep dynamo from looking into ``function`` at all: it is called as it is.
+    """Keep dynamo from tracing ``function`` at all: it is called as it is.
 
-    ``reason``: what it says where all has to be in one graph.
+    ``reason``: the message if ``fullgraph=True`` forbids that.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
@@ -50,12 +49,12 @@ _eval_frame_callback = _eval_frame.get_eval_frame_callback
 
 
 def dynamo_is_watching() -> bool:
-    """Whether dynamo would compile a new frame if it met one now."""
+    """Whether dynamo would compile a new frame now."""
     return _eval_frame_callback() is not None
 
 
 def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` such that dynamo compiles nothing inside."""
+    """Call ``function`` with dynamo switched off."""
     import torch._dynamo
 
     return torch._dynamo.disable(_call, wrapping=False)(function, args, kwargs)
@@ -65,19 +64,19 @@ def _never() -> bool:
     return False
 
 
-#: Whether ops are traced by running eager code as it is (torch >= 2.12).
+#: Whether ops are traced by running eager code unchanged (torch >= 2.12).
 is_nonstrict_tracing: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", _never)
 
 
 def is_tracing() -> bool:
-    """Whether a compiler is tracing ops into a graph (and will place recomputation itself)."""
+    """Whether a compiler is tracing ops into a graph, and will place recomputation itself."""
     if is_nonstrict_tracing():
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_compiling() -> bool:
-    """Whether a compiler runs this code, to trace it or to see what it does."""
+    """Whether a compiler runs this code, to trace it or to analyse it."""
     is_found = (
         torch._guards.TracingContext.try_get() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
@@ -86,7 +85,7 @@ def is_compiling() -> bool:
 
 
 def nested_trace_policy() -> Callable[[], AbstractContextManager[Any]] | None:
-    """What a rerun must set so that nested tracing is judged as in forward (torch >= 2.12)."""
+    """A context for a rerun, in which nested tracing is allowed as in forward (torch >= 2.12)."""
     if not is_nonstrict_tracing():
         return None
     import torch._dynamo
@@ -107,7 +106,7 @@ _current_meta = torch.fx.traceback.get_current_meta
 
 
 def traced_modules() -> list[str]:
-    """The paths of the modules, the outermost first, that the op being traced was called in."""
+    """The paths of the modules that call the op being traced, the outermost first."""
     stack = _current_meta().get("nn_module_stack", {})
     return [re.sub(r"^L\['\w+'\]\.?", "", str(path)) for path, _ in stack.values()]
 
@@ -116,13 +115,13 @@ _TAG = "recollect.tag"
 
 
 def traced_tag() -> str | None:
-    """The name given by `tag_in_trace` to what the op being traced returns."""
+    """The name given by `tag_in_trace` to the result of the op being traced."""
     custom: dict[str, str] = _current_meta().get("custom") or {}
     return custom.get(_TAG)
 
 
 def tag_in_trace(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Called by code that dynamo compiles: an alias of ``tensor`` that the graph knows by name."""
+    """An alias of ``tensor`` with a name in the graph; for code that dynamo compiles."""
     with torch.fx.traceback.annotate({_TAG: name}):
         alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
         return alias
@@ -133,7 +132,7 @@ def _compiler_policy(name: str) -> Any:
     from torch._functorch import partitioners
 
     policies = vars(partitioners)["CheckpointPolicy"]
-    # Before torch 2.12 there is no offload: what should go to the host is kept.
+    # Before torch 2.12 there is no offload: keep what should be offloaded.
     return getattr(policies, name, policies.MUST_SAVE)
 
 
@@ -147,10 +146,10 @@ def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> 
 
 
 def inductor_region_key(op: Any, args: tuple[Any, ...]) -> Any:
-    """What identifies ``op`` for selective checkpointing: a compiled region is known by its code.
+    """The key of ``op`` for selective checkpointing; for a compiled region, that of its code.
 
-    All compiled regions are calls of one higher-order op (torch >= 2.12); each is a queue of its
-    own, or skipping one in the recomputation would shift the results of the others.
+    All compiled regions call one higher-order op (torch >= 2.12). Each needs a queue of its own, or
+    skipping one in the recomputation would shift the results of the others.
     """
     from torch._higher_order_ops import wrap
 

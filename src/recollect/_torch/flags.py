@@ -30,13 +30,12 @@ def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
     _C._set_cublas_allow_bf16_reduced_precision_reduction(*state)
 
 
-#: The order of attention kernels before anybody has set one.
+#: The order of attention kernels before it is set.
 _NO_ORDER = (1, 2, 0, 3, 4)
 
 
 def _set_sdp_priority_order(order: tuple[int, ...]) -> None:
-    # The first attention of a process sets an order of torch's choice. Whoever has read the flags
-    # before that does not ask for the other one.
+    # The first attention of a process sets torch's own order. Flags read before must not undo it.
     if order != _NO_ORDER:
         _C._set_sdp_priority_order(list(order))
 
@@ -48,19 +47,19 @@ def _sdp_priority_order() -> tuple[int, ...]:
     return tuple(_C._get_sdp_priority_order())  # which gives a list
 
 
-#: The least number that processors do not count as denormal.
+#: The smallest positive number that is not denormal.
 _NORMAL = sys.float_info.min
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread takes what is nearer to zero for zero. torch does not say."""
+    """Whether this thread flushes denormal numbers to zero. torch does not say."""
     return _NORMAL / 2 == 0.0
 
 
 def _set_num_threads(count: int) -> None:
-    """Compute with so many threads in this thread.
+    """Set the number of threads that compute for this thread.
 
-    torch has those that start later take the number over, which is for the user to say.
+    torch gives it to threads that start later too: for those, the number is set back.
     """
     usual = _in_new_thread(torch.get_num_threads)
     torch.set_num_threads(count)
@@ -77,7 +76,7 @@ def _in_new_thread(function: Callable[[], Any]) -> Any:
 
 
 def _precision(backend: str, op: str) -> _Flag:
-    """The float32 precision of ops that the older switches do not speak of."""
+    """The float32 precision of ops that the older switches do not cover."""
 
     def get() -> str:
         precision: str = _C._get_fp32_precision_getter(backend, op)
@@ -107,7 +106,7 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
     (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
     _precision("mkldnn", "conv"),
     _precision("mkldnn", "rnn"),
-    # Sums are taken in as many parts as there are threads.
+    # The number of threads decides how a sum is split.
     (torch.get_num_threads, _set_num_threads),
     (_flushes_denormals, torch.set_flush_denormal),
 )
@@ -128,14 +127,14 @@ _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
 )
 
-#: Process-wide switches that decide which kernel an op runs, or what it makes: how to read each,
-#: and how to set it. (torch's public functions come down to these, and cost several times as much.)
+#: Process-wide switches that decide which kernel an op runs, or its result: a getter and a setter
+#: each. (torch's public functions call these, at several times the cost.)
 FLAGS = _COMMON_FLAGS
 
 if torch.accelerator.current_accelerator() is not None:
     FLAGS += _ACCELERATOR_FLAGS
 
-# The last, since to allow or forbid tf32 sets it too.
+# The last, since the switches for tf32 set it too.
 FLAGS += ((_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),)
 
 _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
@@ -147,7 +146,7 @@ def read_precisions() -> tuple[str, ...]:
 
 
 def write_precisions(precisions: tuple[str, ...]) -> None:
-    """Set what ``read_precisions`` gave."""
+    """Set the result of ``read_precisions``."""
     for place, precision in zip(_PRECISIONS, precisions, strict=True):
         if _C._get_fp32_precision_getter(*place) != precision:
             _C._set_fp32_precision_setter(*place, precision)

@@ -71,7 +71,7 @@ def function_modes() -> list[Any]:
 
 
 def foreign_function_modes() -> bool:
-    """Whether a function mode is on that is no default device."""
+    """Whether a function mode is active that is not a default device."""
     return function_mode_count() > 0 and not all(
         isinstance(mode, _device.DeviceContext) for mode in function_modes()
     )
@@ -83,7 +83,7 @@ def set_function_modes(modes: list[Any]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
-    # A default device is a mode, and is noted in a global for compiled code to be checked against.
+    # A default device is a mode, and also a global that compiled code is guarded by.
     devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
     _device.CURRENT_DEVICE = devices[-1] if devices else None
 
@@ -124,21 +124,21 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode that costs its dispatch and nothing more.
 
     torch wraps the ``__torch_dispatch__`` of every mode so that dynamo never compiles it: a
-    microsecond and a half for each op. Regions run with dynamo switched off altogether when it is
-    on (see ``run_without_dynamo``), so the wrapper has nothing to protect here.
+    microsecond and a half for each op. Regions run with dynamo switched off altogether (see
+    ``run_without_dynamo``), so the wrapper has nothing to protect here.
 
-    torch also notes in globals what kinds of modes are on, and each mode puts back what it found.
-    Modes of two threads that overlap put back each other's: one such pair, and compiled code called
-    under a mode fails its guards for the rest of the process. So entering one of ours touches only
-    the flag that compiled code asks to know whether a mode wants to see it, and leaving sets it to
-    what is true in this thread.
+    torch also keeps the kinds of active modes in globals, which each mode saves and restores. Two
+    overlapping modes of two threads restore each other's: after that, compiled code called under a
+    mode fails its guards for the rest of the process. So our modes touch only the flag by which
+    compiled code knows whether a mode wants to see it, and on exit set it to the truth in this
+    thread.
     """
 
     #: Higher-order ops (flex attention, compiled regions) reach ``__torch_dispatch__`` like others.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Nothing is kept of the globals, so there is nothing to make."""
+        """Nothing: the base class would save the globals."""
 
     def __enter__(self) -> DispatchMode:
         _push_dispatch_mode(self)
@@ -167,7 +167,7 @@ def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of ``tensor`` without history that shares its version counter.
 
     To be called inside a dispatch mode, where autograd and the version tracking of views are
-    switched off: the latter is switched on here, so that a later in-place change can be noticed.
+    switched off: the latter is switched on here, so that a later in-place change is seen.
     """
     _set_key_excluded(_VERSIONS_OF_VIEWS, False)
     try:
@@ -190,7 +190,7 @@ def forward_ad_active() -> bool:
 
 
 class below_autograd:  # noqa: N801 - used like a function
-    """A context in which ops are run as autograd and autocast have left them. Modes see them."""
+    """A context in which ops run below autograd and autocast. Modes see them."""
 
     __slots__ = ("_autocasts", "_grad_was_enabled", "_guard")
 
@@ -214,22 +214,22 @@ class below_autograd:  # noqa: N801 - used like a function
 
 
 def _keys_above_kernels() -> Any:
-    """The keys that stand between a call and the kernel: those of modes, subclasses, autograd."""
+    """The dispatch keys above kernels: those of modes, subclasses, autograd."""
     found: list[Any] = []
 
-    def look() -> None:
+    def read() -> None:
         others = torch._C._dispatch_tls_local_exclude_set()
         with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
             found.append(torch._C._dispatch_tls_local_exclude_set() - others)
 
-    # This thread may be in inference mode, or in a mode of somebody's, and have excluded some.
-    thread = threading.Thread(target=look)
+    # In another thread: this one may have excluded some, in inference mode or in a mode.
+    thread = threading.Thread(target=read)
     thread.start()
     thread.join()
     return found[0]
 
 
-#: One guard for all of them takes half the time of torch's two.
+#: One guard for all of them costs half of torch's two.
 _ABOVE_KERNELS = _keys_above_kernels()
 
 
@@ -270,8 +270,8 @@ _key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 class raw_memory(below_python):  # noqa: N801 - used like a function
     """As `below_python`, with aliases that share version counters, and never in inference mode.
 
-    What is made here is an ordinary tensor, wherever the caller is: in a dispatch mode, where the
-    version tracking of views is off, or in inference mode.
+    Tensors made here are ordinary ones, even if the caller is in a dispatch mode, where the version
+    tracking of views is off, or in inference mode.
     """
 
     __slots__ = ("_excluded", "_inference")
@@ -299,5 +299,5 @@ class raw_memory(below_python):  # noqa: N801 - used like a function
         super().__exit__(exc_type, exc, traceback)
 
 
-#: Whether a tensor is one of ``torch.func``'s, that stands for another.
+#: Whether a tensor is a wrapper of ``torch.func``.
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor

@@ -12,7 +12,7 @@ import torch
 
 def global_hooks() -> list[Any]:
     """The dictionaries of hooks that run for every module, and for every optimizer."""
-    # Of the latter the module is hidden behind a class of its package's.
+    # The module of the latter is shadowed by a class in its package.
     modules: Any = torch.nn.modules.module
     optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
     return [
@@ -28,7 +28,7 @@ def global_hooks() -> list[Any]:
 def hook_module(
     module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
 ) -> None:
-    """Have ``before`` and ``after`` called around each call of ``module``, until `unhook_module`.
+    """Call ``before`` and ``after`` around each call of ``module``, until `unhook_module`.
 
     ``after`` is called when the module raises, too. ``key`` tells this pair from others.
     """
@@ -37,7 +37,7 @@ def hook_module(
     module._forward_hooks_always_called[key] = True
 
 
-#: The attributes of a module under which its forward hooks are, and how each is to be called.
+#: The attributes of a module that hold its forward hooks, and how to call each.
 FORWARD_HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -61,7 +61,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that calls of ``module`` run in compiled code, hooks and all."""
+    """The modules that run, with their hooks, in compiled code when ``module`` is called."""
     if module._compiled_call_impl is not None:  # module.compile()
         return list(module.modules())
     if type(module).__module__.startswith("torch._dynamo."):  # torch.compile(module)
@@ -79,6 +79,6 @@ def unhook_module(module: torch.nn.Module, key: int) -> None:
         hooks.pop(key, None)
 
 
-#: The code of ``nn.Module.__call__``; its first local is ``self``. (Others may have put theirs in
-#: that place, which then call this.)
+#: The code of ``nn.Module.__call__``; its first local is ``self``. (A patched ``__call__`` calls
+#: it.)
 MODULE_CALL: CodeType = torch.nn.Module._wrapped_call_impl.__code__

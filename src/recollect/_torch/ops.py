@@ -47,7 +47,7 @@ __all__ = [
 
 
 def bare_op(op: Any) -> Callable[..., Any]:
-    """What calling ``op`` comes down to, without the method of ``OpOverload`` around it."""
+    """The function that ``op`` calls, without the method of ``OpOverload`` around it."""
     return op._op if type(op) is OpOverload else op
 
 
@@ -57,7 +57,7 @@ def op_name(op: Any) -> str:
 
 
 def argument_names(op: Any, *, lists: bool = False) -> list[str]:
-    """The names of the arguments of ``op`` in their order; or of those that are lists of sizes."""
+    """The names of the arguments of ``op``, in order; ``lists``: of those that are sizes only."""
     if type(op) is not OpOverload:
         return []
     arguments = op._schema.arguments
@@ -66,7 +66,7 @@ def argument_names(op: Any, *, lists: bool = False) -> list[str]:
     return [each.name for each in arguments]
 
 
-#: How types of arguments are written that are lists of sizes.
+#: Types of arguments that are lists of sizes.
 _LISTS_OF_SIZES = ("List[int]", "Optional[List[int]]", "List[SymInt]", "Optional[List[SymInt]]")
 
 
@@ -81,13 +81,13 @@ def returns_alias(op: Any) -> bool:
     """Whether ``op`` returns one of its inputs, or a view of it."""
     if type(op) is not OpOverload:
         return False
-    # The one view that does not say so: it is promised that the input is not used any more.
+    # The one view whose schema does not say so: callers promise not to use the input any more.
     if op is torch.ops.aten._unsafe_view.default:
         return True
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
-#: Ops that write to running statistics, of which their schemas say nothing.
+#: Ops that write to running statistics without saying so in their schemas.
 _HIDDEN_WRITES = frozenset(
     {
         "aten::batch_norm_gather_stats",
@@ -134,42 +134,42 @@ def _argument_of(op: Any, is_wanted: Callable[[Any], bool]) -> tuple[int, str] |
 
 
 def generator_position(op: Any) -> tuple[int, str] | None:
-    """Where ``op`` takes the generator that it draws from: position and name of the argument."""
+    """The argument of ``op`` that is its generator: position and name."""
     return _argument_of(op, lambda argument: "Generator" in str(argument.type))
 
 
 def dropout_of(op: Any) -> tuple[int, str] | None:
-    """Where ``op`` takes the probability by which it drops: position and name of the argument."""
+    """The argument of ``op`` that is a dropout probability: position and name."""
     return _argument_of(op, lambda argument: argument.name in ("dropout_p", "dropout", "p"))
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether each element of what ``op`` makes is a function of one element of each argument."""
+    """Whether each element of the result is a function of one element of each argument."""
     if type(op) is not OpOverload or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     return torch.Tag.pointwise in op.tags
 
 
-#: Views of a part of the whole memory, wherever in it their argument begins.
+#: Views with an absolute storage offset, whatever that of their argument.
 _ABSOLUTE = ("aten::as_strided", "aten::as_strided_")
 
 
 def offset_position(op: Any) -> tuple[int, str] | None:
-    """Where a view takes the place in memory at which it begins: position and name."""
+    """The argument of a view that is its storage offset: position and name."""
     if op_name(op) not in _ABSOLUTE:
         return None
     return _argument_of(op, lambda argument: argument.name == "storage_offset")
 
 
-#: Namespaces of ops that write to their arguments, of which their schemas say nothing.
+#: Namespaces of ops that write to their arguments without saying so in their schemas.
 _WRITING_UNSEEN = ("c10d::", "symm_mem::")
 
-#: The higher-order op that is known to write to none.
+#: The higher-order op that is known to write to no argument.
 _FLEX_ATTENTION = "flex_attention"
 
 
 def writes_unseen(op: Any) -> bool:
-    """Whether ``op`` may write to any of its arguments, and nothing says to which."""
+    """Whether ``op`` may write to arguments that no schema names."""
     if type(op) is OpOverload:
         return op._schema.name.startswith(_WRITING_UNSEEN)
     return str(op) != _FLEX_ATTENTION
@@ -180,7 +180,7 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def is_cast(op: Any) -> bool:
-    """Whether ``op`` is the one by which autocast converts a tensor."""
+    """Whether ``op`` is `CAST`."""
     return op is CAST
 
 
@@ -189,17 +189,17 @@ def metadata_ops() -> frozenset[Any]:
     return frozenset(torch._subclasses.functional_tensor.FunctionalTensor.metadata_fns)
 
 
-#: Ops whose result shares memory but shows other values than the memory holds.
+#: Ops whose result shares memory, but has other values than the memory.
 _LAZY = ("aten::_conj", "aten::_neg_view", "aten::conj", "aten::resolve_conj", "aten::resolve_neg")
 
 
 def makes_lazy_view(op: Any) -> bool:
-    """Whether ``op`` returns a view that shows memory conjugated or negated."""
+    """Whether ``op`` returns a lazily conjugated or negated view."""
     return op_name(op) in _LAZY
 
 
 def has_dynamic_shape(op: Any) -> bool:
-    """Whether the shape of what ``op`` returns may depend on data."""
+    """Whether the shape of the result may depend on data."""
     return type(op) is not OpOverload or torch.Tag.dynamic_output_shape in op.tags
 
 
@@ -214,7 +214,7 @@ _KINDS_OF_TORCH = (
 
 
 def is_of_torch(function: Any) -> bool:
-    """Whether ``function`` is one of torch's own, which does what its arguments say."""
+    """Whether ``function`` is torch's own: a function of its arguments alone."""
     if isinstance(function, FunctionType):
         return function.__module__ == "torch" or function.__module__.startswith("torch.")
     if isinstance(function, (OpOverload, OpOverloadPacket)):
@@ -231,7 +231,7 @@ def is_op_of_others(function: Any) -> bool:
 
 
 def is_form_of(op: Any, function: Any) -> bool:
-    """Whether ``op`` is ``function``, or one of the overloads that it stands for."""
+    """Whether ``op`` is ``function``, or one of its overloads."""
     return op is function or getattr(op, "overloadpacket", None) is function
 
 
@@ -244,15 +244,15 @@ _REPLACING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_
 
 
 def changes_memory(op: Any) -> bool:
-    """Whether ``op`` gives its argument another memory."""
+    """Whether ``op`` gives its argument another storage."""
     return op_name(op) in _REPLACING
 
 
 def dropout_positions(op: Any) -> tuple[int, int, int] | None:
-    """Of recurrent layers of a library: where dropout, its switch and its state are in arguments.
+    """For recurrent layers of cuDNN: the positions of dropout, its switch and its state.
 
-    They draw from a state that the library has on the device. No generator knows of it, but it is
-    seeded anew from one whose state has been set.
+    They draw from a state of the library on the device, which no generator has. It is seeded again
+    from a generator whose state has been set.
     """
     if op_name(op) not in ("aten::_cudnn_rnn", "aten::miopen_rnn"):
         return None
@@ -261,12 +261,12 @@ def dropout_positions(op: Any) -> tuple[int, int, int] | None:
 
 
 def takes_number(op: Any) -> bool:
-    """Whether ``op`` makes a Python number of a tensor's content."""
+    """Whether ``op`` returns a value of a tensor as a Python number."""
     return type(op) is OpOverload and torch.Tag.data_dependent_output in op.tags
 
 
 def is_nondeterministic(op: Any) -> bool:
-    """Whether ``op`` may give other bits the next time, from the same input."""
+    """Whether ``op`` may return other bits for the same input."""
     return type(op) is OpOverload and torch.Tag.nondeterministic_bitwise in op.tags
 
 
@@ -280,7 +280,7 @@ _OVERWRITING = frozenset(
 
 
 def overwrites(op: Any) -> bool:
-    """Whether ``op`` replaces what it writes to without looking at it."""
+    """Whether ``op`` overwrites its argument without reading it."""
     if type(op) is not OpOverload:
         return False
     # bernoulli_ with a tensor of probabilities reads that, not what it writes to.
@@ -295,9 +295,9 @@ _UPDATING_NORMS = _HIDDEN_WRITES | {
 
 
 def training_position(op: Any) -> int | None:
-    """For a normalization with running statistics: which argument says that it updates them.
+    """For a normalization: the position of the argument that says to update running statistics.
 
-    -1 if it always does, None if ``op`` is no such thing.
+    -1 if it always does, None if ``op`` is not such a normalization.
     """
     if op_name(op) not in _UPDATING_NORMS:
         return None

@@ -26,7 +26,7 @@ def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
     """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
     if not targets:
         return
-    # Their values alone: torch knows no tangents of a copy of several.
+    # Their values alone: the foreach copy does not support tangents.
     with forward_ad._set_fwd_grad_enabled(False) if forward_ad_active() else nullcontext():
         torch._foreach_copy_(targets, sources)
 
@@ -47,12 +47,12 @@ def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
         tensor._backward_hooks = on_gradient
     if tensor._post_accumulate_grad_hooks is not after:
         if tensor._post_accumulate_grad_hooks is not None:
-            tensor._post_accumulate_grad_hooks.clear()  # which goes on being called
+            tensor._post_accumulate_grad_hooks.clear()  # torch goes on calling them
         tensor._post_accumulate_grad_hooks = after
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is memory with shape and strides, and nothing that stands for another."""
+    """Whether ``tensor`` is memory with shape and strides, and no wrapper of another tensor."""
     return (
         (not overrides_torch(type(tensor)) or type(tensor) is _pretending.kind)
         and tensor.layout is torch.strided
@@ -67,7 +67,7 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 class _Pretending(threading.local):
-    #: The type of tensors that are taken for plain ones.
+    #: A type of tensors that count as plain.
     kind: type | None = None
 
 
@@ -76,9 +76,9 @@ _pretending = _Pretending()
 
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
-    """A mode in which tensors have looks and no memory, and are taken for plain ones.
+    """A mode in which tensors have metadata and no memory, and count as plain.
 
-    Its ``from_tensor`` makes one of another tensor. Afterwards to use one of them is an error.
+    Its ``from_tensor`` converts a tensor. Using a fake tensor after the mode is an error.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -86,7 +86,7 @@ def fake_tensors() -> Iterator[Any]:
     mode = _mode_that_ends()(allow_non_fake_inputs=True)
     try:
         with warnings.catch_warnings(), mode:
-            # Fake memory has no address, and torch warns of everyone who asks for one.
+            # Fake memory has no address, and torch warns when one is read.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield mode
     finally:
@@ -96,9 +96,9 @@ def fake_tensors() -> Iterator[Any]:
 
 @functools.cache
 def _mode_that_ends() -> Any:
-    """The type of the modes of `fake_tensors`. torch takes half a second to import what it needs.
+    """The type of the modes of `fake_tensors`; its imports take half a second.
 
-    An op on a fake tensor enters the mode that has made it, whoever calls it.
+    An op on a fake tensor enters the mode that made the tensor, at any later time.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,7 +118,7 @@ def _mode_that_ends() -> Any:
 
 
 def fakes_left() -> list[torch.Tensor]:
-    """All tensors that are alive of those that were made in `fake_tensors`."""
+    """The tensors made in `fake_tensors` that are still alive."""
     if not _mode_that_ends.cache_info().currsize:
         return []
     from torch._subclasses.fake_tensor import FakeTensor
@@ -128,7 +128,7 @@ def fakes_left() -> list[torch.Tensor]:
 
 
 def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor of the looks of ``tensor``, which has no memory itself, on ``device``."""
+    """A fake tensor with the metadata of ``tensor``, on ``device``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     with no_dispatch_modes():
@@ -139,10 +139,10 @@ def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tens
 
 
 def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
-    """What tells of another value whether it is a tensor of the type, kind and looks of ``tensor``.
+    """A predicate: whether another value is a tensor of the type and metadata of ``tensor``.
 
-    One call where `is_plain_tensor` and a look at shape, strides, dtype, device and gradient take a
-    dozen. It may say no to one that is, where modes or autocast are on that were not.
+    One call, where `is_plain_tensor` and comparing shape, strides, dtype, device and gradient take
+    a dozen. It may be False for such a tensor if other modes or another autocast are active.
     """
     return _TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
 
@@ -176,7 +176,7 @@ def unsupported_tensor(tensor: torch.Tensor) -> UnsupportedTensor:
 
 @functools.cache
 def overrides_torch(kind: Any) -> bool:
-    """Whether functions and ops of torch may do something else with tensors of this type."""
+    """Whether tensors of this type override functions or ops of torch."""
     usual = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
     functions = [getattr(each, "__func__", each) for each in (kind.__torch_function__, *usual)]
     is_plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
@@ -186,7 +186,7 @@ def overrides_torch(kind: Any) -> bool:
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
 
-    None if there are no data, or no way to them: a fake tensor, one of ``torch.func``. To be called
+    None if there are no data, or no access to them: a fake tensor, one of ``torch.func``. Call it
     inside `below_python`. Each may have inner tensors in turn.
     """
     if tensor.is_meta or is_functorch_wrapped(tensor):
@@ -212,7 +212,7 @@ def _inner_of_layout(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
     if tensor.layout is torch.jagged:
-        # Not the cached lengths, which come and go with use.
+        # Not the cached lengths, which are made when used.
         inner = [tensor._values, tensor._offsets, tensor._lengths]
     elif hasattr(tensor, "trigger_wait"):
         inner = [tensor.trigger_wait()]  # the result of a collective that may be under way
@@ -224,7 +224,7 @@ def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """What tells the memory of ``tensor`` from any other alive at the same time, if it has some."""
+    """A key of the storage of ``tensor``, unique while it is alive; None if it has none."""
     try:
         return name_of_storage(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
@@ -232,14 +232,14 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def name_of_storage(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from any other alive at the same time."""
+    """A key of ``storage``, unique while it is alive."""
     return int(storage._cdata)
 
 
 def memory_key(tensor: torch.Tensor) -> int | None:
     """As `storage_key`, by the address of the memory if it has one.
 
-    Others may have handed the memory out again as another storage, as DLPack does.
+    Two storages may share memory, as DLPack makes them.
     """
     try:
         return key_of_storage(tensor.untyped_storage())
@@ -248,5 +248,5 @@ def memory_key(tensor: torch.Tensor) -> int | None:
 
 
 def key_of_storage(storage: Any) -> int:
-    """The same, of a storage."""
+    """The `memory_key` of a storage."""
     return storage.data_ptr() or storage._cdata  # type: ignore[no-any-return]

@@ -1,0 +1,148 @@
+"""Autograd: nodes, saved tensors and their hooks, backward, versions."""
+
+import sys
+
+import pytest
+import torch
+
+from recollect._torch.autograd import (
+    _SavedByNode,
+    at_end_of_backward,
+    backward_allows_reentrant,
+    current_graph_task,
+    current_node,
+    get_graph_exec_group,
+    is_in_custom_function,
+    packed_by,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    save_tensor,
+    saved_tensor_hooks_active,
+    set_graph_exec_group,
+    set_version,
+)
+
+
+class Probe(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.function()
+        return grad, None
+
+
+def in_backward(function, **options):
+    """What ``function`` returns when called in a backward."""
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    Probe.apply(x, lambda: seen.append(function())).backward(**options)
+    (result,) = seen
+    return result
+
+
+def test_graph_tasks_are_numbered():
+    assert current_graph_task() == -1
+    first, second = (in_backward(current_graph_task) for _ in range(2))
+    assert first >= 0
+    assert second != first
+
+
+def test_whether_a_nested_backward_is_allowed():
+    assert in_backward(backward_allows_reentrant) is True
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    out = Probe.apply(x, lambda: seen.append(backward_allows_reentrant()))
+    torch.autograd.grad(out, x)
+    assert seen == [False]
+
+
+def test_callbacks_run_at_the_end_of_backward():
+    order = []
+
+    def queue():
+        at_end_of_backward(lambda: order.append("end"))
+        order.append("queued")
+
+    in_backward(queue)
+    assert order == ["queued", "end"]
+
+
+def test_saved_tensor_hooks_nest_as_the_public_ones_do():
+    assert not saved_tensor_hooks_active()
+    push_saved_tensor_hooks(lambda t: t * 2, lambda t: t + 1)
+    try:
+        assert saved_tensor_hooks_active()
+        saved = torch.ones(1, requires_grad=True).exp().grad_fn
+    finally:
+        pop_saved_tensor_hooks()
+    assert not saved_tensor_hooks_active()
+    assert torch.equal(saved._saved_result, torch.ones(1).exp() * 2 + 1)
+
+
+@pytest.mark.parametrize("make", [save_tensor, _SavedByNode])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_is_saved_through_hooks(make, requires_grad):
+    x = torch.ones(2, requires_grad=requires_grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t + 1):
+        saved = make(x)
+    assert torch.equal(saved.unpack(), torch.full((2,), 3.0))
+    assert torch.equal(make(x).unpack(), x)
+
+
+def test_the_node_that_is_run_is_known():
+    assert current_node() is None
+    assert in_backward(lambda: current_node().name()) == "ProbeBackward"
+
+
+def test_what_a_node_saved_is_found_as_it_was_packed():
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda p: p[1]):
+        sin, custom = x.sin(), Custom.apply(x, x)
+    for out, count in ((sin, 1), (custom, 2), (x + 1, 0)):
+        packed = packed_by(out.grad_fn)
+        assert [each[0] for each in packed] == ["packed"] * count
+    sin.sum().backward()
+    assert packed_by(sin.grad_fn) == []
+
+
+def test_the_group_of_backwards_is_put_down_and_found():
+    assert get_graph_exec_group() is None
+    group = object()
+    set_graph_exec_group(group)
+    try:
+        assert get_graph_exec_group() is group
+    finally:
+        set_graph_exec_group(None)
+
+
+def test_a_version_is_set():
+    tensor = torch.ones(2)
+    tensor.add_(1)
+    set_version(tensor, 0)
+    assert tensor._version == 0
+
+
+def test_a_custom_function_that_is_applied_is_seen():
+    found = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(is_in_custom_function(sys._getframe()))
+            return x.clone()
+
+    Looks.apply(torch.ones(1))
+    assert found == [True]
+    assert not is_in_custom_function(sys._getframe())
