@@ -11,14 +11,14 @@ from torch import nn
 from recollect.checks.causes import (
     OTHER_WAY,
     Evidence,
-    Look,
+    TensorSpec,
     likely_cause,
     likely_cause_of_values,
 )
 
 
-def look(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Look:
-    return Look(shape, dtype, device)
+def look(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> TensorSpec:
+    return TensorSpec(shape, dtype, device)
 
 
 HALF = look(4, 8, dtype=torch.bfloat16)

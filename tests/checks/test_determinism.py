@@ -17,7 +17,7 @@ from recollect.checks.determinism import (
     too_many_saved,
     values_check,
 )
-from recollect.checks.diagnosis import Scene
+from recollect.checks.diagnosis import MismatchContext
 from recollect.errors import RecomputeMismatch
 from tests._support import Run, compat_rerun, leaf, rerun
 
@@ -221,30 +221,32 @@ def look(*shape: int) -> tuple[Any, ...]:
     return torch.Size(shape), torch.float32
 
 
-SCENE = Scene(torch.sin, [(0, *look(2)), (1, *look(3))], [torch.ones(2), torch.ones(4)])
+SCENE = MismatchContext(torch.sin, [(0, *look(2)), (1, *look(3))], [torch.ones(2), torch.ones(4)])
 
 
 ERRORS: dict[str, tuple[Callable[..., Exception], str]] = {
     "fewer": (
-        lambda *scene: count_mismatch(3, 2, *scene),
+        lambda *context: count_mismatch(3, 2, *context),
         "A different number of tensors was saved during the original forward and recomputation.",
     ),
     "more": (
-        lambda *scene: too_many_saved(3, *scene),
+        lambda *context: too_many_saved(3, *context),
         "trying to save more tensors during recomputation than during the original forward pass, ",
     ),
     "other": (
-        lambda *scene: metadata_mismatch([(1, look(3), look(4))], *scene),
+        lambda *context: metadata_mismatch([(1, look(3), look(4))], *context),
         "Recomputed values for the following tensors have different metadata than during the ",
     ),
 }
 
 
-@pytest.mark.parametrize("scene", [Scene(), SCENE], ids=["unknown", "known"])
+@pytest.mark.parametrize("context", [MismatchContext(), SCENE], ids=["unknown", "known"])
 @pytest.mark.parametrize(("make", "start"), ERRORS.values(), ids=ERRORS)
-def test_what_an_error_says(make: Callable[..., Exception], start: str, scene: Scene) -> None:
-    assert str(make()) == str(make(Scene()))
-    error = make(scene)
+def test_what_an_error_says(
+    make: Callable[..., Exception], start: str, context: MismatchContext
+) -> None:
+    assert str(make()) == str(make(MismatchContext()))
+    error = make(context)
     assert type(error) is RecomputeMismatch
     first, *rest = str(error).splitlines()
     assert first.startswith(f"torch.utils.checkpoint: {start}")
@@ -256,7 +258,7 @@ def test_what_an_error_says(make: Callable[..., Exception], start: str, scene: S
         "Likely cause: ",
         "Fix: ",
     ]
-    if scene is SCENE:
+    if context is SCENE:
         position = rest.index(next(line for line in rest if line.startswith("In region")))
         found = rest[position : position + len(told)]
         assert all(line.startswith(text) for line, text in zip(found, told, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recollect.checks import diagnosis
 from recollect.checks.diagnosis import (
-    Scene,
+    MismatchContext,
     describe,
     saved_by_forward,
     saved_by_recomputation,
@@ -146,7 +146,7 @@ def test_dead_tensors_and_leaves_tell_nothing() -> None:
 # --- in words -------------------------------------------------------------------------------------
 
 
-def scene(
+def context(
     forward: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor], **parts: Any
 ) -> str:
     """The description of a region that was ``forward`` once and ``again`` in backward."""
@@ -154,7 +154,7 @@ def scene(
     run = Packed(forward, x)
 
     def ask() -> str:
-        return describe(Scene(again, run.tickets, recomputed(again, x), **parts))
+        return describe(MismatchContext(again, run.tickets, recomputed(again, x), **parts))
 
     run.ask = ask
     run.out.sum().backward()
@@ -162,7 +162,7 @@ def scene(
 
 
 def test_first_divergence_by_shape() -> None:
-    text = scene(lambda x: x.sin().exp(), lambda x: x[:, :2].sin().exp())
+    text = context(lambda x: x.sin().exp(), lambda x: x[:, :2].sin().exp())
     assert text.startswith("In region `test_first_divergence_by_shape.<locals>.<lambda>` (test_")
     assert (
         "First divergence, tensor 0: saved by forward: sin, float32 [2, 3]; "
@@ -173,22 +173,22 @@ def test_first_divergence_by_shape() -> None:
 
 
 def test_first_divergence_by_dtype() -> None:
-    text = scene(lambda x: x.sin().exp(), lambda x: x.sin().to(torch.bfloat16).exp().sin())
+    text = context(lambda x: x.sin().exp(), lambda x: x.sin().to(torch.bfloat16).exp().sin())
     assert "tensor 1: saved by forward: exp, float32 [2, 3]; recomputation: exp, bfloat16" in text
     assert "autocast" in text
 
 
 def test_first_divergence_by_number() -> None:
-    text = scene(lambda x: x.sin().exp().tanh(), lambda x: x.sin().exp())
+    text = context(lambda x: x.sin().exp().tanh(), lambda x: x.sin().exp())
     assert "tensor 2: saved by forward: tanh, float32 [2, 3]; recomputation: nothing more." in text
     assert "a counter" in text
-    text = scene(lambda x: x.sin(), lambda x: x.sin().exp())
+    text = context(lambda x: x.sin(), lambda x: x.sin().exp())
     assert "tensor 1: saved by forward: nothing more; recomputation: exp, float32 [2, 3]." in text
 
 
 def test_what_saved_it_is_unknown_but_not_what_made_it() -> None:
     """The op that saved the tensor has made nothing that was saved, so there is no way to it."""
-    text = scene(lambda x: x.exp().sin(), lambda x: x.exp()[:1].sin())
+    text = context(lambda x: x.exp().sin(), lambda x: x.exp()[:1].sin())
     assert "tensor 1: saved by forward: sin, float32 [2, 3]; recomputation: made by slice" in text
 
 
@@ -197,7 +197,7 @@ def test_a_cache_among_the_arguments_is_suspected() -> None:
         pass
 
     def text(**parts: Any) -> str:
-        return scene(lambda x: x.sin(), lambda x: x[:, 1:].sin(), **parts)
+        return context(lambda x: x.sin(), lambda x: x[:, 1:].sin(), **parts)
 
     assert "its argument past (DynamicCache)" in text(kwargs={"past": DynamicCache()})
     assert "its argument args[1] (DynamicCache)" in text(args=(1, DynamicCache()))
@@ -207,7 +207,7 @@ def test_a_cache_among_the_arguments_is_suspected() -> None:
 
 def test_a_module_in_eval_mode_is_suspected() -> None:
     module = nn.Linear(3, 3).eval()
-    text = scene(lambda x: module(x).exp().sin(), lambda x: module(x).sin())
+    text = context(lambda x: module(x).exp().sin(), lambda x: module(x).sin())
     assert "In region Linear." in text
     assert "Linear is in eval mode now" in text
 
@@ -215,29 +215,31 @@ def test_a_module_in_eval_mode_is_suspected() -> None:
 def test_a_check_of_the_users_own() -> None:
     """Its descriptions are not understood, but where they differ is known."""
     tickets = [(0, "a"), (1, "b")]
-    text = describe(Scene(torch.sin, tickets, [torch.ones(1), torch.ones(2)]), 1)
+    text = describe(MismatchContext(torch.sin, tickets, [torch.ones(1), torch.ones(2)]), 1)
     assert "tensor 1: saved by forward: a tensor; recomputation: float32 [2]." in text
     nested = [(0, (torch.Size([2]), torch.float32, torch.device("cpu")))]
-    text = describe(Scene(torch.sin, nested, [torch.ones(3)]))
+    text = describe(MismatchContext(torch.sin, nested, [torch.ones(3)]))
     assert "saved by forward: float32 [2]; recomputation: float32 [3]" in text
 
 
 def test_without_a_divergence_there_is_the_region() -> None:
-    text = describe(Scene(torch.sin, [(0, torch.Size([2]), torch.float32)], [torch.ones(2)]))
+    text = describe(
+        MismatchContext(torch.sin, [(0, torch.Size([2]), torch.float32)], [torch.ones(2)])
+    )
     assert text.startswith("In region `")
     assert text.count("\n") == 1
 
 
 def test_dead_tensors_are_passed_over() -> None:
     tickets = [(n, torch.Size([2]), torch.float32) for n in range(3)]
-    text = describe(Scene(torch.sin, tickets, [None, torch.ones(2), torch.ones(3)]))
+    text = describe(MismatchContext(torch.sin, tickets, [None, torch.ones(2), torch.ones(3)]))
     assert "First divergence, tensor 2:" in text
 
 
 def test_with_nothing_known_nothing_is_said() -> None:
-    assert describe(Scene()) == ""
+    assert describe(MismatchContext()) == ""
 
 
 def test_never_raises() -> None:
-    text = describe(Scene(torch.sin, [()], [torch.ones(1)]), 0)
+    text = describe(MismatchContext(torch.sin, [()], [torch.ones(1)]), 0)
     assert text.startswith("(no more can be said: ")

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recollect.checks import effects
+from recollect.checks import oplog
 from recollect.checks.fingerprint import compare, fingerprint
-from recollect.checks.oplog import Entry, OpLog, align
+from recollect.checks.oplog import LoggedOp, OpLog, align
 from tests._support import leaf
 
 
@@ -205,7 +205,7 @@ def test_scratch_space_of_kernels_does_not_count() -> None:
 
 
 def test_the_ops_singled_out_exist() -> None:
-    missing = [name for name in effects._MEANINGFUL if not hasattr(torch.ops.aten, name)]
+    missing = [name for name in oplog._MEANINGFUL if not hasattr(torch.ops.aten, name)]
     assert missing == []
 
 
@@ -223,13 +223,13 @@ def test_strides_are_those_of_results_where_they_matter() -> None:
 # --- two logs -------------------------------------------------------------------------------------
 
 
-def entry(name: str, *, aside: bool = False) -> Entry:
-    return Entry(None, name, "", aside, ())
+def entry(name: str, *, optional: bool = False) -> LoggedOp:
+    return LoggedOp(None, name, "", optional, ())
 
 
 def aligned(forward: str, recompute: str) -> tuple[str, int | None]:
-    """Logs as words of one letter an op, those that are aside in lower case."""
-    logs = ([entry(c, aside=c.islower()) for c in word] for word in (forward, recompute))
+    """Logs as words of one letter an op, those that are optional in lower case."""
+    logs = ([entry(c, optional=c.islower()) for c in word] for word in (forward, recompute))
     rows, first = align(*logs)
     return " ".join("".join("-" if e is None else e.line for e in row) for row in rows), first
 
@@ -257,7 +257,7 @@ def test_which_op_is_which(forward: str, recompute: str, rows: str, first: int |
     assert aligned(forward, recompute) == (rows, first)
 
 
-def test_casts_that_autocast_has_cached_are_aside() -> None:
+def test_casts_that_autocast_has_cached_are_optional() -> None:
     linear = nn.Linear(3, 3)
     x = torch.randn(2, 3)
     with torch.autocast("cpu", torch.bfloat16):

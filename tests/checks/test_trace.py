@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.checks import trace
-from recollect.checks.oplog import Entry, OpLog
+from recollect.checks.oplog import LoggedOp, OpLog
 from recollect.checks.trace import explain
 from recollect.errors import InputChanged
 from tests._support import Run, assert_transparent, compat_rerun, leaf, rerun
@@ -259,7 +259,7 @@ def test_modules_are_named_as_in_forward() -> None:
 def test_paths_of_a_recomputation_in_forwards_terms(
     forward: str, recompute: str, path: str, expected: str
 ) -> None:
-    row = tuple(Entry(None, "op", where, False, ()) for where in (forward, recompute))
+    row = tuple(LoggedOp(None, "op", where, False, ()) for where in (forward, recompute))
     assert trace._path_in_forward([row], path) == expected
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.checks import values
-from recollect.checks.diagnosis import Scene
+from recollect.checks.diagnosis import MismatchContext
 from recollect.checks.oplog import OpLog
 from recollect.checks.values import value_difference
 from recollect.errors import RecomputeMismatch
@@ -202,7 +202,7 @@ def test_module_and_line_of_an_op_with_other_values() -> None:
             return (x + torch.rand(3)).sin()
 
     model = nn.Sequential(nn.Identity(), Noise())
-    message = difference(model, model, stacks=True, scene=Scene(model[1]))
+    message = difference(model, model, stacks=True, context=MismatchContext(model[1]))
     assert "In region `1` (Noise)." in message
     assert "\n      in Sequential: 1\n" in message
     assert "in forward: return (x + torch.rand(3)).sin()" in message

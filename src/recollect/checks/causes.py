@@ -1,7 +1,7 @@
-"""Why the two runs of a region differed, guessed from the signs, and the code that mends it.
+"""Why the two runs of a region differed, guessed from evidence, and the code that fixes it.
 
-Pure: a cause is chosen by looking at evidence, the most telling signs first. Each names one change
-of the user's code.
+Pure. Causes are tried in the order of how telling their signs are. Each names one change of the
+user's code.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = [
     "OTHER_WAY",
     "Cause",
     "Evidence",
-    "Look",
+    "TensorSpec",
     "likely_cause",
     "likely_cause_of_values",
 ]
 
 
-class Look(NamedTuple):
-    """What the default check sees of a tensor."""
+class TensorSpec(NamedTuple):
+    """Shape, dtype and device of a tensor: what the default check compares."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Look(NamedTuple):
         where = f" on {self.device}" if elsewhere else ""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{where}"
 
-    def differs_from(self, other: Look) -> bool:
+    def differs_from(self, other: TensorSpec) -> bool:
         """Whether shape or dtype differ, or the device where both know it."""
         if None not in (self.device, other.device) and self.device != other.device:
             return True
@@ -44,7 +44,7 @@ class Look(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why the two runs differ, and the code that mends it."""
+    """Why the two runs differ, and the code that fixes it."""
 
     sentence: str
     fix: str
@@ -55,11 +55,11 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to tell a cause by."""
+    """What an error knows of a mismatch."""
 
     #: The first tensor that differs, in forward and recomputed; None where there is none.
-    before: Look | None
-    after: Look | None
+    before: TensorSpec | None
+    after: TensorSpec | None
     #: Whether one run saved more tensors than the other.
     counts_differ: bool = False
     module: nn.Module | None = None
@@ -70,13 +70,13 @@ class Evidence:
 
 
 def likely_cause(evidence: Evidence) -> Cause:
-    """The first cause in the order of how telling its signs are."""
+    """The first cause whose signs are there."""
     causes = (find(evidence) for find in _CAUSES)
     return next((cause for cause in causes if cause is not None), _SOMETHING_CHANGED)
 
 
 def _sharded(evidence: Evidence) -> Cause | None:
-    shapes = [look.shape for look in (evidence.before, evidence.after) if look is not None]
+    shapes = [spec.shape for spec in (evidence.before, evidence.after) if spec is not None]
     if len(shapes) < 2 or shapes.count((0,)) != 1:
         return None
     return Cause(

@@ -1,10 +1,9 @@
-"""Comparing what a recomputation saved with what forward saved.
+"""Compares the tensors that a recomputation saved with those that forward saved.
 
 A check is a function from a tensor to anything comparable. It is called on each tensor that
 autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
-dtype and device: wrong ones would make backward fail or, worse, broadcast. The check called
-``"values"`` does that and also compares the values of each, by fingerprints (see
-``checks.values``); here it is but a name for the engine to recognise.
+dtype and device: wrong ones would make backward fail or, worse, broadcast. ``"values"`` also
+compares the values, by fingerprints (see ``checks.values``); here it is a name for the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from recollect.checks.diagnosis import Scene, describe
+from recollect.checks.diagnosis import MismatchContext, describe
 from recollect.errors import RecomputeMismatch
 
 __all__ = [
@@ -38,8 +37,8 @@ DeterminismCheck = Literal["default", "none", "values"] | Describe
 Difference = tuple[int, Any, Any]
 
 _HINT = """
-To see where the two runs part, pass `debug=True` to `checkpoint(...)`, or put the forward inside
-`with set_checkpoint_debug_enabled(True):`; the error then shows the ops of both.
+To see the first difference of the two runs, pass `debug=True` to `checkpoint(...)`, or put the
+forward inside `with set_checkpoint_debug_enabled(True):`; the error then shows the ops of both.
 
 If the region calls code compiled with automatic dynamic shapes, forward and recomputation may have
 been served by two different graphs (a static one, then a dynamic one). Either
@@ -64,7 +63,7 @@ default_check = cpu_metadata if torch.accelerator.current_accelerator() is None 
 
 
 def values_check(tensor: torch.Tensor) -> Any:
-    """What ``"values"`` stands for: the engine logs fingerprints. Of itself the default check."""
+    """The check ``"values"``: the engine logs fingerprints besides the default check."""
     return default_check(tensor)
 
 
@@ -98,11 +97,11 @@ def same(before: Any, after: Any) -> bool:
         ) from error
 
 
-_NO_SCENE = Scene()
+_NO_CONTEXT = MismatchContext()
 
 
 def count_mismatch(
-    in_forward: int, in_recompute: int, scene: Scene = _NO_SCENE
+    in_forward: int, in_recompute: int, context: MismatchContext = _NO_CONTEXT
 ) -> RecomputeMismatch:
     """The error for a recomputation that saved fewer tensors."""
     return RecomputeMismatch(
@@ -110,15 +109,15 @@ def count_mismatch(
         "forward and recomputation.\n"
         f"Number of tensors saved during forward: {in_forward}\n"
         f"Number of tensors saved during recomputation: {in_recompute}\n"
-        f"{describe(scene)}{_HINT}"
+        f"{describe(context)}{_HINT}"
     )
 
 
-def too_many_saved(in_forward: int, scene: Scene = _NO_SCENE) -> RecomputeMismatch:
+def too_many_saved(in_forward: int, context: MismatchContext = _NO_CONTEXT) -> RecomputeMismatch:
     """The error for a recomputation that saved more tensors."""
     return RecomputeMismatch(
         "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
-        f"original forward pass, which saved {in_forward}.\n{describe(scene)}{_HINT}"
+        f"original forward pass, which saved {in_forward}.\n{describe(context)}{_HINT}"
     )
 
 
@@ -126,7 +125,9 @@ def too_many_saved(in_forward: int, scene: Scene = _NO_SCENE) -> RecomputeMismat
 _LISTED = 20
 
 
-def metadata_mismatch(differences: list[Difference], scene: Scene = _NO_SCENE) -> RecomputeMismatch:
+def metadata_mismatch(
+    differences: list[Difference], context: MismatchContext = _NO_CONTEXT
+) -> RecomputeMismatch:
     """The error for a recomputation that saved other tensors."""
     lines = "".join(
         f"tensor at position {position}:\n"
@@ -138,7 +139,7 @@ def metadata_mismatch(differences: list[Difference], scene: Scene = _NO_SCENE) -
         lines += f"... and {len(differences) - _LISTED} more\n"
     return RecomputeMismatch(
         "torch.utils.checkpoint: Recomputed values for the following tensors have different "
-        f"metadata than during the forward pass.\n{lines}{describe(scene, differences[0][0])}"
+        f"metadata than during the forward pass.\n{lines}{describe(context, differences[0][0])}"
         f"{_HINT}"
     )
 

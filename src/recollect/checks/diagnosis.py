@@ -1,8 +1,8 @@
-"""What an error says beside the bare fact: which region, what differed first, why, what to change.
+"""The details of a mismatch: which region, the first difference, its likely cause, and the fix.
 
-All of it is found out once there is something to report, from what is alive then: the graph that is
-being run backward, the graph of the recomputation, the modules in memory. Nothing is noted in
-forward. So nothing here need be fast, and nothing may fail: an error about an error helps nobody.
+All of it comes from what is alive when there is an error: the graph that backward runs, the graph
+of the recomputation, the modules in memory. Forward notes nothing. So nothing here need be fast,
+and nothing may fail: an error about an error helps nobody.
 """
 
 from __future__ import annotations
@@ -16,72 +16,78 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import current_node, packed_by
-from recollect.checks.causes import Evidence, Look, likely_cause
+from recollect.checks.causes import Evidence, TensorSpec, likely_cause
 from recollect.checks.names import module_of, region_name
 
-__all__ = ["Scene", "describe", "describe_saved", "saved_by_forward", "saved_by_recomputation"]
+__all__ = [
+    "MismatchContext",
+    "describe",
+    "describe_saved",
+    "saved_by_forward",
+    "saved_by_recomputation",
+]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What an engine knows when a recomputation has gone astray. All of it may be missing."""
+class MismatchContext:
+    """What an engine knows when a recomputation differs from forward. All of it may be missing."""
 
     #: The checkpointed function.
     function: Callable[..., Any] | None = None
-    #: By number, what stands in the graph for a saved tensor: the number, then its shape, dtype and
+    #: What the graph holds in place of each saved tensor: the number, then its shape, dtype and
     #: perhaps device, or else its description by the user's check.
     tickets: Sequence[tuple[Any, ...]] = ()
-    #: What was saved in the recomputation; None where nobody can ask for it.
+    #: The tensors saved in the recomputation; None where nobody can ask for one.
     tensors: Sequence[torch.Tensor | None] = ()
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def describe(scene: Scene, first: int | None = None) -> str:
-    """Region, first divergence, likely cause and fix, a line each; ``first``: where, if known."""
-    if scene.function is None:
+def describe(context: MismatchContext, first: int | None = None) -> str:
+    """Region, first difference, likely cause and fix, a line each; ``first``: where, if known."""
+    if context.function is None:
         return ""
     try:
-        return "".join(f"{line}\n" for line in _lines(scene, first))
+        return "".join(f"{line}\n" for line in _lines(context, first))
     except Exception as error:  # noqa: BLE001 - the mismatch is what the user must hear of
         return f"(no more can be said: {error!r})\n"
 
 
-def describe_saved(scene: Scene, number: int) -> str:
-    """A tensor that forward saved: by which op, and what it looked like."""
+def describe_saved(context: MismatchContext, number: int) -> str:
+    """A tensor that forward saved: the op that saved it, dtype and shape."""
     try:
-        look = _look_of_ticket(scene.tickets[number])
-        return _listed(saved_by_forward(scene.tickets).get(number), look)
+        spec = _spec_of_ticket(context.tickets[number])
+        return _listed(saved_by_forward(context.tickets).get(number), spec)
     except Exception:  # noqa: BLE001 - likewise
         return "a tensor"
 
 
-def _lines(scene: Scene, first: int | None) -> Iterator[str]:
-    yield f"In {region_name(scene.function)}."
-    number = _first_divergence(scene) if first is None else first
+def _lines(context: MismatchContext, first: int | None) -> Iterator[str]:
+    yield f"In {region_name(context.function)}."
+    number = _first_divergence(context) if first is None else first
     if number is None:
         return
-    savers = saved_by_forward(scene.tickets)
-    evidence = _evidence(scene, number, savers)
+    savers = saved_by_forward(context.tickets)
+    evidence = _evidence(context, number, savers)
     before = after = "nothing more"
-    if number < len(scene.tickets):
+    if number < len(context.tickets):
         before = _listed(savers.get(number), evidence.before)
-    if number < len(scene.tensors):
-        after = _listed(_recomputed_by(scene.tensors, number), evidence.after)
+    if number < len(context.tensors):
+        after = _listed(_recomputed_by(context.tensors, number), evidence.after)
     yield f"First divergence, tensor {number}: saved by forward: {before}; recomputation: {after}."
     yield str(likely_cause(evidence))
 
 
 # --- the ops that saved ---------------------------------------------------------------------------
 
-#: Nodes looked at, at the most: a graph may be that of a whole model.
+#: The most nodes to visit: a graph may be that of a whole model.
 _NODES = 20_000
 
 
 def saved_by_forward(tickets: Sequence[tuple[Any, ...]]) -> dict[int, str]:
     """By number, the forward op that saved a tensor, where the graph still tells.
 
-    To be called in backward. What has been run already is not found, nor what another branch holds.
+    Call it in backward. Nodes that have run are not found, nor those of another branch.
     """
     numbers = {id(ticket): ticket[0] for ticket in tickets}
     return _savers([current_node()], lambda packed: numbers.get(id(packed)), len(numbers))
@@ -123,24 +129,24 @@ def _op_name(node: Any) -> str:
 # --- the first divergence -------------------------------------------------------------------------
 
 
-def _look_of_ticket(ticket: tuple[Any, ...]) -> Look | None:
+def _spec_of_ticket(ticket: tuple[Any, ...]) -> TensorSpec | None:
     described = ticket[1] if len(ticket) == 2 and isinstance(ticket[1], tuple) else ticket[1:]
     match described:
         case (torch.Size() as shape, torch.dtype() as dtype, *device):
-            return Look(tuple(shape), dtype, *device[:1])
+            return TensorSpec(tuple(shape), dtype, *device[:1])
     return None
 
 
-def _look_of_tensor(tensor: torch.Tensor | None) -> Look | None:
-    return None if tensor is None else Look(tuple(tensor.shape), tensor.dtype, tensor.device)
+def _spec_of_tensor(tensor: torch.Tensor | None) -> TensorSpec | None:
+    return None if tensor is None else TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-def _first_divergence(scene: Scene) -> int | None:
-    for number, (ticket, tensor) in enumerate(zip(scene.tickets, scene.tensors, strict=False)):
-        before, after = _look_of_ticket(ticket), _look_of_tensor(tensor)
+def _first_divergence(context: MismatchContext) -> int | None:
+    for number, (ticket, tensor) in enumerate(zip(context.tickets, context.tensors, strict=False)):
+        before, after = _spec_of_ticket(ticket), _spec_of_tensor(tensor)
         if before is not None and after is not None and before.differs_from(after):
             return number
-    shorter, longer = sorted((len(scene.tickets), len(scene.tensors)))
+    shorter, longer = sorted((len(context.tickets), len(context.tensors)))
     return shorter if shorter < longer else None
 
 
@@ -153,22 +159,22 @@ def _recomputed_by(tensors: Sequence[torch.Tensor | None], number: int) -> str |
     return f"made by {_op_name(tensor.grad_fn)}"
 
 
-def _listed(op: str | None, look: Look | None) -> str:
-    return ", ".join(str(part) for part in (op, look) if part is not None) or "a tensor"
+def _listed(op: str | None, spec: TensorSpec | None) -> str:
+    return ", ".join(str(part) for part in (op, spec) if part is not None) or "a tensor"
 
 
-# --- what speaks for a cause ----------------------------------------------------------------------
+# --- evidence for a cause ----------------------------------------------------------------------
 
 
-def _evidence(scene: Scene, number: int, savers: dict[int, str]) -> Evidence:
-    before = _look_of_ticket(scene.tickets[number]) if number < len(scene.tickets) else None
-    after = _look_of_tensor(scene.tensors[number]) if number < len(scene.tensors) else None
+def _evidence(context: MismatchContext, number: int, savers: dict[int, str]) -> Evidence:
+    before = _spec_of_ticket(context.tickets[number]) if number < len(context.tickets) else None
+    after = _spec_of_tensor(context.tensors[number]) if number < len(context.tensors) else None
     return Evidence(
         before,
         after,
-        len(scene.tickets) != len(scene.tensors),
-        module_of(scene.function),
-        _cache_among(scene.args, scene.kwargs),
+        len(context.tickets) != len(context.tensors),
+        module_of(context.function),
+        _cache_among(context.args, context.kwargs),
         frozenset(savers.values()),
     )
 

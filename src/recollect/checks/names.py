@@ -1,4 +1,4 @@
-"""What to call a region and the modules in it, in the words of the model's author."""
+"""Names of regions, modules and tensors, as the author of the model wrote them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 
 
 def region_name(function: Any) -> str:
-    """What to call the region of ``function``: by its module's path in the model, if it has one.
+    """The name of the region of ``function``: the path of its module in the model, if it has one.
 
     Modules are found behind bound methods, partials, decorators and small closures. Never raises,
-    and keeps nothing alive. Looks at every object in memory: for errors only.
+    and keeps nothing alive. Searches memory: for errors only.
     """
     try:
         return f"region {_name(function)}"
-    except Exception:  # noqa: BLE001 - the name is a courtesy; what went wrong must be told
+    except Exception:  # noqa: BLE001 - the name is a courtesy; the error must be shown
         return "a checkpointed region"
 
 
@@ -69,12 +69,12 @@ def _qualified(function: Any) -> str:
 
 # --- from a function to its module ----------------------------------------------------------------
 
-#: How many wrappings are opened to find a module.
+#: The most wrappers to open in search of a module.
 _DEPTH = 8
 
 
 def module_of(function: Any, depth: int = _DEPTH) -> nn.Module | None:
-    """The one module that ``function`` amounts to calling."""
+    """The one module that ``function`` calls, if there is one."""
     if isinstance(function, nn.Module):
         return function
     if depth == 0 or not callable(function) or isinstance(function, type):

@@ -1,6 +1,6 @@
 """Where an op was called: the module that ran it, by name, and the user's lines of code.
 
-Both are read off the Python stack. In backward the modules around a region are not on it, so the
+Both come from the Python stack. In backward the modules around a region are not on it, so the
 same op is in ``Decoder: layers.3.mlp`` in forward and in ``Block: mlp`` when recomputed.
 """
 
@@ -25,25 +25,25 @@ __all__ = ["Names", "Place", "Stack", "warn_user"]
 #: File, line and function, the innermost first.
 Stack = tuple[tuple[str, int, str], ...]
 
-#: By parent and child, what one is called in the other. To be kept for the time of a run.
+#: The name of each child in a parent. Kept for one run.
 Names = WeakKeyDictionary[nn.Module, "WeakKeyDictionary[nn.Module, str | None]"]
 
 _HIDDEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _MODULE_FILE = torch.nn.modules.module.__file__
-#: Code that moves parameters about in the hooks of modules.
+#: Libraries that move parameters in hooks of modules.
 _LIBRARIES = (str(Path(torch.__file__).parent / "distributed" / "fsdp"), "/deepspeed/runtime/")
-#: Frames of the user's that are noted.
+#: The most frames of the user's to note.
 _FRAMES = 12
 
 
 class Place:
-    """What the Python stack tells about an op."""
+    """The part of the Python stack that shows where an op was called."""
 
     def __init__(self, frame: FrameType | None) -> None:
         stack: list[tuple[str, int, str]] = []
         #: Modules being called, the innermost first.
         self._modules: list[nn.Module] = []
-        #: Whether the op is the work of a library, in a hook of the innermost module.
+        #: Whether a library called the op, in a hook of the innermost module.
         self.in_library = False
         while frame is not None:
             file = frame.f_code.co_filename
@@ -88,7 +88,7 @@ def _module_called(frame: FrameType) -> nn.Module | None:
     code = frame.f_code
     if code is MODULE_CALL:
         return frame.f_locals.get("self")
-    # To look at a frame's locals keeps them alive for a while: only where there is no other way.
+    # Reading the locals of a frame keeps them alive for a while: only where there is no other way.
     if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
         return None
     if frame.f_back is not None and frame.f_back.f_code.co_filename == _MODULE_FILE:

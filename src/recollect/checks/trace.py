@@ -1,6 +1,6 @@
-"""Where two runs of a region part, from the logs of their ops: what ``debug=True`` shows.
+"""What ``debug=True`` shows: the first difference in the logs of two runs of a region.
 
-Modules are named as forward saw them: a recomputation does not see the modules around its region.
+Modules have the names that forward saw: a recomputation does not see the modules around its region.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator
 
-from recollect.checks.oplog import Entry, OpLog, Row, align
+from recollect.checks.oplog import LoggedOp, OpLog, Row, align
 from recollect.errors import CheckpointError
 
 __all__ = ["OpLog", "both", "explain", "op_number", "whereabouts"]
@@ -19,7 +19,7 @@ def explain(
 ) -> CheckpointError:
     """``error`` with the first difference, and both logs around it.
 
-    ``stopped``: the recomputation was ended early, so that its end is no difference.
+    ``stopped``: the recomputation stopped early, so that its end is no difference.
     """
     rows, first = align(forward.entries, recompute.entries)
     if stopped and first is not None and rows[first][1] is None:
@@ -78,7 +78,7 @@ def _path_in_forward(rows: list[Row], path: str) -> str:
     return path
 
 
-def whereabouts(entry: Entry, path: str) -> Iterator[str]:
+def whereabouts(entry: LoggedOp, path: str) -> Iterator[str]:
     """The module and the lines of code that led to an op."""
     if path:
         yield f"      in {path}"
@@ -96,7 +96,7 @@ _RECOMPUTE = "Operations executed during recomputation"
 
 def _side_by_side(rows: list[Row], first: int | None) -> Iterator[str]:
     cells = _cells(rows)
-    middle = _last_inboth(rows) if first is None else first
+    middle = _last_in_both(rows) if first is None else first
     start, end = max(0, middle - _BEFORE), middle + 1 + _AFTER
     width = max(len(_FORWARD), *(len(left) for left, _ in cells[start:end]), 0)
     yield f"  {_FORWARD:{width}} | {_RECOMPUTE}"
@@ -115,7 +115,7 @@ def _side_by_side(rows: list[Row], first: int | None) -> Iterator[str]:
     yield "  (a recomputation ends once all that is needed is there)"
 
 
-def _last_inboth(rows: list[Row]) -> int:
+def _last_in_both(rows: list[Row]) -> int:
     return max((number for number, row in enumerate(rows) if None not in row), default=0)
 
 

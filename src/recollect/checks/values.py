@@ -1,8 +1,8 @@
-"""``determinism_check="values"``: whether backward got the values that forward had.
+"""``determinism_check="values"``: whether backward gets the values that forward had.
 
-What counts are the tensors that autograd saved: nothing else of a recomputation is used. The ops in
-the two logs then tell where a difference came from, and by a difference among themselves alone say
-nothing: a region may well do more in its first run.
+Only tensors that autograd saved count, since backward uses nothing else of a recomputation. The ops
+of the two logs show where a difference came from. Different ops alone are no error: a region may
+do more in its first run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from recollect.checks.causes import (
     OTHER_WAY,
     likely_cause_of_values,
 )
-from recollect.checks.diagnosis import Scene, describe_saved
+from recollect.checks.diagnosis import MismatchContext, describe_saved
 from recollect.checks.fingerprint import compare
 from recollect.checks.names import region_name
-from recollect.checks.oplog import Entry, OpLog, Row, Saved, Strides, align
+from recollect.checks.oplog import LoggedOp, OpLog, Row, SavedPrint, Strides, align
 from recollect.checks.trace import both, op_number, whereabouts
 from recollect.errors import RecomputeMismatch
 
@@ -32,34 +32,36 @@ _DIFFERS = (
     '(determinism_check="values").'
 )
 _OTHER_STRIDES = "same values, other strides (a view or memory layout): stride"
-_NO_SCENE = Scene()
+_NO_CONTEXT = MismatchContext()
 
 
 def value_difference(
     forward: OpLog,
     recompute: OpLog,
-    scene: Scene = _NO_SCENE,
+    context: MismatchContext = _NO_CONTEXT,
     dead: frozenset[int] = frozenset(),
 ) -> RecomputeMismatch | None:
     """The error for a recomputation that gives backward other values, or None.
 
-    The logs must have fingerprints, and have been told what was saved. ``dead``: the numbers of
-    saved tensors that nobody can ask for any more.
+    The logs must have fingerprints and saved tensors. ``dead``: the numbers of saved tensors that
+    nobody can ask for any more.
     """
     affected = _first_affected(forward.saved, recompute.saved, dead)
     if affected is None:
         return None
     number, verdict = affected
     lines = [_DIFFERS]
-    if scene.function is not None:
-        lines.append(f"In {region_name(scene.function)}.")
-    lines.append(f"Tensor {number}, saved by forward: {describe_saved(scene, number)}: {verdict}.")
+    if context.function is not None:
+        lines.append(f"In {region_name(context.function)}.")
+    lines.append(
+        f"Tensor {number}, saved by forward: {describe_saved(context, number)}: {verdict}."
+    )
     lines += _origin(forward.entries, recompute.entries)
     return RecomputeMismatch("\n".join(lines))
 
 
 def _first_affected(
-    before: list[Saved], after: list[Saved], dead: frozenset[int]
+    before: list[SavedPrint], after: list[SavedPrint], dead: frozenset[int]
 ) -> tuple[int, str] | None:
     """The first saved tensor that differs, by value or else by layout, and how."""
     ones: list[torch.Tensor] = []
@@ -79,14 +81,14 @@ def _first_affected(
 
 
 def _shown(strides: Strides) -> str:
-    """Strides, ``-`` where a dimension has but one place."""
+    """Strides, with ``-`` for a dimension of size one."""
     return f"({', '.join('-' if step is None else str(step) for step in strides)})"
 
 
 # --- where it came from ---------------------------------------------------------------------------
 
 
-def _origin(forward: list[Entry], recompute: list[Entry]) -> Iterator[str]:
+def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]:
     """The first op that differs: in what it is, in the values, or in the layout of its results."""
     rows, parted = align(forward, recompute)
     if parted is not None and None in rows[parted]:

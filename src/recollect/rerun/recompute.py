@@ -32,7 +32,7 @@ from recollect.checks.determinism import (
     same,
     too_many_saved,
 )
-from recollect.checks.diagnosis import Scene
+from recollect.checks.diagnosis import MismatchContext
 from recollect.checks.trace import explain
 from recollect.checks.values import value_difference
 from recollect.errors import CheckpointError, StopRecompute
@@ -291,23 +291,23 @@ class Recomputation:
         if self._replay is not None:
             self._replay.check_saved(self._expected)
         if self._surplus:
-            raise too_many_saved(self._expected, self._scene())
+            raise too_many_saved(self._expected, self._context())
         if len(self._tensors) < self._expected and not frame.running:
-            raise count_mismatch(self._expected, len(self._tensors), self._scene())
+            raise count_mismatch(self._expected, len(self._tensors), self._context())
         if frame.describe is not None:
             self._compare(frame.describe)
         if frame.compares_values:
             assert frame.forward_log is not None
             assert self._log is not None
-            error = value_difference(frame.forward_log, self._log, self._scene(), self._dead)
+            error = value_difference(frame.forward_log, self._log, self._context(), self._dead)
             if error is not None:
                 raise error
 
-    def _scene(self) -> Scene:
+    def _context(self) -> MismatchContext:
         """What an error may tell about."""
         frame = self._frame
         args, kwargs = frame.inputs.given
-        return Scene(frame.function, frame.tickets, self._tensors, args, kwargs)
+        return MismatchContext(frame.function, frame.tickets, self._tensors, args, kwargs)
 
     def _compare(self, describe: Describe) -> None:
         """Compare what a check sees of each tensor with what it saw in forward."""
@@ -331,7 +331,7 @@ class Recomputation:
             if after is not None and not same(before, after)
         ]
         if differences:
-            raise metadata_mismatch(differences, self._scene())
+            raise metadata_mismatch(differences, self._context())
 
 
 def _hold_memory(tensors: list[Any]) -> bool:
