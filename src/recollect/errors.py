@@ -1,20 +1,20 @@
-"""What recollect raises and warns of, and the one signal it uses internally.
+"""Errors and warnings of recollect, and the one signal it uses internally.
 
     RuntimeError
     └── torch.utils.checkpoint.CheckpointError
         └── CheckpointError             root of everything raised in backward
-            ├── RecomputeMismatch       the recomputation saved other tensors than forward did
+            ├── RecomputeMismatch       the recomputation saved other tensors than forward
             ├── InputChanged            an input was modified in place between forward and backward
             ├── KeptTensorError         a tensor kept by selective checkpointing cannot be used
-            ├── AlreadyUnpacked         a saved tensor was asked for again where that is not allowed
+            ├── AlreadyUnpacked         a saved tensor was read again where that is not allowed
             └── InfeasibleBudget        no plan brings the step into the budget
     UserWarning
     └── PlanWarning                     a plan is not in effect, or a step went over its budget
     BaseException
     └── StopRecompute                   internal: everything needed has been recomputed
 
-``CheckpointError`` derives from torch's class of the same name, so that code which catches torch's
-keeps working while only part of a program uses recollect.
+``CheckpointError`` derives from torch's class of the same name: code that catches torch's error also
+catches ours.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class KeptTensorError(CheckpointError):
 
 
 class AlreadyUnpacked(CheckpointError):
-    """A saved tensor was asked for a second time where each may be read once."""
+    """A saved tensor was read a second time where each may be read once."""
 
 
 class InfeasibleBudget(CheckpointError):
     """No plan brings the peak of a training step down to the budget.
 
-    ``least`` is the number of bytes that would do, ``budget`` what was asked for.
+    ``least`` is the least feasible number of bytes, ``budget`` the one requested.
     """
 
     def __init__(self, message: str, *, budget: int = 0, least: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Putting recollect in the place of ``torch.utils.checkpoint``, and taking it out again.
+"""``install`` and ``uninstall``: recollect in the place of ``torch.utils.checkpoint``.
 
 A name taken with ``from torch.utils.checkpoint import checkpoint`` lives in the importing module:
 every loaded module is searched for torch's objects, under whatever name it has them. Modules loaded
@@ -23,7 +23,7 @@ from recollect.rerun import selective
 
 __all__ = ["install", "installed", "uninstall"]
 
-#: What others take from torch's module: its public names, and these.
+#: The names that others import from torch's module: the public ones, and these.
 _NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]
 
 _OURS: dict[str, Any] = {name: getattr(compat, name) for name in _NAMES} | {
@@ -40,7 +40,7 @@ class _State:
     #: How many ``installed()`` blocks are open, and whether the first one installed.
     scopes = 0
     scoped = False
-    #: Module and attribute of what held our objects before: it asked for ours.
+    #: Module and attribute of those that held our objects before: they stay.
     held_before: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -107,7 +107,7 @@ def _occurrences(objects: dict[str, Any]) -> list[tuple[ModuleType, str, str]]:
 
 
 def _taken_from_recollect(module: ModuleType) -> set[str]:
-    """The names that the source of ``module`` imports from recollect of its own will."""
+    """The names that the source of ``module`` imports from recollect itself."""
     if module is torch_checkpoint:
         return set()
     try:

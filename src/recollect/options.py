@@ -12,9 +12,7 @@ import torch
 
 from recollect.checks.determinism import (
     DeterminismCheck,
-    default_check,
     resolve_check,
-    values_check,
 )
 from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.frame import Contexts
@@ -55,6 +53,7 @@ class Options:
     """
 
     __slots__ = (
+        "_given",
         "context_fn",
         "debug",
         "describe",
@@ -81,6 +80,10 @@ class Options:
         offload_inputs: bool = False,
         store: Any = None,
     ) -> None:
+        self._given = (
+            *(use_reentrant, context_fn, determinism_check, debug, early_stop),
+            *(preserve_rng_state, policy, engine, offload_inputs, store),
+        )
         if use_reentrant is not False or engine is not None:
             self.reentrant = _is_reentrant(use_reentrant, engine)
         else:
@@ -137,28 +140,13 @@ class Options:
         return cls(**keywords)
 
     def __reduce__(self) -> Any:
-        # By the options as they were given: ops cannot be pickled but have names, and the default
-        # check depends on the accelerators of the machine.
-        checks: dict[Any, Any] = {default_check: "default", values_check: "values", None: "none"}
-        context_fn: Any = self.context_fn or noop_context_fn
-        policy = None
-        if isinstance(context_fn, partial) and context_fn.func is _SELECTIVE:
-            context_fn, policy = noop_context_fn, context_fn.args[0]
-            if not callable(policy) and not isinstance(policy, Policy):
-                policy = [str(op) for op in policy]
-        keywords = {
-            "use_reentrant": self.reentrant,
-            "context_fn": context_fn,
-            "determinism_check": checks.get(self.describe, self.describe),
-            "debug": self.debug,
-            "early_stop": self.early_stop,
-            "preserve_rng_state": self.preserve_rng_state,
-            "policy": policy,
-            "engine": "replay" if self.replay else None,
-            "offload_inputs": self.offload_inputs,
-            "store": self.store,
-        }
-        return _unpickle, (keywords,)
+        # As given: the default check depends on the accelerators of the machine. Ops cannot be
+        # pickled, but have names.
+        given = dict(zip(_NAMES, self._given, strict=True))
+        policy = given["policy"]
+        if isinstance(policy, list | tuple | set | frozenset):
+            given["policy"] = [str(op) for op in policy]
+        return _unpickle, (given,)
 
 
 # The contexts of an inner region are chosen again in a recomputation.
@@ -180,7 +168,6 @@ def usual_options(engine: Engine | None, policy: Any) -> Options:
 
 
 _NAMES = tuple(inspect.signature(Options).parameters)
-_SELECTIVE = create_selective_checkpoint_contexts
 
 
 def _unpickle(keywords: dict[str, Any]) -> Options:

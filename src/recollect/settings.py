@@ -1,4 +1,4 @@
-"""Switches that a user sets around code, and the flag that code may ask for.
+"""Switches that a user sets around code, and the flag that code may read.
 
 The switches live in context variables: setting one in a thread or an asyncio task changes
 nothing for the others. Whether a region is being rerun is a fact about a thread and not about a
@@ -107,12 +107,12 @@ version_guard_enabled = _version_guard.get
 
 
 def resolve_early_stop(requested: bool) -> bool:
-    """The early-stop setting in force for a call that asked for ``requested``."""
+    """The early-stop setting in force for a call with the option ``requested``."""
     setting = _early_stop.get()
     return requested if setting is None else setting
 
 
 def resolve_debug(requested: bool) -> bool:
-    """The debug setting in force for a call that asked for ``requested``."""
+    """The debug setting in force for a call with the option ``requested``."""
     setting = _debug.get()
     return requested if setting is None else setting

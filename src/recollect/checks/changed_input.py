@@ -53,7 +53,7 @@ def source_changed(tensor: torch.Tensor) -> InputChanged:
 
 
 def saved_tensor_changed(tensor: torch.Tensor | torch.Size) -> InputChanged:
-    """A tensor (or one of which only the shape is left) has changed since autograd saved it."""
+    """A tensor, given by its shape if it is freed, has changed since autograd saved it."""
     return InputChanged(
         f"{_MODIFIED}{_named(tensor)}, which an operation in a checkpointed region saved for "
         "backward, was changed afterwards. Autograd also raises here, except for writes through "

@@ -37,7 +37,7 @@ class MismatchContext:
     #: What the graph holds in place of each saved tensor: the number, then its shape, dtype and
     #: perhaps device, or else its description by the user's check.
     tickets: Sequence[tuple[Any, ...]] = ()
-    #: The tensors saved in the recomputation; None where nobody can ask for one.
+    #: The tensors saved in the recomputation; None where the graph needs none.
     tensors: Sequence[torch.Tensor | None] = ()
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -40,7 +40,7 @@ _SHIFT = 33
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-dim int64 tensor, on the same device, that depends on the bits of every value.
 
-    Nested and sparse tensors and wrappers are taken by the tensors they are made of. One that holds
+    That of nested and sparse tensors and wrappers comes from their inner tensors. One that holds
     no data (on ``meta``, fake, traced) has the same fingerprint as any other such, on the CPU.
     Nothing is seen by modes, recorded by autograd, drawn from a random stream, or waited for.
     """

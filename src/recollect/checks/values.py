@@ -44,7 +44,7 @@ def value_difference(
     """The error for a recomputation that gives backward other values, or None.
 
     The logs must have fingerprints and saved tensors. ``dead``: the numbers of saved tensors that
-    nobody can ask for any more.
+    the graph does not need any more.
     """
     affected = _first_affected(forward.saved, recompute.saved, dead)
     if affected is None:

@@ -54,7 +54,7 @@ class Frame(ForwardFrame):
         self.locks: dict[Any, threading.RLock] = {}
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The saved-tensor hook by which autograd asks for a tensor back."""
+        """The saved-tensor hook that gives autograd a tensor back."""
         number = ticket[0]
         found = self.recomputed.get(current_graph_task())
         if found is None or (tensor := found.tensors[number]) is None:
@@ -71,10 +71,10 @@ class Frame(ForwardFrame):
         if backward is None:
             backward = current_graph_task()
         if backward == _OUTSIDE:
-            # Asked for outside of backward (node._saved_self): nothing stays behind.
+            # Read outside of backward (node._saved_self): keep nothing.
             found = Recomputation(self).run()
         else:
-            # Two threads of one backward may ask at once: one reruns, the other waits for it.
+            # Of two threads of one backward, one reruns, and the other waits for it.
             with self.locks.setdefault(backward, threading.RLock()):
                 found = self._recomputed_with(number, backward)
         tensor = found.tensors[number]
@@ -114,7 +114,7 @@ _OUTSIDE = -1
 
 
 def _end_backward(frame: ReferenceType[Frame], backward: int) -> None:
-    """Forget what was recomputed for a backward that is over, and was not asked for."""
+    """Free the tensors recomputed for a backward that is over, and not used by it."""
     alive = frame()
     if alive is not None:  # a backward over the whole graph has freed the frame with it
         alive.recomputed.pop(backward, None)

@@ -37,7 +37,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
-    """Call ``context_fn`` and check what it gives before anything is entered."""
+    """Call ``context_fn`` and check its result before anything is entered."""
     contexts = context_fn()
     if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
         raise TypeError(
@@ -102,7 +102,7 @@ class ForwardFrame:
         self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
-        #: Whether the bits are compared, beside what ``describe`` sees.
+        #: Whether values are compared too, besides the results of ``describe``.
         self.compares_values = describe is values_check
         self.describe = default_check if self.compares_values else describe
         self.early_stop = early_stop
@@ -111,15 +111,15 @@ class ForwardFrame:
         #: Whether to refuse a recomputation for a tensor that was unpacked before.
         self.read_once = read_once
         self.running = True
-        #: One for each saved tensor. Held here and by the graph: one that only this list holds is
-        #: dead. (To count references costs nothing in forward; a weak one would have to be made.)
+        #: One for each saved tensor. Held here and by the graph: a ticket that only this list holds
+        #: is dead. (Counting references costs nothing in forward; a weak reference would.)
         self.tickets: list[Ticket] = []
         if contexts is not None and isinstance(contexts[0], RecordMode):
             values, exact = (*args, *kwargs.values()), self.forward_log is not None
             contexts[0].bind(function, values, stops_early=early_stop, exact=exact)
 
     def make_log(self) -> OpLog | None:
-        """A log for one run, if there is to be one."""
+        """A log for one run, if one is needed."""
         if not self.debug and not self.compares_values:
             return None
         return OpLog(stacks=self.debug, fingerprints=self.compares_values)
@@ -181,7 +181,7 @@ class ForwardFrame:
         tickets = self.tickets
         describe = self.describe
 
-        # The two default checks are written out: a call would cost as much as what it does.
+        # The two default checks are inlined: a call would cost as much as the check.
         def pack_on_cpu(tensor: torch.Tensor) -> Ticket:
             ticket = (len(tickets), tensor.shape, tensor.dtype)
             tickets.append(ticket)
@@ -205,7 +205,7 @@ class ForwardFrame:
         return noting(self.forward_log, chosen) if self.compares_values else chosen
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The saved-tensor hook by which autograd asks for a tensor back."""
+        """The saved-tensor hook that gives autograd a tensor back; see `Frame`."""
         raise NotImplementedError
 
     def dead(self) -> frozenset[int]:
@@ -225,7 +225,7 @@ def _reference_counts(tickets: list[Ticket]) -> list[int]:
 
 
 def noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
-    """``pack``, with the tensor written down first."""
+    """``pack``, after logging the tensor."""
     assert log is not None
     note = log.note_saved
 

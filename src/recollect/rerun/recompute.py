@@ -49,7 +49,7 @@ class RecomputedTensors:
     __slots__ = ("tensors", "versions")
 
     def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
-        #: By number; None once unpacked, or where nobody can ask.
+        #: By number; None once unpacked, or where the ticket is dead.
         self.tensors = tensors
         self.versions = versions
 
@@ -87,16 +87,16 @@ class Recomputation:
         #: The operation that may not have written yet what it saves.
         self._unwritten_by = -1
         self._raised: str | None = None
-        #: What hands out kept results, if there are any.
+        #: The mode that returns kept results, if there are any.
         self._replay: ReplayMode | None = None
-        #: Present if something that the function may use has changed. It must run to its end then,
-        #: for the last op to be seen.
+        #: Present if something that the function may use has changed. The function then runs to its
+        #: end, so that every op is checked.
         self._changes: UseOfChanged | None = frame.surroundings.changes()
         self._log = frame.make_log()
 
     @hide_from_dynamo
     def run(self) -> RecomputedTensors:
-        """Recompute the tensors that forward saved, or say what is different."""
+        """Recompute the tensors that forward saved; an error if they differ."""
         try:
             self._run()
             self._verify()
@@ -177,7 +177,7 @@ class Recomputation:
             )
 
     def _contexts(self, values: tuple[Any, ...]) -> list[AbstractContextManager[Any]]:
-        """What the function runs in. ``values``: its arguments."""
+        """The contexts of the function, whose arguments are ``values``."""
         frame = self._frame
         contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
         if contexts and isinstance(contexts[0], ReplayMode):
@@ -200,7 +200,7 @@ class Recomputation:
         tensors = self._tensors
         versions = self._versions
         dead = self._dead
-        # The first number at which there is something to do beside noting the tensor.
+        # From this number on there is more to do than keeping the tensor.
         stops_early = self._frame.early_stop and self._changes is None
         limit = self._expected - 2 if stops_early else self._expected
 
@@ -217,7 +217,7 @@ class Recomputation:
             packed: Any = number
             cut_off = tensor if tensor.grad_fn is None else tensor.detach()
             if number in dead:
-                # Nobody can ask for it but the graph of this rerun, which shall hold it itself.
+                # Only the graph of this rerun can need it, and holds it itself.
                 packed = cut_off
                 tensors.append(None)
             else:
@@ -227,8 +227,8 @@ class Recomputation:
                 self._near_end(number, tensor)
             return packed
 
-        # A dispatch mode that looks on (a tracer's, or one that the user's context brings) sees a
-        # detach for each saved tensor, as it does with torch.
+        # An active dispatch mode (a tracer's, or one of the user's context) sees a detach for each
+        # saved tensor, as it does with torch.
         contexts = self._frame.contexts
         has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
         chosen = pack_with_care if dead or has_modes or dispatch_modes_active() else pack
@@ -304,13 +304,13 @@ class Recomputation:
                 raise error
 
     def _context(self) -> MismatchContext:
-        """What an error may tell about."""
+        """The context of an error."""
         frame = self._frame
         args, kwargs = frame.inputs.given
         return MismatchContext(frame.function, frame.tickets, self._tensors, args, kwargs)
 
     def _compare(self, describe: Describe) -> None:
-        """Compare what a check sees of each tensor with what it saw in forward."""
+        """Compare the description of each tensor with that of forward."""
         frame = self._frame
         # Here in one loop, and not one by one in the hook: the code is warm then.
         numbered = enumerate(self._tensors[: self._expected])
@@ -323,8 +323,8 @@ class Recomputation:
             tickets = [(n, t.shape, t.dtype, t.device) for n, t in numbered]
         if same(tickets, frame.tickets):
             return
-        # What nobody can ask for may be as it is. (One list is longer than the other where the
-        # function goes backward inside forward.)
+        # A dead ticket may differ. (One list is longer than the other where the function goes
+        # backward inside forward.)
         differences = [
             (number, before[1:], after[1:])
             for number, (before, after) in enumerate(zip(frame.tickets, tickets, strict=False))
@@ -349,6 +349,6 @@ def _hold_memory(tensors: list[Any]) -> bool:
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a ticket says of ``tensor``."""
+    """The description of ``tensor`` in a ticket."""
     description = describe(tensor)
     return description if describe in (cpu_metadata, metadata) else (description,)

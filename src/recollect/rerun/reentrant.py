@@ -72,7 +72,7 @@ class CheckpointFunction(torch.autograd.Function):
         ]
         with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
             outputs = run_function(*args)
-        ctx.spoilt = _changed_inside(args, ctx.tensor_indices, versions)
+        ctx.changed = _changed_inside(args, ctx.tensor_indices, versions)
         ctx.inputs.settle()
         ctx.surroundings.settle()
         return outputs
@@ -85,8 +85,8 @@ class CheckpointFunction(torch.autograd.Function):
                 "passing an `inputs` parameter to .backward(). Use the default engine "
                 "(use_reentrant=False), or call .backward() without `inputs`."
             )
-        if ctx.spoilt is not None:
-            raise InputChanged(ctx.spoilt)
+        if ctx.changed is not None:
+            raise InputChanged(ctx.changed)
         inputs = list(ctx.inputs.recall()[0])
         for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
             inputs[index] = _detached(tensor)
