@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from recollect.options import DEFAULTS, Options, noop_context_fn
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
 from recollect.policy.rules import as_policy
 from recollect.region import enter_region, run_compiled, run_region
+from recollect.rerun.frame import Contexts
 from recollect.rerun.groups import GraphExecGroup
 from recollect.rerun.reentrant import (
     CheckpointFunction,
@@ -55,7 +55,6 @@ __all__ = [
 _infer_device_type = infer_device_type
 _DEFAULT_DETERMINISM_MODE = "default"
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _REENTRANT = Options(use_reentrant=True)
 _REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
 
@@ -64,7 +63,7 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,
-    context_fn: Callable[[], _Contexts] = noop_context_fn,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: str = _DEFAULT_DETERMINISM_MODE,
     debug: bool = False,
     early_stop: bool = True,
@@ -99,7 +98,7 @@ def checkpoint(
 
 def _rerun_options(
     preserve_rng_state: Any,
-    context_fn: Callable[[], _Contexts],
+    context_fn: Callable[[], Contexts],
     determinism_check: Any,
     debug: Any,
     early_stop: Any,
@@ -173,7 +172,7 @@ def create_selective_checkpoint_contexts(
 def _checkpoint_without_reentrant_generator(
     fn: Callable[..., Any],
     preserve_rng_state: bool = True,
-    context_fn: Callable[[], _Contexts] = noop_context_fn,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: str = _DEFAULT_DETERMINISM_MODE,
     debug: bool = False,
     early_stop: bool = True,

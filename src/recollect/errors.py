@@ -13,8 +13,8 @@
     BaseException
     └── StopRecompute                   internal: everything needed has been recomputed
 
-``CheckpointError`` derives from torch's class of the same name: code that catches torch's error also
-catches ours.
+``CheckpointError`` derives from torch's class of the same name: code that catches torch's catches
+ours too.
 """
 
 from __future__ import annotations

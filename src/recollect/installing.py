@@ -33,7 +33,7 @@ _OURS: dict[str, Any] = {name: getattr(compat, name) for name in _NAMES} | {
 _THEIRS: dict[str, Any] = {name: getattr(torch_checkpoint, name) for name in _OURS}
 
 
-class _State:
+class _Installed:
     """Whether recollect is installed, for the whole process."""
 
     active = False
@@ -55,42 +55,42 @@ def install() -> None:
     transformers' ``gradient_checkpointing_enable`` creates) calls torch's, so install first.
     """
     with _lock:
-        if _State.active:
+        if _Installed.active:
             return
-        _State.held_before = frozenset((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))
+        _Installed.held_before = frozenset((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))
         for module, attribute, name in _occurrences(_THEIRS):
             setattr(module, attribute, _OURS[name])
-        _State.active = True
+        _Installed.active = True
 
 
 def uninstall() -> None:
     """Undo ``install``, in the modules loaded since as well; without one, do nothing."""
     with _lock:
-        if not _State.active:
+        if not _Installed.active:
             return
         occurrences = _occurrences(_OURS)
         wanted = {m: _taken_from_recollect(m) for m in {module for module, _, _ in occurrences}}
         for module, attribute, name in occurrences:
-            held = (module.__name__, attribute) in _State.held_before
+            held = (module.__name__, attribute) in _Installed.held_before
             if not held and attribute not in wanted[module]:
                 setattr(module, attribute, _THEIRS[name])
-        _State.active = False
+        _Installed.active = False
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """``install`` for the duration of a ``with`` block; inside another one it changes nothing."""
     with _lock:
-        _State.scoped = _State.scoped or not _State.active
-        _State.scopes += 1
+        _Installed.scoped = _Installed.scoped or not _Installed.active
+        _Installed.scopes += 1
         install()
     try:
         yield
     finally:
         with _lock:
-            _State.scopes -= 1
-            if _State.scopes == 0 and _State.scoped:
-                _State.scoped = False
+            _Installed.scopes -= 1
+            if _Installed.scopes == 0 and _Installed.scoped:
+                _Installed.scoped = False
                 uninstall()
 
 

@@ -52,21 +52,6 @@ class Options:
     frozen dataclass costs several microseconds.
     """
 
-    __slots__ = (
-        "_given",
-        "context_fn",
-        "debug",
-        "describe",
-        "early_stop",
-        "make_contexts",
-        "offload_inputs",
-        "policy",
-        "preserve_rng_state",
-        "reentrant",
-        "replay",
-        "store",
-    )
-
     def __init__(
         self,
         use_reentrant: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,32 +12,8 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _device, _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [
-    "DispatchMode",
-    "TorchDispatchMode",
-    "any_autocast_enabled",
-    "below_autograd",
-    "below_python",
-    "detach_below_autograd",
-    "dispatch_mode_count",
-    "dispatch_modes",
-    "dispatch_modes_active",
-    "foreign_function_modes",
-    "forward_ad_active",
-    "function_mode_count",
-    "function_modes",
-    "is_functorch_wrapped",
-    "is_transforming",
-    "no_dispatch_modes",
-    "no_function_modes",
-    "raw_memory",
-    "set_function_modes",
-    "set_grad_enabled",
-    "unobserved",
-]
-
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
@@ -109,14 +84,9 @@ class unobserved:  # noqa: N801 - used like a function
             self._stack.enter_context(_disable_current_modes())
             self._stack.enter_context(torch._C.DisableTorchFunction())
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._stack is not None:
-            self._stack.__exit__(exc_type, exc, traceback)
+            self._stack.close()
         set_grad_enabled(self._grad_was_enabled)
 
 
@@ -252,16 +222,11 @@ class below_python:  # noqa: N801 - used like a function
         self._keys = torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
         self._keys.__enter__()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._keys.__exit__(exc_type, exc, traceback)
-        self._functions.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._keys.__exit__(*exc)
+        self._functions.__exit__(*exc)
         if self._transforms is not None:
-            self._transforms.__exit__(exc_type, exc, traceback)
+            self._transforms.__exit__(None, None, None)
 
 
 _key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -286,17 +251,12 @@ class raw_memory(below_python):  # noqa: N801 - used like a function
         if self._excluded:
             _set_key_excluded(_VERSIONS_OF_VIEWS, False)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._excluded:
             _set_key_excluded(_VERSIONS_OF_VIEWS, True)
         if self._inference is not None:
-            self._inference.__exit__(exc_type, exc, traceback)
-        super().__exit__(exc_type, exc, traceback)
+            self._inference.__exit__(*exc)
+        super().__exit__(*exc)
 
 
 #: Whether a tensor is a wrapper of ``torch.func``.

@@ -8,42 +8,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-
-__all__ = [
-    "CAST",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "argument_names",
-    "bare_op",
-    "changes_looks",
-    "changes_memory",
-    "dropout_of",
-    "dropout_positions",
-    "effects_of",
-    "generator_position",
-    "has_dynamic_shape",
-    "is_cast",
-    "is_form_of",
-    "is_nondeterministic",
-    "is_of_torch",
-    "is_op_of_others",
-    "is_pointwise",
-    "is_random",
-    "makes_lazy_view",
-    "metadata_ops",
-    "offset_position",
-    "op_name",
-    "overwrites",
-    "packet_of",
-    "returns_alias",
-    "takes_number",
-    "training_position",
-    "writes_argument",
-    "writes_unseen",
-    "written_arguments",
-]
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 
 def bare_op(op: Any) -> Callable[..., Any]:

@@ -45,8 +45,6 @@ __all__ = ["Frame"]
 class Frame(ForwardFrame):
     """One call of a checkpointed function, and the tensors recomputed for it."""
 
-    __slots__ = ("locks", "recomputed")
-
     def __init__(self, *call: Any) -> None:
         super().__init__(*call)
         #: By backward.

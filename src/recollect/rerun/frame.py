@@ -64,24 +64,6 @@ class ForwardFrame:
     Enter it to run the function's forward inside. `Frame` adds the way back.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "compares_values",
-        "contexts",
-        "debug",
-        "describe",
-        "early_stop",
-        "entered",
-        "forward_log",
-        "function",
-        "inputs",
-        "offloaded",
-        "read_once",
-        "running",
-        "surroundings",
-        "tickets",
-    )
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -153,29 +135,19 @@ class ForwardFrame:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self.entered is not None:
-                self._exit_contexts(exc_type, exc, traceback)
+            entered, self.entered = self.entered, None
+            if entered is not None and entered.__exit__(exc_type, exc, traceback) and exc:
+                raise RuntimeError(
+                    "the forward context given by context_fn suppressed an exception of the "
+                    f"checkpointed function: {exc!r}. There is no result to return then; let its "
+                    "__exit__ return False."
+                ) from exc
         finally:
             pop_saved_tensor_hooks()
         if exc is None:
             self.running = False
             self.inputs.settle()
             self.surroundings.settle()
-
-    def _exit_contexts(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        entered, self.entered = self.entered, None
-        assert entered is not None
-        if entered.__exit__(exc_type, exc, traceback) and exc is not None:
-            raise RuntimeError(
-                "the forward context given by context_fn suppressed an exception of the "
-                f"checkpointed function: {exc!r}. There is no result to return then; let its "
-                "__exit__ return False."
-            ) from exc
 
     def _pack_hook(self) -> Callable[[torch.Tensor], Ticket]:
         tickets = self.tickets

@@ -57,22 +57,6 @@ class RecomputedTensors:
 class Recomputation:
     """One run of a frame's function in backward."""
 
-    __slots__ = (
-        "_changes",
-        "_dead",
-        "_expected",
-        "_frame",
-        "_later",
-        "_log",
-        "_raised",
-        "_replay",
-        "_stopped",
-        "_surplus",
-        "_tensors",
-        "_unwritten_by",
-        "_versions",
-    )
-
     def __init__(self, frame: ForwardFrame, *, keep_all: bool = False) -> None:
         self._frame = frame
         self._dead = frozenset() if keep_all else frame.dead()

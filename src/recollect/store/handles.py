@@ -10,7 +10,7 @@ No handle refers to the autograd graph of its tensor, whose nodes may hold the h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from recollect._torch.autograd import is_weight, view_base
 from recollect._torch.modes import unobserved
 from recollect._torch.tensors import version_of
 from recollect.errors import KeptTensorError
-from recollect.store.links import DeviceLink
+from recollect.store.links import CudaLink
 from recollect.store.pool import HostBuffer
 from recollect.store.spans import Layout, Span, copy_of
 
@@ -95,15 +95,10 @@ class OnDevice:
 
 @dataclass(slots=True, eq=False)
 class Composite:
-    """A tensor subclass that wraps other tensors: their handles, and how to join them."""
+    """A tensor subclass that wraps other tensors: their handles by name, and how to join them."""
 
-    kind: Any
     handles: dict[str, Any]
-    #: Attributes that are not tensors, such as the mesh of a DTensor.
-    others: dict[str, Any]
-    context: Any
-    size: Any
-    stride: Any
+    join: Callable[[dict[str, Tensor]], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +175,7 @@ class Returned:
 class HostCopy:
     """The bytes ``span`` of a storage, on the host or on their way there."""
 
-    link: DeviceLink
+    link: CudaLink
     #: The `storage_key` of the storage, and the storage while it lives.
     key: int
     origin: weakref.ReferenceType[torch.UntypedStorage]

@@ -27,7 +27,7 @@ from recollect.store.handles import (
     is_resident,
     leaves_of,
 )
-from recollect.store.links import DeviceLink, cuda_links
+from recollect.store.links import CudaLink, cuda_links
 from recollect.store.pool import PinnedPool, memory_of_machine
 from recollect.store.protocol import Store
 from recollect.store.spans import Span, layout_of, span_of, span_to_store
@@ -72,7 +72,7 @@ class HostStore(Store):
         in_flight: int | None = None,
         ahead: int | None = None,
         smallest: int = 4096,
-        _links: Callable[[Tensor], DeviceLink | None] | None = None,
+        _links: Callable[[Tensor], CudaLink | None] | None = None,
         _polls: bool = True,
     ) -> None:
         self._options: dict[str, Any] = _checked(
@@ -85,7 +85,7 @@ class HostStore(Store):
         self._link_of = cuda_links() if _links is None else _links
         self._pool = PinnedPool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
         self._lock = threading.Lock()
-        self._transfers: dict[DeviceLink, Transfers] = {}
+        self._transfers: dict[CudaLink, Transfers] = {}
         #: Copies by the `storage_key` of their origin.
         self._copies: dict[int, list[HostCopy]] = {}
         #: Storages of parameters that were put: their detached aliases are parameters too.
@@ -165,7 +165,7 @@ class HostStore(Store):
 
         The rest follows as those are used.
         """
-        wanted: dict[DeviceLink, list[OnHost]] = {}
+        wanted: dict[CudaLink, list[OnHost]] = {}
         with self._locked():
             for leaf in (leaf for handle in handles for leaf in leaves_of(handle)):
                 if isinstance(leaf, OnHost) and leaf.copy is not None:
@@ -209,26 +209,16 @@ class HostStore(Store):
 
     def _put_subclass(self, tensor: Tensor) -> Any:
         with unobserved():
-            inner, context = ({}, None) if is_resident(tensor) else _flattened(tensor)
-            size, stride = tensor.size(), tensor.stride()
-        handles = {name: self.put(each) for name, each in inner.items() if isinstance(each, Tensor)}
-        composite = Composite(
-            type(tensor),
-            handles,
-            {name: each for name, each in inner.items() if name not in handles},
-            context,
-            size,
-            stride,
-        )
+            inner, join = _flattened(tensor)
+        handles = {name: self.put(each) for name, each in inner.items()}
+        composite = Composite(handles, join)
         is_copied = any(isinstance(leaf, OnHost) for leaf in leaves_of(composite))
         return composite if is_copied else OnDevice(tensor)
 
     def _joined(self, handle: Composite) -> Tensor:
         inner = {name: self.get(each) for name, each in handle.handles.items()}
         with unobserved():
-            joined: Tensor = handle.kind.__tensor_unflatten__(
-                inner | handle.others, handle.context, handle.size, handle.stride
-            )
+            joined = handle.join(inner)
             # Some remember that they required a gradient. Like others, this has no history.
             return joined.requires_grad_(False) if joined.requires_grad else joined
 
@@ -256,7 +246,7 @@ class HostStore(Store):
             self._weights[key] = storage
         return self._weights.get(key) is storage
 
-    def _start_copy(self, tensor: Tensor, link: DeviceLink, key: int, span: Span) -> HostCopy:
+    def _start_copy(self, tensor: Tensor, link: CudaLink, key: int, span: Span) -> HostCopy:
         transfers = self._transfers_over(link)
         buffer = self._pool.take(span.size, link.pin)
         storage, source = tensor.untyped_storage(), tensor.detach()
@@ -280,7 +270,7 @@ class HostStore(Store):
         transfers.release_sources()
         return copy
 
-    def _transfers_over(self, link: DeviceLink) -> Transfers:
+    def _transfers_over(self, link: CudaLink) -> Transfers:
         transfers = self._transfers.get(link)
         if transfers is None:
             in_flight = self._in_flight
@@ -330,18 +320,22 @@ def _checked(**options: int | None) -> dict[str, int | None]:
     return options
 
 
-def _flattened(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """The attributes that ``tensor`` wraps, and the context to join them; nothing if it has none.
+def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
+    """The tensors that ``tensor`` wraps, by name, and a function that joins others like them.
 
-    Not of the result of a collective, which may be under way, nor of a jagged tensor: it is known
-    by the object that holds its offsets, and with a copy of those it would fit no other.
+    Nothing for what stays: parameters; the result of a collective, which may be under way; a jagged
+    tensor, which fits others only with the very object that holds its offsets.
     """
-    if hasattr(tensor, "trigger_wait") or tensor.is_nested:
-        return {}, None
-    if not hasattr(tensor, "__tensor_flatten__"):
+    stays = is_resident(tensor) or hasattr(tensor, "trigger_wait") or tensor.is_nested
+    if stays or not hasattr(tensor, "__tensor_flatten__"):
         return {}, None
     names, context = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}, context
+    attributes = {name: getattr(tensor, name) for name in names}
+    inner = {name: each for name, each in attributes.items() if isinstance(each, Tensor)}
+    # Others describe the tensors, such as the mesh of a DTensor.
+    others = {name: each for name, each in attributes.items() if name not in inner}
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    return inner, lambda parts: kind.__tensor_unflatten__(parts | others, context, size, stride)
 
 
 _default_store = cache(HostStore)

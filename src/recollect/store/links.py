@@ -11,56 +11,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLink", "DeviceLink", "Piece", "cuda_links"]
+__all__ = ["CudaLink", "Piece", "cuda_links"]
 
 #: From, to. Bytes, of the same number on both sides.
 Piece = tuple[Tensor, Tensor]
 
 
-class DeviceLink(Protocol):
-    """One device, and the copies between it and the host.
+class CudaLink:
+    """One CUDA device, and the copies between it and the host.
 
     Events and streams are opaque to others, who only pass them back.
     """
-
-    def usable(self) -> bool:
-        """Whether copies can be started now; not while the stream is captured into a graph."""
-
-    def capacity(self) -> int:
-        """The bytes of memory that the device has."""
-
-    def stream(self) -> Any:
-        """The stream that the caller computes on."""
-
-    def empty(self, size: int) -> Tensor:
-        """So many bytes of the device, for the caller's stream."""
-
-    def pin(self, size: int) -> Tensor:
-        """So many bytes of pinned host memory; RuntimeError if there are none."""
-
-    def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
-        """Start copies to the host, once the caller's stream is here and ``after`` is done."""
-
-    def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
-        """Start copies to the device, likewise. Returns the event of their end, as `copy_out`."""
-
-    def is_done(self, event: Any) -> bool:
-        """Whether ``event`` has happened."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Make all that ``stream`` is given from now on wait for ``event``."""
-
-    def trim(self) -> None:
-        """Give pinned memory that nobody refers to back to the system."""
-
-
-class CudaLink:
-    """The link of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,25 +34,35 @@ class CudaLink:
         self._in = torch.cuda.Stream(device)
 
     def usable(self) -> bool:
+        """Whether copies can be started now; not while the stream is captured into a graph."""
         return not torch.cuda.is_current_stream_capturing()
 
     def capacity(self) -> int:
+        """The bytes of memory that the device has."""
         device = self._device
         return int(torch.cuda.get_device_properties(device).total_memory)
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> Any:
+        """The stream that the caller computes on."""
         return torch.cuda.current_stream(self._device)
 
     def empty(self, size: int) -> Tensor:
+        """So many bytes of the device, for the caller's stream."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pin(self, size: int) -> Tensor:
+        """So many bytes of pinned host memory; RuntimeError if there are none."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> torch.cuda.Event:
+    def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
+        """Start copies to the host, after the work of the caller's stream and the events ``after``.
+
+        Returns the event of their end, as does `copy_in`.
+        """
         return self._start(self._out, pieces, after)
 
-    def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> torch.cuda.Event:
+    def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
+        """Start copies to the device, likewise."""
         return self._start(self._in, pieces, after)
 
     def _start(
@@ -107,19 +83,22 @@ class CudaLink:
             target.copy_(source, non_blocking=host.is_pinned())
 
     def is_done(self, event: Any) -> bool:
+        """Whether ``event`` has happened."""
         return bool(event.query())
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Make all later work of ``stream`` wait for ``event``."""
         stream.wait_event(event)
 
     def trim(self) -> None:
-        # torch caches what we no longer refer to. Older releases cannot empty that cache.
+        """Give pinned memory that nobody refers to back to the system."""
+        # torch caches it. Older releases cannot empty that cache.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if empty is not None:
             empty()
 
 
-def cuda_links() -> Callable[[Tensor], DeviceLink | None]:
+def cuda_links() -> Callable[[Tensor], CudaLink | None]:
     """Finds the link of a tensor: one for each CUDA device, made when first needed; else None."""
     link_of = functools.cache(CudaLink)
     return lambda tensor: link_of(tensor.device) if tensor.is_cuda else None

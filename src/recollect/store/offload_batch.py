@@ -44,20 +44,6 @@ def _described(value: Any) -> str:
 class OffloadedTensor:
     """A tensor in a store. Dropped there when nobody holds this any more."""
 
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_memory",
-        "_name",
-        "_shift",
-        "_storage",
-        "_store",
-        "_tensor",
-        "_version",
-        "handle",
-        "metadata",
-    )
-
     def __init__(self, store: Store, tensor: torch.Tensor, name: str) -> None:
         self._memory = storage_key(tensor)
         self._address = memory_key(tensor)
@@ -159,17 +145,6 @@ class OffloadBatch:
     none, by default the `host_store`. ``last_first``: the region is a whole model, and backward
     needs what was put last first.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_last_first",
-        "_name",
-        "_previous",
-        "_released",
-        "_store",
-        "_tensors",
-        "chosen",
-    )
 
     def __init__(
         self, store: Any = None, *, host: Store | None = None, last_first: bool = False

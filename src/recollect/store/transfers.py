@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from recollect.store.handles import Fetched, HostCopy, OnHost, Returned
-from recollect.store.links import DeviceLink, Piece
+from recollect.store.links import CudaLink, Piece
 from recollect.store.spans import Span, bytes_of, span_to_store, tensor_on
 
 __all__ = ["Transfers"]
@@ -30,7 +30,7 @@ class Transfers:
     that is free at an op does not depend on how fast the device happens to be.
     """
 
-    def __init__(self, link: DeviceLink, in_flight: int, ahead: int, *, polls: bool = True) -> None:
+    def __init__(self, link: CudaLink, in_flight: int, ahead: int, *, polls: bool = True) -> None:
         self.link = link
         self.in_flight = in_flight
         self.ahead = ahead
