@@ -223,8 +223,8 @@ class below_python:  # noqa: N801 - used like a function
         self._keys.__enter__()
 
     def __exit__(self, *exc: object) -> None:
-        self._keys.__exit__(*exc)
-        self._functions.__exit__(*exc)
+        self._keys.__exit__(None, None, None)
+        self._functions.__exit__(None, None, None)
         if self._transforms is not None:
             self._transforms.__exit__(None, None, None)
 

@@ -44,10 +44,10 @@ class LoggedOp(NamedTuple):
 
 
 class SavedPrint(NamedTuple):
-    """A tensor that autograd saved; without a fingerprint if nobody has written to its memory."""
+    """A tensor that autograd saved; empty if nobody has written to its memory."""
 
-    fingerprint: torch.Tensor | None
-    strides: Strides
+    fingerprints: tuple[torch.Tensor, ...] = ()
+    strides: tuple[Strides, ...] = ()
 
 
 class OpLog(DispatchMode):
@@ -92,9 +92,10 @@ class OpLog(DispatchMode):
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Log a tensor that autograd saves. The hooks of the engine call this first."""
         if self._computed is not None:
-            unwritten = self._computed.is_unwritten(tensor)
-            print_ = None if unwritten else fingerprint(tensor)
-            self.saved.append(SavedPrint(print_, strides_of(tensor)))
+            if self._computed.is_unwritten(tensor):
+                self.saved.append(SavedPrint())
+            else:
+                self.saved.append(SavedPrint((fingerprint(tensor),), (strides_of(tensor),)))
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)

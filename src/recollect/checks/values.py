@@ -7,7 +7,7 @@ do more in its first run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,17 +21,21 @@ from recollect.checks.causes import (
 from recollect.checks.diagnosis import MismatchContext, describe_saved
 from recollect.checks.fingerprint import compare
 from recollect.checks.names import region_name
-from recollect.checks.oplog import LoggedOp, OpLog, Row, SavedPrint, Strides, align
+from recollect.checks.oplog import LoggedOp, OpLog, SavedPrint, Strides, align
 from recollect.checks.trace import both, op_number, whereabouts
 from recollect.errors import RecomputeMismatch
 
 __all__ = ["value_difference"]
 
+#: An op or a saved tensor of each run.
+Pair = tuple[LoggedOp | SavedPrint | None, LoggedOp | SavedPrint | None]
+_SKIPPED = None, None
+
 _DIFFERS = (
     "torch.utils.checkpoint: The recomputation differs from the original forward "
     '(determinism_check="values").'
 )
-_OTHER_STRIDES = "same values, other strides (a view or memory layout): stride"
+_OTHER_VALUES = "values differ"
 _NO_CONTEXT = MismatchContext()
 
 
@@ -46,13 +50,19 @@ def value_difference(
     The logs must have fingerprints and saved tensors. ``dead``: the numbers of saved tensors that
     the graph does not need any more.
     """
-    affected = _first_affected(forward.saved, recompute.saved, dead)
-    if affected is None:
+    saved = zip(forward.saved, recompute.saved, strict=False)
+    pairs: list[Pair] = [
+        (one, other) if number not in dead and one.fingerprints and other.fingerprints else _SKIPPED
+        for number, (one, other) in enumerate(saved)
+    ]
+    values, layout = _first_differences(pairs)
+    number = layout if values is None else values
+    if number is None:
         return None
-    number, verdict = affected
     lines = [_DIFFERS]
     if context.function is not None:
         lines.append(f"In {region_name(context.function)}.")
+    verdict = _OTHER_VALUES if values is not None else _other_strides(pairs[number])
     lines.append(
         f"Tensor {number}, saved by forward: {describe_saved(context, number)}: {verdict}."
     )
@@ -60,24 +70,28 @@ def value_difference(
     return RecomputeMismatch("\n".join(lines))
 
 
-def _first_affected(
-    before: list[SavedPrint], after: list[SavedPrint], dead: frozenset[int]
-) -> tuple[int, str] | None:
-    """The first saved tensor that differs, by value or else by layout, and how."""
-    ones: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    numbers: list[int] = []
-    layout: tuple[int, str] | None = None
-    for number, (one, other) in enumerate(zip(before, after, strict=False)):
-        if number in dead or one.fingerprint is None or other.fingerprint is None:
+def _first_differences(pairs: Sequence[Pair]) -> tuple[int | None, int | None]:
+    """The first pair with other values, and the first with another layout; `_SKIPPED` apart."""
+    before: list[torch.Tensor] = []
+    after: list[torch.Tensor] = []
+    owners: list[int] = []
+    layout: int | None = None
+    for number, (one, other) in enumerate(pairs):
+        if one is None or other is None:
             continue
-        numbers.append(number)
-        ones.append(one.fingerprint)
-        others.append(other.fingerprint)
+        prints = list(zip(one.fingerprints, other.fingerprints, strict=False))
+        before += [pair[0] for pair in prints]
+        after += [pair[1] for pair in prints]
+        owners += [number] * len(prints)
         if layout is None and one.strides != other.strides:
-            layout = number, f"{_OTHER_STRIDES} {_shown(one.strides)} then {_shown(other.strides)}"
-    differing = compare(ones, others)
-    return layout if differing is None else (numbers[differing], "values differ")
+            layout = number
+    differing = compare(before, after)
+    return None if differing is None else owners[differing], layout
+
+
+def _other_strides(pair: Pair) -> str:
+    shown = (", ".join(map(_shown, () if each is None else each.strides)) for each in pair)
+    return f"same values, other strides (a view or memory layout): stride {' then '.join(shown)}"
 
 
 def _shown(strides: Strides) -> str:
@@ -85,74 +99,39 @@ def _shown(strides: Strides) -> str:
     return f"({', '.join('-' if step is None else str(step) for step in strides)})"
 
 
-# --- where it came from ---------------------------------------------------------------------------
-
-
 def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]:
     """The first op that differs: in what it is, in the values, or in the layout of its results."""
     rows, parted = align(forward, recompute)
     if parted is not None and None in rows[parted]:
         rows, parted = rows[:parted], None  # one run has ended
-    values = _first_other_values(rows[:parted])
-    layout = _first_other_layout(rows[:parted])
-    if values is not None and (layout is None or values <= layout):
-        return _other_values(rows, values)
-    if layout is not None:
-        return _other_layout(rows, layout, values)
-    if parted is not None:
-        return _other_operations(rows, parted)
-    return iter(("No operation of the region computed anything else before it.", str(FROM_OUTSIDE)))
+    values, layout = _first_differences(rows[:parted])
+    first = min((row for row in (values, layout, parted) if row is not None), default=None)
+    if first is None:
+        yield "No operation of the region computed anything else before it."
+        yield str(FROM_OUTSIDE)
+        return
+    heading = f"First difference, at operation {op_number(rows, first)}"
+    entry = rows[first][0]
+    assert entry is not None
+    if first == values:
+        yield f"{heading}: {_OTHER_VALUES}"
+        yield from _described(entry)
+        yield str(likely_cause_of_values(random=is_random(entry.op)))
+    elif first == layout:
+        yield f"{heading}: {_other_strides(rows[first])}"
+        yield from _described(entry)
+        if values is not None:
+            yield f"From operation {op_number(rows, values)} on values differ as well."
+        yield str(OTHER_LAYOUT)
+    else:
+        yield f"{heading}: different operations"
+        yield from both(rows, first)
+        yield str(OTHER_WAY)
 
 
-def _first_other_values(rows: list[Row]) -> int | None:
-    before: list[torch.Tensor] = []
-    after: list[torch.Tensor] = []
-    owners: list[int] = []
-    for number, (one, other) in enumerate(rows):
-        if one is not None and other is not None:
-            pairs = list(zip(one.fingerprints, other.fingerprints, strict=False))
-            before += [pair[0] for pair in pairs]
-            after += [pair[1] for pair in pairs]
-            owners += [number] * len(pairs)
-    differing = compare(before, after)
-    return None if differing is None else owners[differing]
-
-
-def _first_other_layout(rows: list[Row]) -> int | None:
-    for number, (one, other) in enumerate(rows):
-        if one is not None and other is not None and one.strides != other.strides:
-            return number
-    return None
-
-
-def _other_values(rows: list[Row], row: int) -> Iterator[str]:
-    yield f"First difference, at operation {op_number(rows, row)}: values differ"
-    yield from _one(rows[row])
-    before = rows[row][0]
-    yield str(likely_cause_of_values(random=before is not None and is_random(before.op)))
-
-
-def _other_layout(rows: list[Row], row: int, values: int | None) -> Iterator[str]:
-    strides = (() if entry is None else entry.strides for entry in rows[row])
-    shown = " then ".join(", ".join(map(_shown, each)) for each in strides)
-    yield f"First difference, at operation {op_number(rows, row)}: {_OTHER_STRIDES} {shown}"
-    yield from _one(rows[row])
-    if values is not None:
-        yield f"From operation {op_number(rows, values)} on values differ as well."
-    yield str(OTHER_LAYOUT)
-
-
-def _other_operations(rows: list[Row], row: int) -> Iterator[str]:
-    yield f"First difference, at operation {op_number(rows, row)}: different operations"
-    yield from both(rows, row)
-    yield str(OTHER_WAY)
-
-
-def _one(row: Row) -> Iterator[str]:
-    """The op of a row whose op is the same in both runs."""
-    entry = row[0]
-    if entry is not None:
-        yield f"  {entry.line}"
-        yield from whereabouts(entry, entry.path)
-        if not entry.stack:
-            yield "      (debug=True shows the line of code)"
+def _described(entry: LoggedOp) -> Iterator[str]:
+    """An op that is the same in both runs."""
+    yield f"  {entry.line}"
+    yield from whereabouts(entry, entry.path)
+    if not entry.stack:
+        yield "      (debug=True shows the line of code)"
