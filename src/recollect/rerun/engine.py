@@ -36,8 +36,8 @@ from recollect._torch.autograd import (
 from recollect._torch.dynamo import hide_from_dynamo, never_traced
 from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import AlreadyUnpacked
-from recollect.rerun.frame import ForwardFrame, Ticket
-from recollect.rerun.recompute import Recomputation, RecomputedTensors
+from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket
+from recollect.rerun.recompute import Recomputation
 
 __all__ = ["Frame"]
 
@@ -45,11 +45,7 @@ __all__ = ["Frame"]
 class Frame(ForwardFrame):
     """One call of a checkpointed function, and the tensors recomputed for it."""
 
-    def __init__(self, *call: Any) -> None:
-        super().__init__(*call)
-        #: By backward.
-        self.recomputed: dict[Any, RecomputedTensors] = {}
-        self.locks: dict[Any, threading.RLock] = {}
+    __slots__ = ()
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook that gives autograd a tensor back."""

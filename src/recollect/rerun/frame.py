@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from sys import getrefcount
@@ -27,7 +28,7 @@ from recollect.state.inputs import Inputs
 from recollect.state.region_state import Surroundings
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Contexts", "ForwardFrame", "Ticket", "make_contexts", "noting"]
+__all__ = ["Contexts", "ForwardFrame", "RecomputedTensors", "Ticket", "make_contexts", "noting"]
 
 #: Stands in the graph for a saved tensor: its number, and its description by the check.
 Ticket = tuple[Any, ...]
@@ -58,11 +59,42 @@ def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
     return contexts[0], contexts[1]
 
 
+class RecomputedTensors:
+    """The recomputed tensors of a frame, for one backward."""
+
+    __slots__ = ("tensors", "versions")
+
+    def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
+        #: By number; None once unpacked, or where the ticket is dead.
+        self.tensors = tensors
+        self.versions = versions
+
+
 class ForwardFrame:
     """One call of a checkpointed function, as far as a recomputation has to know it.
 
     Enter it to run the function's forward inside. `Frame` adds the way back.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "compares_values",
+        "contexts",
+        "debug",
+        "describe",
+        "early_stop",
+        "entered",
+        "forward_log",
+        "function",
+        "inputs",
+        "locks",
+        "offloaded",
+        "read_once",
+        "recomputed",
+        "running",
+        "surroundings",
+        "tickets",
+    )
 
     def __init__(
         self,
@@ -96,6 +128,9 @@ class ForwardFrame:
         #: One for each saved tensor. Held here and by the graph: a ticket that only this list holds
         #: is dead. (Counting references costs nothing in forward; a weak reference would.)
         self.tickets: list[Ticket] = []
+        #: What `Frame` has recomputed, and its locks, by backward.
+        self.recomputed: dict[Any, RecomputedTensors] = {}
+        self.locks: dict[Any, threading.RLock] = {}
         if contexts is not None and isinstance(contexts[0], RecordMode):
             values, exact = (*args, *kwargs.values()), self.forward_log is not None
             contexts[0].bind(function, values, stops_early=early_stop, exact=exact)

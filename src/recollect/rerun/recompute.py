@@ -36,26 +36,31 @@ from recollect.checks.diagnosis import MismatchContext
 from recollect.checks.trace import explain
 from recollect.checks.values import value_difference
 from recollect.errors import CheckpointError, StopRecompute
-from recollect.rerun.frame import ForwardFrame, Ticket, noting
+from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket, noting
 from recollect.rerun.selective import ReplayMode
 from recollect.state.guards import UseOfChanged
 
-__all__ = ["Recomputation", "RecomputedTensors"]
-
-
-class RecomputedTensors:
-    """The recomputed tensors of a frame, for one backward."""
-
-    __slots__ = ("tensors", "versions")
-
-    def __init__(self, tensors: list[torch.Tensor | None], versions: list[int]) -> None:
-        #: By number; None once unpacked, or where the ticket is dead.
-        self.tensors = tensors
-        self.versions = versions
+__all__ = ["Recomputation"]
 
 
 class Recomputation:
     """One run of a frame's function in backward."""
+
+    __slots__ = (
+        "_changes",
+        "_dead",
+        "_expected",
+        "_frame",
+        "_later",
+        "_log",
+        "_raised",
+        "_replay",
+        "_stopped",
+        "_surplus",
+        "_tensors",
+        "_unwritten_by",
+        "_versions",
+    )
 
     def __init__(self, frame: ForwardFrame, *, keep_all: bool = False) -> None:
         self._frame = frame
