@@ -29,19 +29,15 @@ def explain(
         "You are seeing this error because you passed `debug=True` to checkpoint, or set it",
         "with set_checkpoint_debug_enabled.",
         "",
-        *_verdict(rows, first),
-        "",
-        *_side_by_side(rows, first),
     ]
-    return type(error)("\n".join(lines))
-
-
-def _verdict(rows: list[Row], first: int | None) -> Iterator[str]:
     if first is None:
-        yield "Both runs executed the same operations on the same shapes, as far as both went."
-        return
-    yield f"First difference, at operation {op_number(rows, first)}:"
-    yield from both(rows, first)
+        lines.append(
+            "Both runs executed the same operations on the same shapes, as far as both went."
+        )
+    else:
+        lines.append(f"First difference, at operation {op_number(rows, first)}:")
+        lines += both(rows, first)
+    return type(error)("\n".join([*lines, "", *_side_by_side(rows, first)]))
 
 
 def op_number(rows: list[Row], row: int) -> int:
@@ -51,17 +47,14 @@ def op_number(rows: list[Row], row: int) -> int:
 
 def both(rows: list[Row], row: int) -> Iterator[str]:
     """The op of each run, and where it was called."""
-    before, after = rows[row]
-    if before is None:
-        yield "  forward  : (no more operations)"
-    else:
-        yield f"  forward  : {before.line}"
-        yield from whereabouts(before, before.path)
-    if after is None:
-        yield "  recompute: (no more operations)"
-    else:
-        yield f"  recompute: {after.line}"
-        yield from whereabouts(after, _path_in_forward(rows[:row], after.path))
+    for run, entry in zip(("forward  ", "recompute"), rows[row], strict=True):
+        if entry is None:
+            yield f"  {run}: (no more operations)"
+        else:
+            yield f"  {run}: {entry.line}"
+            is_recomputed = entry is rows[row][1]
+            path = _path_in_forward(rows[:row], entry.path) if is_recomputed else entry.path
+            yield from whereabouts(entry, path)
 
 
 def _path_in_forward(rows: list[Row], path: str) -> str:
@@ -96,7 +89,8 @@ _RECOMPUTE = "Operations executed during recomputation"
 
 def _side_by_side(rows: list[Row], first: int | None) -> Iterator[str]:
     cells = _cells(rows)
-    middle = _last_in_both(rows) if first is None else first
+    in_both = (number for number, row in enumerate(rows) if None not in row)
+    middle = max(in_both, default=0) if first is None else first
     start, end = max(0, middle - _BEFORE), middle + 1 + _AFTER
     width = max(len(_FORWARD), *(len(left) for left, _ in cells[start:end]), 0)
     yield f"  {_FORWARD:{width}} | {_RECOMPUTE}"
@@ -113,10 +107,6 @@ def _side_by_side(rows: list[Row], first: int | None) -> Iterator[str]:
     if end < len(rows):
         yield f"  ({len(rows) - end} after these left out)"
     yield "  (a recomputation ends once all that is needed is there)"
-
-
-def _last_in_both(rows: list[Row]) -> int:
-    return max((number for number, row in enumerate(rows) if None not in row), default=0)
 
 
 def _cells(rows: list[Row]) -> list[tuple[str, str]]:

@@ -151,18 +151,14 @@ class PinnedPool:
         blocks: list[Block] = []
         try:
             for each in block_sizes(size):
-                block = self._free_block(each) or self._new_block(each, pin)
-                blocks.append(block)
+                # The one that came back first: the copy that reads it is most likely over.
+                free = self._free.get(each)
+                blocks.append(free.popleft() if free else self._new_block(each, pin))
         except RuntimeError:
             for block in blocks:
                 self._put_back([block], block.after)
             raise
         return HostBuffer(blocks, pinned=True)
-
-    def _free_block(self, size: int) -> Block | None:
-        blocks = self._free.get(size)
-        # The one that came back first: the copy that reads it is the most likely to be over.
-        return blocks.popleft() if blocks else None
 
     def _new_block(self, size: int, pin: Callable[[int], Tensor]) -> Block:
         if self.pinned_bytes + size > self.limit:
