@@ -111,13 +111,11 @@ class Recomputation:
         # This may rerun an outer region, which has to see its own arguments as they were.
         args, kwargs = self._frame.inputs.recall()
         swapped = self._frame.inputs.swap()
-        if swapped is None:
-            self._run_with(args, kwargs)
-            return
         try:
             self._run_with(args, kwargs)
         finally:
-            swapped.put_back()
+            if swapped is not None:
+                swapped.put_back()
 
     @hide_from_dynamo
     def _run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
