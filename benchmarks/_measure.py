@@ -1,4 +1,4 @@
-"""How the benchmarks and the demo measure bytes, gradients and times.
+"""How the benchmarks measure bytes, gradients and times.
 
 Bytes on a CPU come from the allocator's own events, which `torch.profiler` hands out one by one.
 They are exact and the same at every run, so two implementations can be compared to the byte. Times

@@ -1,4 +1,4 @@
-"""Plain text tables, for the benchmarks and the demo."""
+"""Plain text tables, for the benchmarks."""
 
 from __future__ import annotations
 

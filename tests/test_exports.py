@@ -8,9 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 import recollect
+from recollect import policy, store
+from recollect.options import Options
 
 MODULES = sorted(info.name for info in pkgutil.walk_packages(recollect.__path__, "recollect."))
 
@@ -51,9 +54,9 @@ def test_everything_public_in_the_package_is_exported():
     assert public == set(recollect.__all__)
 
 
-def test_private_modules_are_not_listed():
-    listed = {name for name in dir(recollect) if not name.startswith("_")}
-    assert listed == set(recollect.__all__)
+def test_only_public_names_are_listed():
+    listed = {name for name in dir(recollect) if not name.startswith("__")}
+    assert listed == {*recollect.__all__, "compat"}
 
 
 def test_every_module_is_imported_by_its_name():
@@ -112,3 +115,27 @@ added = [name for name in set(sys.modules) - modules if name.startswith(heavy)]
 assert not added, added
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (policy.matmuls() | policy.save_ops(torch.ops.aten.mm), "matmuls() | save_ops(aten.mm)"),
+        (store.DeviceStore(), "DeviceStore()"),
+        (recollect.GraphExecGroup(), None),
+        (
+            recollect.SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(9, 9)),
+            "SelectiveCheckpointContext(is_recompute=False)",
+        ),
+        (recollect.explain(torch.sin, torch.ones(4, requires_grad=True)), None),
+        (recollect.explain(torch.sin, torch.ones(4, requires_grad=True)).totals, None),
+        (Options(), "Options()"),
+        (Options(engine="replay", early_stop=False), "Options(early_stop=False, engine='replay')"),
+        (recollect.InfeasibleBudget("too little", least=3), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_representation_is_one_short_line(value, text):
+    assert "\n" not in repr(value)
+    assert len(repr(value)) < 120
+    assert text is None or repr(value) == text

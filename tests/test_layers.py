@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "recollect"
 INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
 
 LAYERS = [
-    {"errors", "settings", "_torch", "graph"},
+    {"errors", "settings", "observer", "_torch", "graph"},
     {"state", "checks", "policy", "store", "naming", "report"},
     {"rerun", "replay"},
     {"options", "region", "modules", "sequential"},

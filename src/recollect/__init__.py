@@ -75,4 +75,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, "compat", *(name for name in globals() if name.startswith("__"))]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch.dynamo import hide_from_dynamo
+from recollect.checks.determinism import DeterminismCheck
 from recollect.errors import CheckpointError
 from recollect.options import DEFAULTS, Options, noop_context_fn
 from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
@@ -53,7 +54,7 @@ __all__ = [
 
 # Private in torch, and taken from there by others all the same.
 _infer_device_type = infer_device_type
-_DEFAULT_DETERMINISM_MODE = "default"
+_DEFAULT_DETERMINISM_MODE: DeterminismCheck = "default"
 
 _REENTRANT = Options(use_reentrant=True)
 _REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
@@ -64,7 +65,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], Contexts] = noop_context_fn,
-    determinism_check: str = _DEFAULT_DETERMINISM_MODE,
+    determinism_check: DeterminismCheck = _DEFAULT_DETERMINISM_MODE,
     debug: bool = False,
     early_stop: bool = True,
     **kwargs: Any,
@@ -173,7 +174,7 @@ def _checkpoint_without_reentrant_generator(
     fn: Callable[..., Any],
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Contexts] = noop_context_fn,
-    determinism_check: str = _DEFAULT_DETERMINISM_MODE,
+    determinism_check: DeterminismCheck = _DEFAULT_DETERMINISM_MODE,
     debug: bool = False,
     early_stop: bool = True,
     *args: Any,

@@ -124,6 +124,11 @@ class Options:
                 raise TypeError(f"unknown option {name!r}; the options are {', '.join(_NAMES)}")
         return cls(**keywords)
 
+    def __repr__(self) -> str:
+        given = zip(_SIGNATURE.values(), self._given, strict=True)
+        shown = [f"{each.name}={value!r}" for each, value in given if value != each.default]
+        return f"Options({', '.join(shown)})"
+
     def __reduce__(self) -> Any:
         # As given: the default check depends on the accelerators of the machine. Ops cannot be
         # pickled, but have names.
@@ -152,7 +157,8 @@ def usual_options(engine: Engine | None, policy: Any) -> Options:
     return options
 
 
-_NAMES = tuple(inspect.signature(Options).parameters)
+_SIGNATURE = inspect.signature(Options).parameters
+_NAMES = tuple(_SIGNATURE)
 
 
 def _unpickle(keywords: dict[str, Any]) -> Options:

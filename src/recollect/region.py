@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
+from recollect.observer import observing
 from recollect.options import Options
 from recollect.replay.engine import LeftToRerun, replay_region
 from recollect.rerun.engine import Frame
 from recollect.rerun.frame import Contexts, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
 from recollect.rerun.selective import RecordMode
-from recollect.rerun.selective.explaining import explaining, make_offload_batch
 from recollect.settings import resolve_debug, resolve_early_stop
 from recollect.store.offload_batch import OffloadBatch
 
@@ -46,7 +46,7 @@ def run_region(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if options.replay:
-        batch, inputs = make_offload_batch(options.store), options.offload_inputs
+        batch, inputs = OffloadBatch(options.store), options.offload_inputs
         result = replay_region(function, args, kwargs, options.policy, batch, inputs)
         if type(result) is not LeftToRerun:
             return result
@@ -61,12 +61,10 @@ def enter_region(
     kwargs: dict[str, Any],
     options: Options,
     read_once: bool,
-) -> Frame:
+) -> AbstractContextManager[None]:
     """A context of the rerun engine, inside which the caller runs the function's forward."""
     contexts = None if options.make_contexts is None else make_contexts(options.make_contexts)
-    explainer = explaining.explainer
-    make_frame = Frame if explainer is None else explainer.frame
-    return make_frame(
+    frame = Frame(
         function,
         args,
         kwargs,
@@ -78,13 +76,22 @@ def enter_region(
         read_once,
         _offload_batch(contexts, options) if options.offload_inputs else None,
     )
+    return frame if observing.observer is None else _observed(frame, args, kwargs)
+
+
+@contextmanager
+def _observed(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    observer = observing.observer
+    assert observer is not None
+    with observer.region("rerun", frame.function, (args, kwargs), frame), frame:
+        yield
 
 
 def _offload_batch(contexts: Contexts | None, options: Options) -> OffloadBatch:
     """The batch for the inputs of a region: that of the results that its policy keeps, if any."""
     if contexts is not None and isinstance(contexts[0], RecordMode):
         return contexts[0].ledger.deposit
-    return make_offload_batch(options.store)
+    return OffloadBatch(options.store)
 
 
 @hide_from_dynamo
@@ -96,10 +103,11 @@ def _run_reentrant(
             f"Unexpected keyword arguments: {','.join(kwargs)}. The reentrant engine passes "
             "positional arguments only; use the default engine (use_reentrant=False)"
         )
-    explainer = explaining.explainer
+    observer = observing.observer
+    batch = OffloadBatch(options.store) if options.offload_inputs else None
     with (
-        nullcontext() if explainer is None else explainer.reentrant(function, args),
-        _offloading(make_offload_batch(options.store)) if options.offload_inputs else nullcontext(),
+        nullcontext() if observer is None else observer.region("reentrant", function, args, batch),
+        nullcontext() if batch is None else _offloading(batch),
     ):
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 

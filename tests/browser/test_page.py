@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from recollect.report.page import page
-from recollect.report.plan_report import Row
+from recollect.report.rows import Row
 from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
 from tests.report._pictures import GIB, MIB, frontier_only, realistic
 
@@ -45,7 +45,7 @@ ARGUMENTS = [
 ]
 
 PICTURE = realistic()
-CHOICES = ("keep", "recompute", "offload")
+FATES = ("kept", "recomputed", "offloaded")
 TIMES, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6}
 
@@ -192,7 +192,7 @@ def test_names_of_users_are_shown_and_not_run(show):
     # A dot parts modules, as it does in torch, which refuses it in a name.
     evil = "</script ></script><img src=x onerror='window&pwned=1'>"
     evil += "<script>window['pwned']=1</script>"
-    rows = (Row(f"net.{evil}", evil, "keep", MIB, 1e-3, evil),)
+    rows = (Row(f"net.{evil}", evil, "kept", MIB, 1e-3, evil),)
     points = tuple(replace(point, name=evil) for point in PICTURE.points)
     opened = show(
         replace(PICTURE, title=evil, device=evil, rows=rows, points=points, notes=(evil,))
@@ -253,7 +253,7 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 def test_the_page_does_not_scroll_sideways(show, width):
-    long = Row("a_very_long_name_of_a_module." * 5 + "end", "aten::" + "x" * 60, "keep", 1, 1.0)
+    long = Row("a_very_long_name_of_a_module." * 5 + "end", "aten::" + "x" * 60, "kept", 1, 1.0)
     opened = show(replace(PICTURE, rows=(long, *PICTURE.rows), title="Model" * 12), width)
     opened.one("#expand").click()
     script = "const e = document.scrollingElement; return [e.scrollWidth, e.clientWidth]"
@@ -456,9 +456,9 @@ def tree_rows(opened):
 def cells(rows):
     """What the cells of a line for ``rows`` are to say."""
     found = []
-    for choice in CHOICES:
-        chosen = [row for row in rows if row.choice == choice]
-        nbytes, seconds = sum(r.nbytes for r in chosen), sum(r.seconds for r in chosen)
+    for choice in FATES:
+        chosen = [row for row in rows if row.fate == choice]
+        nbytes, seconds = sum(r.bytes for r in chosen), sum(r.seconds for r in chosen)
         texts = [bytes_text(nbytes), seconds_text(seconds)] if nbytes or seconds else [NOTHING]
         found.append(texts)
     return found
@@ -506,8 +506,8 @@ def test_bars_are_as_long_as_their_bytes(show):
         "return [...document.querySelectorAll('.tree tr.total .bar i')]"
         ".map(e => [e.className, e.getBoundingClientRect().width / e.parentNode.clientWidth])",
     )
-    whole = sum(row.nbytes for row in PICTURE.rows)
-    wanted = {c: sum(r.nbytes for r in PICTURE.rows if r.choice == c) / whole for c in CHOICES}
+    whole = sum(row.bytes for row in PICTURE.rows)
+    wanted = {c: sum(r.bytes for r in PICTURE.rows if r.fate == c) / whole for c in FATES}
     assert dict(bar) == pytest.approx(wanted, abs=0.01)
 
 
@@ -543,8 +543,8 @@ def test_a_filter_leaves_what_matches_with_its_sums(show):
     opened = show(PICTURE)
     before = tree_rows(opened)
     opened.set_filter("ATTN.drop recomp")
-    rows = [r for r in PICTURE.rows if ".attn.drop" in r.path and r.choice == "recompute"]
-    nbytes = sum(row.nbytes for row in rows)
+    rows = [r for r in PICTURE.rows if ".attn.drop" in r.path and r.fate == "recomputed"]
+    nbytes = sum(row.bytes for row in rows)
     status = f"{len(rows)} of {len(PICTURE.rows)} ops, {bytes_text(nbytes)}"
     assert opened.one("#matches").text == status
     lines = tree_rows(opened)
@@ -563,7 +563,7 @@ def test_columns_sort_siblings(show):
     def layers():
         return [line for line in tree_rows(opened) if line[1] == "module" and line[0] == 1]
 
-    head = opened.one(".tree th[data-by=keep]")
+    head = opened.one(".tree th[data-by=kept]")
     head.find_element(By.TAG_NAME, "button").click()
     assert head.get_attribute("aria-sort") == "descending"
     sizes = [parse_bytes(line[3][0][0]) for line in layers()]

@@ -91,7 +91,7 @@ def _gradients(model: nn.Module, batch: Any = X, seed: int = 0) -> list[Tensor |
 
 
 def _recomputes(plan: recollect.Plan) -> bool:
-    return any(row.choice == "recompute" for row in plan.explain())
+    return any(row.fate == "recomputed" for row in plan.explain())
 
 
 # --- what it says ---------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def test_its_rows_name_modules_of_the_model(plan: recollect.Plan, model: Decoder
     rows = plan.explain()
     names = {name for name, _ in model.named_modules()}
     assert {row.path for row in rows} <= names
-    assert {row.choice for row in rows} == {"keep", "recompute"}
+    assert {row.fate for row in rows} == {"kept", "recomputed"}
     assert all(row.op.startswith("aten::") for row in rows)
-    assert all(row.nbytes > 0 and row.seconds >= 0 for row in rows)
-    kept = sum(row.nbytes for row in rows if row.choice == "keep")
+    assert all(row.bytes > 0 and row.seconds >= 0 for row in rows)
+    kept = sum(row.bytes for row in rows if row.fate == "kept")
     assert 0 < kept < plan.plain_peak
 
 

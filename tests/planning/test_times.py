@@ -525,7 +525,7 @@ def test_a_slow_engine_makes_a_plan_of_blocks(blocks: recollect.Plan) -> None:
     assert blocks.measured_peak <= blocks.predicted_peak <= blocks.budget
     assert blocks.bound_time <= blocks.predicted_time
     assert "Every block is checkpointed as a whole" in str(blocks)
-    assert {row.choice for row in blocks.explain()} == {"keep", "recompute"}
+    assert {row.fate for row in blocks.explain()} == {"kept", "recomputed"}
 
 
 def test_it_checkpoints_each_block_and_stays_within_the_budget(

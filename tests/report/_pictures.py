@@ -1,10 +1,11 @@
-"""Pictures such as a plan makes them, without making a plan."""
+"""Reports such as a plan makes them, without making a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from recollect.report.plan_report import Picture, Point, Row
+from recollect.report.plan_report import PlanReport, Point
+from recollect.report.rows import Row
 
 MIB = 2**20
 GIB = 2**30
@@ -37,8 +38,8 @@ OPS = [
 def choice_of(layer: int, module: str, op: str) -> str:
     """The last layers keep most; the first give what they can to the host."""
     if op in {"aten::mm", "aten::native_layer_norm"}:
-        return "offload" if layer < 2 and op == "aten::mm" else "keep"
-    return "recompute" if layer < 10 else "keep"
+        return "offloaded" if layer < 2 and op == "aten::mm" else "kept"
+    return "recomputed" if layer < 10 else "kept"
 
 
 def layer_rows(layer: int, ops: int = 20, choice: Callable[..., str] = choice_of) -> list[Row]:
@@ -66,12 +67,12 @@ def curve(
     return (*points, (time, base))
 
 
-def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> Picture:
+def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> PlanReport:
     """Of a transformer, under a plan that fits 8 GiB."""
     head = [
-        Row("", "aten::embedding", "keep", 16 * MIB, 45e-6, "the input of the step"),
-        Row("lm_head", "aten::mm", "keep", 500 * MIB, 0.0021),
-        Row("lm_head", "aten::_log_softmax", "recompute", 1000 * MIB, 0.0009),
+        Row("", "aten::embedding", "kept", 16 * MIB, 45e-6, "the input of the step"),
+        Row("lm_head", "aten::mm", "kept", 500 * MIB, 0.0021),
+        Row("lm_head", "aten::_log_softmax", "recomputed", 1000 * MIB, 0.0009),
     ]
     rows = [head[0], *(row for n in range(layers) for row in layer_rows(n, ops)), *head[1:]]
     before = curve(layers, 900 * MIB, 120 * MIB, 1.0, steps)
@@ -93,7 +94,7 @@ def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> Picture:
             (12.8, 1.005),
         ]
     ]
-    return Picture(
+    return PlanReport(
         title="LlamaForCausalLM",
         device="NVIDIA H200",
         budget=8 * GIB,
@@ -126,9 +127,9 @@ def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> Picture:
     )
 
 
-def frontier_only(picture: Picture) -> Picture:
+def frontier_only(picture: PlanReport) -> PlanReport:
     """What a frontier has of ``picture``: no budget, no curves and no rows."""
-    return Picture(
+    return PlanReport(
         title=picture.title,
         device=picture.device,
         budget=None,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from recollect.report.grouping import CHOICES, Sum, grouped
-from recollect.report.plan_report import Row
+from recollect.report.grouping import Sum, grouped
+from recollect.report.rows import FATES, Row
 
 
-def rows(paths, choice="keep", nbytes=10):
+def rows(paths, choice="kept", nbytes=10):
     return [Row(path, "aten::mm", choice, nbytes, 0.5) for path in paths]
 
 
@@ -16,13 +16,13 @@ def paths(found):
 
 def test_alike_layers_are_a_range_with_the_sums_of_all():
     (group,) = grouped(rows(f"layers.{n}.mlp" for n in range(12)))
-    assert (group.path, group.modules, group.nbytes) == ("layers.0-11.mlp", 12, 120)
-    assert group.sums == {"keep": Sum(120, 6.0), "recompute": Sum(), "offload": Sum()}
+    assert (group.path, group.modules, group.bytes) == ("layers.0-11.mlp", 12, 120)
+    assert group.sums == {**dict.fromkeys(FATES, Sum()), "kept": Sum(120, 6.0)}
 
 
 def test_others_are_ranges_in_the_order_of_their_first():
     kept = rows(f"layers.{n}" for n in (0, 1, 2, 5, 8, 9))
-    again = rows((f"layers.{n}" for n in (3, 4, 6, 7, 10)), "recompute")
+    again = rows((f"layers.{n}" for n in (3, 4, 6, 7, 10)), "recomputed")
     assert paths(kept + again) == ["layers.0-2,5,8-9", "layers.3-4,6-7,10"]
 
 
@@ -33,7 +33,7 @@ def test_experts_of_alike_layers_are_two_ranges():
 
 def test_a_layer_with_one_unlike_expert_stands_apart():
     found = rows(f"layers.{n}.experts.{m}" for n in range(3) for m in range(4))
-    found[5] = Row("layers.1.experts.1", "aten::mm", "offload", 10, 0.5)
+    found[5] = Row("layers.1.experts.1", "aten::mm", "offloaded", 10, 0.5)
     assert paths(found) == [
         "layers.0,2.experts.0-3",
         "layers.1.experts.0,2-3",
@@ -44,10 +44,10 @@ def test_a_layer_with_one_unlike_expert_stands_apart():
 @pytest.mark.parametrize(
     "other",
     [
-        Row("layers.1", "aten::bmm", "keep", 10, 0.5),
-        Row("layers.1", "aten::mm", "keep", 11, 0.5),
-        Row("layers.1", "aten::mm", "offload", 10, 0.5),
-        Row("blocks.1", "aten::mm", "keep", 10, 0.5),
+        Row("layers.1", "aten::bmm", "kept", 10, 0.5),
+        Row("layers.1", "aten::mm", "kept", 11, 0.5),
+        Row("layers.1", "aten::mm", "offloaded", 10, 0.5),
+        Row("blocks.1", "aten::mm", "kept", 10, 0.5),
     ],
     ids=["op", "bytes", "choice", "path"],
 )
@@ -56,11 +56,10 @@ def test_unlike_modules_stay_apart(other):
 
 
 def test_times_may_differ():
-    other = Row("layers.1", "aten::mm", "keep", 10, 0.25)
+    other = Row("layers.1", "aten::mm", "kept", 10, 0.25)
     assert paths([*rows(["layers.0"]), other]) == ["layers.0-1"]
 
 
 def test_no_module_and_no_rows():
     assert paths(rows([""])) == [""]
     assert grouped([]) == []
-    assert set(CHOICES) == {"keep", "recompute", "offload"}

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from recollect.report.page import page
-from recollect.report.plan_report import Row
+from recollect.report.rows import Row
 from recollect.report.words import summary
 from tests.report._pictures import GIB, curve, frontier_only, realistic
 
@@ -82,7 +82,7 @@ def test_names_of_users_are_text():
         PICTURE,
         title=EVIL,
         device=EVIL,
-        rows=(Row(EVIL, EVIL, "keep", 1, 1.0, EVIL), *PICTURE.rows),
+        rows=(Row(EVIL, EVIL, "kept", 1, 1.0, EVIL), *PICTURE.rows),
         points=tuple(replace(point, name=EVIL) for point in PICTURE.points),
         parts=((EVIL, 1),),
         notes=(EVIL,),
@@ -124,7 +124,7 @@ def test_data_are_those_of_the_picture():
     assert before["peak"][1] == max(nbytes for _, nbytes in PICTURE.before)
     assert after["bytes"] == [nbytes for _, nbytes in PICTURE.after]
     assert after["times"] == pytest.approx([time for time, _ in PICTURE.after])
-    assert sum(row[3] for row in data["rows"]) == sum(row.nbytes for row in PICTURE.rows)
+    assert sum(row[3] for row in data["rows"]) == sum(row.bytes for row in PICTURE.rows)
     assert len(data["points"]) == len(PICTURE.points)
     assert data["budget"] == 8 * GIB
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.report.plan_report import Row
+from recollect.report.rows import Row
 from recollect.report.table import frontier_table, table
 from tests.report._pictures import GIB, MIB, frontier_only, realistic
 
@@ -31,9 +31,9 @@ def test_parts_of_the_peak_and_modules_are_aligned():
     small = replace(
         PICTURE,
         rows=(
-            *(Row(f"layers.{n}.mlp", "aten::mm", "keep", 3 * MIB, 1e-3) for n in range(4)),
-            *(Row(f"layers.{n}.mlp", "aten::mul", "recompute", MIB, 2e-4) for n in range(4)),
-            Row("head", "aten::mm", "keep", GIB, 0.25),
+            *(Row(f"layers.{n}.mlp", "aten::mm", "kept", 3 * MIB, 1e-3) for n in range(4)),
+            *(Row(f"layers.{n}.mlp", "aten::mul", "recomputed", MIB, 2e-4) for n in range(4)),
+            Row("head", "aten::mm", "kept", GIB, 0.25),
         ),
         parts=(("parameters", 3 * GIB), ("kept results", GIB)),
         notes=("A remark.",),
@@ -57,7 +57,7 @@ def test_parts_of_the_peak_and_modules_are_aligned():
 @pytest.mark.parametrize("layers", [12, 100])
 def test_no_line_is_longer_than_a_hundred_columns(layers):
     deep = ".".join(f"a_rather_long_name_{n}" for n in range(9))
-    rows = [Row(deep, "aten::mm", c, 1023 * GIB, 9.99) for c in ("keep", "recompute", "offload")]
+    rows = [Row(deep, "aten::mm", c, 1023 * GIB, 9.99) for c in ("kept", "recomputed", "offloaded")]
     picture = realistic(layers)
     wide = replace(
         picture, rows=(*picture.rows, *rows), parts=((deep, 10**15),), notes=("word " * 99,)
@@ -69,7 +69,7 @@ def test_no_line_is_longer_than_a_hundred_columns(layers):
 
 
 def test_few_lines_and_right_sums_whatever_the_number_of_modules():
-    rows = [Row(f"net.m{n}", "aten::mm", "keep", n * MIB, 1e-3) for n in range(1, 101)]
+    rows = [Row(f"net.m{n}", "aten::mm", "kept", n * MIB, 1e-3) for n in range(1, 101)]
     lines = table(replace(PICTURE, rows=tuple(rows), notes=())).splitlines()
     assert words(lines[-2]) == "60 smaller lines 1.79 GiB 60.0 ms - -"
     assert words(lines[-1]) == "in all 4.93 GiB 100 ms - -"

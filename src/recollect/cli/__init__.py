@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recollect.cli.faults import UsageError, names_an_argument
 from recollect.cli.parser import make_parser
-from recollect.cli.screen import complain
+from recollect.cli.screen import UsageError, complain, names_an_argument
 from recollect.errors import InfeasibleBudget
 
 __all__ = ["main"]

@@ -6,20 +6,18 @@ from argparse import Namespace
 from pathlib import Path
 
 import recollect
-from recollect.cli.faults import UsageError
-from recollect.cli.screen import Status, say
+from recollect.cli.screen import Status, UsageError, say
 from recollect.cli.target import Target, load_target
 from recollect.planning.api import Frontier, planner_of
 from recollect.planning.batch import split_batch
 from recollect.planning.plan import Plan
-from recollect.report.columns import columns
-from recollect.report.units import bytes_text, seconds_text
+from recollect.report.table import rows_table
 
 __all__ = ["explain", "frontier", "plan"]
 
 
 def plan(arguments: Namespace) -> int:
-    """Print the plan for a budget, and write what is asked for."""
+    """Print the plan for a budget, and write the files that were named."""
     target = load_target(arguments.target)
     with Status() as status:
         found = _frontier(target, status, arguments)
@@ -51,7 +49,7 @@ def explain(arguments: Namespace) -> int:
     """Print what a forward holds, or what a saved plan does."""
     if arguments.target.endswith(".json"):
         saved = _loaded(arguments.target)
-        say(f"{saved}\n\n{_rows(saved)}")
+        say(f"{saved}\n\n{rows_table([[row] for row in saved.explain()])}")
         return 0
     target = load_target(arguments.target)
     args, kwargs = split_batch(target.batch)
@@ -79,20 +77,3 @@ def _loaded(path: str) -> Plan:
             f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
         )
     return Plan.load(path)
-
-
-def _rows(saved: Plan) -> str:
-    """What becomes of the results of each op."""
-    lines = [
-        (
-            row.path or "(no module)",
-            row.op,
-            row.choice,
-            bytes_text(row.nbytes),
-            seconds_text(row.seconds),
-            row.reason,
-        )
-        for row in saved.explain()
-    ]
-    header = ("module", "op", "choice", "memory", "time", "reason")
-    return columns(header, lines, left=(0, 1, 2, 5))

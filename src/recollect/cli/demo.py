@@ -1,7 +1,7 @@
-"""``recollect demo``: a small transformer, trained plain and within three budgets, and compared.
+"""``recollect demo``: a small language model, trained plain and within three budgets, and compared.
 
-All start from the same weights and draw the same random numbers, so that losses and gradients must
-agree to the last bit. The bytes are those of the allocator's own events.
+All models start from the same weights, and take every step on the same batch from the same seed, so
+losses and gradients must agree to the last bit. Bytes come from the allocator's own events.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recollect.cli.screen import Status, say
+from recollect.cli.screen import Status, UsageError, say
 from recollect.planning.api import Frontier, planner_of
 from recollect.planning.plan import Plan
 from recollect.planning.step import Step
-from recollect.report.columns import columns
+from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
 from recollect.report.words import longer_text
 
@@ -27,55 +27,60 @@ __all__ = ["bitwise_equal", "demo"]
 
 _DEPTH, _WIDTH, _HEADS, _DROPOUT = 3, 64, 4, 0.1
 _BATCH, _CONTEXT, _SYMBOLS = 16, 64, 50
-#: As fractions of what the plain step takes.
+#: As fractions of the peak of the plain step.
 _BUDGETS = (0.8, 0.65, 0.5)
-#: Of the steps, the first are measured: it is in these that a plan writes down what the model does.
-_MEASURED, _TIMED = 3, 7
+#: The first steps are measured, as a plan records and checks in them; the others are timed.
+_STEPS, _MEASURED = 10, 3
 
 _HEADER = ("", "budget", "predicted", "measured peak", "of plain", "step", "vs plain", "results")
 _CODE = """\
+    import recollect
     plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)
     plan.apply(model)"""
 
 
-def demo(html: Path | None = None) -> int:
+def demo(html: Path | None = None, steps: int | None = None) -> int:
     """Plan, train, compare. Returns the exit code: 1 if something is not as it should be."""
+    steps = _STEPS if steps is None else steps
+    if steps <= _MEASURED:
+        raise UsageError(f"--steps must be more than {_MEASURED}: those are measured and not timed")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same bytes, and the same order of additions, on every machine
     try:
         with Status() as status:
             plans = _plans(status)
             plain, *planned = trainings = [_Training(plan) for plan in (None, *plans)]
-            _train(trainings, status)
+            _train(trainings, steps, status)
     finally:
         torch.set_num_threads(threads)
-    say(_table(plain, planned))
+    say(
+        f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_CONTEXT} symbols, dropout, AdamW, on the "
+        f"CPU:\n{steps} training steps, plain and under the plans for three budgets\n"
+    )
+    say(columns(_HEADER, [_line(each, plain) for each in trainings], left=("", "results")))
     if html is not None:
         plans[-1].to_html(html)
-        say(f"\nThe page of the last plan is in {html}")
+        say(f"\nThe page of the last plan is in {html.resolve()}")
     if not all(each.is_as_promised for each in planned):
-        say(
-            "\nA plan exceeds its budget, or does not compute what plain computes. Please report it"
-        )
+        say("\nA plan exceeds its budget, or changes what is computed. Please report it")
         return 1
     say(f"\nIn your own training script:\n\n{_CODE}")
     return 0
 
 
-class Transformer(nn.Module):
+class TransformerLanguageModel(nn.Module):
     """Predicts the successors of symbols; returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_SYMBOLS, _WIDTH)
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    _WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, batch_first=True, norm_first=True
-                )
-                for _ in range(_DEPTH)
+        blocks = [
+            nn.TransformerEncoderLayer(
+                _WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, batch_first=True, norm_first=True
             )
-        )
+            for _ in range(_DEPTH)
+        ]
+        self.embedding = nn.Embedding(_SYMBOLS, _WIDTH)
+        self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(_WIDTH, _SYMBOLS)
 
     def forward(self, symbols: Tensor) -> Tensor:
@@ -89,7 +94,7 @@ class _Training:
     def __init__(self, plan: Plan | None = None) -> None:
         torch.manual_seed(0)
         self.plan = plan
-        self.model = Transformer()
+        self.model = TransformerLanguageModel()
         self.batch = torch.randint(_SYMBOLS, (_BATCH, _CONTEXT + 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.peak = 0
@@ -116,10 +121,8 @@ class _Training:
         loss.backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - start)
-        self.results = [
-            loss.detach(),
-            *(p.grad for p in self.model.parameters() if p.grad is not None),
-        ]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.results = [loss.detach(), *gradients]
         self.optimizer.zero_grad()
 
 
@@ -129,10 +132,10 @@ def _plans(status: Status) -> list[Plan]:
     return [frontier.plan_for(fraction) for fraction in _BUDGETS]
 
 
-def _train(trainings: Sequence[_Training], status: Status) -> None:
+def _train(trainings: Sequence[_Training], steps: int, status: Status) -> None:
     """Train all side by side, and compare them with the first, which is plain."""
-    for number in range(_MEASURED + _TIMED):
-        status("training", number / (_MEASURED + _TIMED))
+    for number in range(steps):
+        status("training", number / steps)
         for training in trainings:
             torch.manual_seed(number)  # dropout's
             if number < _MEASURED:
@@ -153,18 +156,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def _table(plain: _Training, planned: Sequence[_Training]) -> str:
-    heading = (
-        f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_CONTEXT} symbols, dropout, AdamW, on the "
-        f"CPU:\n{_MEASURED + _TIMED} training steps, plain and under the plans for three budgets"
-    )
-    lines = [_line(training, plain) for training in (plain, *planned)]
-    return f"{heading}\n\n{columns(_HEADER, lines, left=(0, 7))}"
-
-
 def _line(training: _Training, plain: _Training) -> tuple[str, ...]:
     seconds = statistics.median(training.seconds)
     figures = (
@@ -172,12 +163,13 @@ def _line(training: _Training, plain: _Training) -> tuple[str, ...]:
         percent_text(training.peak / plain.peak),
         seconds_text(seconds),
     )
-    if training.plan is None:
+    plan = training.plan
+    if plan is None:
         return ("plain", "", "", *figures, "", "")
     return (
-        "plan",
-        bytes_text(training.plan.budget),
-        bytes_text(training.plan.predicted_peak),
+        f"plan for {plan.budget / plan.plain_peak:.0%}",
+        bytes_text(plan.budget),
+        bytes_text(plan.predicted_peak),
         *figures,
         longer_text(seconds, statistics.median(plain.seconds)),
         "bitwise equal" if training.is_equal else "DIFFERENT",

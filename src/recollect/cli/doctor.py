@@ -1,4 +1,4 @@
-"""``recollect doctor``: what there is to work with on this machine, and whether it works."""
+"""``recollect doctor``: the versions and devices of this machine, and whether recollect works."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,23 +37,22 @@ _ROWS_ON_CPU, _ROWS = 1 << 10, 1 << 16
 _STEPS = 3
 
 
-@dataclass(frozen=True)
-class _Finding:
-    """What was found of something, and what to do about it."""
+class _Finding(NamedTuple):
+    """What was found, and what to do about it."""
 
     text: str
     state: str = _OK
     advice: str = ""
 
 
-_Look = Callable[[], _Finding]
+_Check = Callable[[], _Finding]
 
 
 def doctor() -> int:
     """Print what is found. Returns the exit code: 1 if something is wrong."""
     is_well = True
-    for name, look in _looks():
-        finding = _guarded(look)
+    for name, check in _checks():
+        finding = _guarded(check)
         is_well &= finding.state != _WRONG
         say(f"{finding.state:<5}  {name:<13}  {finding.text}")
         for line in finding.advice.splitlines():
@@ -62,15 +61,13 @@ def doctor() -> int:
     return 0 if is_well else 1
 
 
-def _looks() -> Iterator[tuple[str, _Look]]:
-    """What to look at, in this order."""
+def _checks() -> Iterator[tuple[str, _Check]]:
     yield "Python", _python
     yield "torch", _torch
     yield "recollect", _recollect
     yield "exact solver", _exact_solver
-    cpu = torch.device("cpu")
     yield "CPU", _cpu
-    yield "self-test", partial(_self_test, cpu)
+    yield "self-test", partial(_self_test, torch.device("cpu"))
     if not torch.cuda.is_available():
         yield "CUDA", _no_cuda
         return
@@ -82,10 +79,10 @@ def _looks() -> Iterator[tuple[str, _Look]]:
         yield "self-test", partial(_self_test, device)
 
 
-def _guarded(look: _Look) -> _Finding:
+def _guarded(check: _Check) -> _Finding:
     try:
-        return look()
-    except Exception as error:  # noqa: BLE001 -- whatever it is, it is what was looked for
+        return check()
+    except Exception as error:  # noqa: BLE001 -- a check that fails is a finding
         advice = f"{_REPORT}\n{traceback.format_exc()}"
         return _Finding(f"{type(error).__name__}: {error}", _WRONG, advice)
 
@@ -143,13 +140,13 @@ def _no_cuda() -> _Finding:
 def _cuda(device: torch.device) -> _Finding:
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
-    return _Finding(f"{name}, {bytes_text(total)}, of which {bytes_text(free)} are free")
+    return _Finding(f"{name}, {bytes_text(total)}, {bytes_text(free)} of them free")
 
 
 def _pinned() -> _Finding:
     if torch.empty(1, pin_memory=True).is_pinned():
         return _Finding("works")
-    return _Finding("memory of the host is not pinned, though asked for", _WRONG, _REPORT)
+    return _Finding("host memory is not pinned, though pin_memory=True", _WRONG, _REPORT)
 
 
 def _link(device: torch.device) -> _Finding:

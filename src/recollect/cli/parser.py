@@ -1,4 +1,4 @@
-"""What can be typed after ``recollect``."""
+"""The commands and options of ``recollect``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["make_parser"]
 
 _TARGET = """\
 MODULE is a file or a dotted name that can be imported from here. FUNCTION takes no arguments, and
-returns what a training step is made of:
+returns the parts of a training step:
 
     def build():
         return model, batch            # of a batch, a tuple is *args and a dict is **kwargs
@@ -78,54 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_frontier(several)
     _add_explain(several)
     _add_demo(several)
-    _add(several, "doctor", "check that recollect works on this machine").set_defaults(
-        run=lambda _: doctor()
-    )
+    what = "check that recollect works on this machine"
+    _add(several, "doctor", what).set_defaults(run=lambda _: doctor())
     return parser
-
-
-# --- commands -------------------------------------------------------------------------------------
-
-
-def _add_plan(several: Any) -> None:
-    parser = _add(several, "plan", "plan a training step for a budget of memory", _PLAN)
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
-    parser.add_argument(
-        "--budget", type=_budget, required=True, help="such as 12GiB, 8GB, 0.5 or auto"
-    )
-    _add_html(parser)
-    parser.add_argument(
-        "--save", type=_output, metavar="FILE", help="write the plan, for recollect.Plan.load"
-    )
-    _add_no_offload(parser)
-    _add_frees_output(parser)
-    parser.set_defaults(run=commands.plan)
-
-
-def _add_frontier(several: Any) -> None:
-    what = "show all trade-offs of memory for time that there are"
-    parser = _add(several, "frontier", what, _FRONTIER)
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
-    _add_html(parser)
-    _add_no_offload(parser)
-    _add_frees_output(parser)
-    parser.set_defaults(run=commands.frontier)
-
-
-def _add_explain(several: Any) -> None:
-    what = "show what a forward holds and why, or what a saved plan does"
-    parser = _add(several, "explain", what, _EXPLAIN)
-    parser.add_argument(
-        "target", metavar="MODULE:FUNCTION|PLAN.json", help="such as train.py:build or plan.json"
-    )
-    parser.set_defaults(run=commands.explain)
-
-
-def _add_demo(several: Any) -> None:
-    what = "train a small transformer within three budgets, and compare"
-    parser = _add(several, "demo", what)
-    _add_html(parser)
-    parser.set_defaults(run=lambda arguments: demo(arguments.html))
 
 
 def _add(several: Any, name: str, what: str, more: str = "") -> argparse.ArgumentParser:
@@ -139,28 +94,58 @@ def _add(several: Any, name: str, what: str, more: str = "") -> argparse.Argumen
     return parser
 
 
-# --- options --------------------------------------------------------------------------------------
+def _add_plan(several: Any) -> None:
+    parser = _add(several, "plan", "plan a training step for a budget of memory", _PLAN)
+    _add_step_options(parser)
+    budgets = "such as 12GiB, 8GB, 0.5 or auto"
+    parser.add_argument("--budget", type=_budget, required=True, help=budgets)
+    what = "write the plan, for recollect.Plan.load"
+    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
+    parser.set_defaults(run=commands.plan)
+
+
+def _add_frontier(several: Any) -> None:
+    what = "show all trade-offs of memory for time that there are"
+    parser = _add(several, "frontier", what, _FRONTIER)
+    _add_step_options(parser)
+    parser.set_defaults(run=commands.frontier)
+
+
+def _add_explain(several: Any) -> None:
+    what = "show what a forward holds and why, or what a saved plan does"
+    parser = _add(several, "explain", what, _EXPLAIN)
+    examples = "such as train.py:build or plan.json"
+    parser.add_argument("target", metavar="MODULE:FUNCTION|PLAN.json", help=examples)
+    parser.set_defaults(run=commands.explain)
+
+
+def _add_demo(several: Any) -> None:
+    what = "train a small transformer within three budgets, and compare"
+    parser = _add(several, "demo", what)
+    _add_html(parser)
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps, 10 by default")
+    parser.set_defaults(run=lambda arguments: demo(arguments.html, arguments.steps))
+
+
+def _add_step_options(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that plan a training step."""
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
+    _add_html(parser)
+    what = "hold nothing in the memory of the host"
+    parser.add_argument("--no-offload", action="store_true", help=what)
+    what = (
+        "the training loop frees the model's output before backward, as the Trainer of "
+        "transformers does: holds_output=False"
+    )
+    parser.add_argument("--frees-output", action="store_true", help=what)
 
 
 def _add_html(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--html", type=_output, metavar="FILE", help="write a page to open in a browser"
-    )
+    what = "write a page to open in a browser"
+    parser.add_argument("--html", type=_output, metavar="FILE", help=what)
 
 
-def _add_no_offload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-offload", action="store_true", help="hold nothing in the memory of the host"
-    )
-
-
-def _add_frees_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--frees-output",
-        action="store_true",
-        help="the training loop lets go of the model's output before backward, as the Trainer of "
-        "transformers does: holds_output=False",
-    )
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _budget(text: str) -> float | str:

@@ -1,12 +1,14 @@
-"""What a terminal shows: results on stdout, and on stderr what is being done meanwhile."""
+"""What a user reads: results on stdout; progress and errors on stderr."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+import traceback
 
-__all__ = ["Status", "complain", "say"]
+__all__ = ["Status", "UsageError", "complain", "names_an_argument", "say"]
 
 _CLEAR = "\r\x1b[K"
 
@@ -52,3 +54,18 @@ class Status:
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write(f"{_CLEAR}{line[:width]}")
             sys.stderr.flush()
+
+
+#: How errors begin that recollect raises for what a user has passed.
+_ARGUMENT = re.compile(r"(model|batch|loss|optimizer|budget|offload|path)\b")
+
+
+class UsageError(Exception):
+    """An argument of a command cannot be used as it is. Names it, and shows how it could."""
+
+
+def names_an_argument(error: ValueError) -> bool:
+    """Whether recollect raised ``error`` for what it was given, and not a function it called."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
+    return is_ours and _ARGUMENT.match(str(error)) is not None

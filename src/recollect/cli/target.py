@@ -1,4 +1,4 @@
-"""``MODULE:FUNCTION``: found, called, and what it returns looked over."""
+"""``MODULE:FUNCTION``: find it, call it, and check what it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect.cli.faults import UsageError
+from recollect.cli.screen import UsageError
 
 __all__ = ["Target", "load_target"]
 
@@ -26,7 +26,7 @@ _NAMES = 8
 
 @dataclass(frozen=True)
 class Target:
-    """What a training step is made of."""
+    """The parts of a training step."""
 
     model: nn.Module
     batch: Any
@@ -106,7 +106,7 @@ def _from_file(path: Path) -> ModuleType:
     _make_importable(path.parent)
     name = path.stem
     if name in sys.modules:
-        name = f"{name} ({path})"  # which no import asks for: the other one stays
+        name = f"{name} ({path})"  # which no import names: the other module stays
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"MODULE: {path} is no file of Python: its name should end in .py")

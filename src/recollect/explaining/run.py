@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from recollect.explaining.account import rows_of
-from recollect.explaining.explanation import Explanation
-from recollect.explaining.memory import tensors_in
-from recollect.explaining.region import Region
-from recollect.explaining.regions import Observer
-from recollect.explaining.replay import Slots
-from recollect.explaining.rows import Call, Row
+from recollect.explaining.replay import ReplayRegion
+from recollect.explaining.storages import tensors_in
 from recollect.explaining.watcher import Watcher
-from recollect.rerun.selective.explaining import explaining
+from recollect.observer import observing
+from recollect.replay.recording_cache import recordings_preserved
+from recollect.report.explanation import Explanation
+from recollect.report.rows import RegionCall, TensorRow
 from recollect.state.reachable import Reach
 from recollect.state.snapshot import Snapshot, check_arguments
 
@@ -46,38 +45,34 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"function_or_module should be callable, but got {function_or_module!r} of type "
             f"{type(function_or_module).__name__}"
         )
-    slots = Slots()
-    observer, rows = _forward(function_or_module, args, kwargs, slots)
-    if observer.is_rehearsal:
-        # A region was recorded for the first time, and holds other tensors from now on.
-        observer, rows = _forward(function_or_module, args, kwargs, slots)
-    return Explanation(rows, tuple(map(_call, observer.all)))
-
-
-def _call(region: Region) -> Call:
-    return Call(region.name, region.engine, tuple(region.notes))
+    with recordings_preserved():
+        watcher, rows = _forward(function_or_module, args, kwargs)
+        if any(isinstance(each, ReplayRegion) and each.is_rehearsal for each in watcher.regions):
+            # A region was recorded for the first time, and holds other tensors from now on.
+            watcher, rows = _forward(function_or_module, args, kwargs)
+    calls = [RegionCall(each.name, each.engine, tuple(each.notes)) for each in watcher.regions]
+    return Explanation(rows, tuple(calls))
 
 
 def _forward(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slots: Slots
-) -> tuple[Observer, tuple[Row, ...]]:
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Watcher, tuple[TensorRow, ...]]:
     """Run forward, and put back what it changes."""
     check_arguments(args, kwargs)
     with Snapshot({"function": function, "arguments": (args, kwargs)}, None) as snapshot:
         roots = Reach(function, [*args, *kwargs.values()]).modules
         watcher = Watcher(roots)
-        observer = Observer(watcher, roots, slots)
-        watcher.memories.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
-        with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _by(observer):
+        watcher.storages.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
+        with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _watched_by(watcher):
             result = copy_context().run(function, *args, **kwargs)
-        return observer, rows_of(observer, result)
+        return watcher, rows_of(watcher, result)
 
 
 @contextmanager
-def _by(observer: Observer) -> Iterator[None]:
-    before, explaining.explainer = explaining.explainer, observer
+def _watched_by(watcher: Watcher) -> Iterator[None]:
+    before, observing.observer = observing.observer, watcher
     try:
-        with observer.watcher:
+        with watcher:
             yield
     finally:
-        explaining.explainer = before
+        observing.observer = before

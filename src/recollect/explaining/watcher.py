@@ -1,88 +1,178 @@
-"""The dispatch mode under which the forward runs that is explained.
-
-It is entered before any region, so each op comes here last, after the modes of regions have had it:
-whatever they keep is known here by then.
-"""
+"""Watches one forward: the storages that ops allocate, and what regions do with them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from recollect._torch.autograd import saved_tensor_hooks_active
 from recollect._torch.modes import DispatchMode
 from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
+from recollect.checks.names import module_of, name_in
 from recollect.checks.place import Names, Place
-from recollect.explaining.memory import Memories, Memory
-from recollect.explaining.region import Region
+from recollect.explaining.regions import ReentrantRegion, RerunRegion
+from recollect.explaining.replay import ReplayRegion
+from recollect.explaining.storages import Region, StorageTable, tensors_in
+from recollect.policy.rulings import Ruling
+from recollect.rerun.selective.ledger import Entry
 from recollect.settings import is_recomputing
+from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["Watcher"]
 
-#: Makes a tensor of what Python code has written: its argument is as new as its result.
+#: Makes a tensor from Python numbers: its argument is as new as its result.
 _FRESH = "aten::lift_fresh"
 
 
 class Watcher(DispatchMode):
-    """Notes the memory that ops make, with the module and the regions they ran in."""
+    """The mode of an explained forward, and the `RegionObserver` of its regions.
+
+    The mode is entered before any region, so it sees each op after the modes of regions have.
+    """
+
+    only_watches = True
 
     def __init__(self, roots: list[nn.Module]) -> None:
         super().__init__()
-        self.memories = Memories()
-        #: Those that are being run, the outermost first.
+        self.storages = StorageTable()
+        #: The regions that have been entered, in their order.
         self.regions: list[Region] = []
+        #: Those that are running, the outermost first.
+        self._running: list[Region] = []
+        #: The regions by what they have put into stores.
+        self.senders: MutableMapping[OffloadBatch, Region] = WeakKeyDictionary()
+        #: Why the replay engine has left the next region to the rerun engine.
+        self._fallback: list[str] = []
+        self._roots = roots
         self._prefix = type(roots[0]).__name__ + ": " if len(roots) == 1 else ""
         self._names: Names = WeakKeyDictionary()
-        self._muted = False
 
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Look away: what happens is the work of a store."""
-        before, self._muted = self._muted, True
-        try:
-            yield
-        finally:
-            self._muted = before
+    # --- ops --------------------------------------------------------------------------------------
 
-    def path(self) -> str:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if op_name(func) != _FRESH:
+            # Before the op, which may give a tensor another storage.
+            self.storages.add_foreign(_tensors((args, kwargs)))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        # What a rerun inside of forward makes belongs to no region: it is freed with the rerun.
+        regions = [] if is_recomputing() else self._running
+        for region in regions:
+            region.ops += 1
+        results = [each for each in _tensors(out) if self.storages.has_new(each)]
+        path = self._path() if results else ""
+        made = [new for tensor in results for new in self.storages.add(tensor, func, path)]
+        for storage in made:
+            storage.regions = tuple((region, region.ops) for region in regions)
+        for region in regions:
+            region.note_op(func, made)
+        return out
+
+    def _path(self) -> str:
         """The module that is running."""
         path = Place(sys._getframe(1)).path(self._names)
         # The name of the model would be all that the paths have in common.
         return path.removeprefix(self._prefix) if self._prefix else path
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if not self._muted and op_name(func) != _FRESH:
-            # Before the op, which may give a tensor another memory.
-            self.memories.add_foreign(_tensors((args, kwargs)))
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if not self._muted:
-            self._note(func, out)
-        return out
+    # --- regions ----------------------------------------------------------------------------------
 
-    def _note(self, op: Any, out: Any) -> None:
-        # What a rerun inside of forward makes is of no region: that is over with the rerun.
-        regions = [] if is_recomputing() else self.regions
-        for region in regions:
-            region.ops += 1
-        made = self._made(op, out)
-        for memory in made:
-            memory.numbers = tuple((region, region.ops) for region in regions)
-        for region in regions:
-            if region.seen is not None:
-                region.seen.append((op, region.ops, made))
+    @contextmanager
+    def region(
+        self, engine: str, function: Callable[..., Any], inputs: Any, source: Any
+    ) -> Iterator[None]:
+        """What a region runs in."""
+        if is_recomputing() or not torch.is_grad_enabled():
+            yield
+            return
+        region = self._make_region(engine, self._name(function), source)
+        if not saved_tensor_hooks_active():
+            region.inputs = self.storages.find(tensors_in(inputs))
+        self.regions.append(region)
+        self._running.append(region)
+        try:
+            yield
+        finally:
+            self._running.pop()
+        region.end(self.storages)
 
-    def _made(self, op: Any, out: Any) -> list[Memory]:
-        results = [each for each in _tensors(out) if self.memories.has_new(each)]
-        path = self.path() if results else ""
-        return [memory for tensor in results for memory in self.memories.add(tensor, op, path)]
+    def _make_region(self, engine: str, name: str, source: Any) -> Region:
+        region: Region
+        if engine == "replay":
+            region = ReplayRegion(name, source)
+        elif engine == "reentrant":
+            region = ReentrantRegion(name, source)
+        else:
+            region = RerunRegion(name, source)
+            region.notes += self._fallback
+            self._fallback.clear()
+        if region.batch is not None:
+            self.senders[region.batch] = region
+        return region
+
+    def _name(self, function: Callable[..., Any]) -> str:
+        """What to call a region: by its module's path in the model, if it has one."""
+        module = module_of(function)
+        if module is not None:
+            if any(module is root for root in self._roots):
+                return type(module).__name__
+            names = (name_in(root, module) for root in self._roots)
+            return next(filter(None, names), type(module).__name__)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        name = name.rpartition("<locals>.")[2]
+        path = self._path()
+        return f"{name} in {path}" if path else name
+
+    def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``pack``, with each tensor noted."""
+        if is_recomputing() or not self._running:
+            return pack
+        region = self._running[-1]
+        region.note_hooks()
+
+        def note_and_pack(tensor: torch.Tensor) -> Any:
+            region.last_save = region.ops
+            for storage in self.storages.find([tensor]):
+                storage.saved = True
+            packed = pack(tensor)
+            region.note_packed(packed)
+            return packed
+
+        return note_and_pack
+
+    def decided(self, op: Any, out: Any, ruling: Ruling, entry: Entry | None) -> None:
+        """A policy has decided."""
+        if is_recomputing() or not self._running:
+            return
+        reason = ruling.reason
+        if ruling.keeps and entry is None:
+            reason = f"{reason}, but it has to run again"
+        for storage in self.storages.find(tree_leaves(out)):
+            if storage.op is op:
+                storage.ruling = reason
+                if entry is not None:
+                    storage.entries.append((reason, ref(entry)))
+        if entry is not None:
+            entry.reason = reason
+
+    def offloaded(
+        self, batch: OffloadBatch, tensor: torch.Tensor, offloaded: OffloadedTensor
+    ) -> None:
+        """A region has put ``tensor`` into a store."""
+        for storage in self.storages.find([tensor]):
+            storage.offloads.append((ref(offloaded), ref(batch)))
+
+    def fell_back(self, reason: str) -> None:
+        """The replay engine leaves a region to the rerun engine."""
+        if not is_recomputing():
+            self._fallback[:] = [f"left to the rerun engine: {reason}"]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Progress
 from recollect.planning.step import Loss
 from recollect.report.page import page
-from recollect.report.plan_report import Picture, Point
+from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 
 __all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]
@@ -129,6 +129,6 @@ class Frontier:
         Path(path).write_text(page(self.picture), encoding="utf-8")
 
     @property
-    def picture(self) -> Picture:
+    def picture(self) -> PlanReport:
         """What there is to show, as data."""
         return self._planner.overview()

@@ -25,14 +25,15 @@ from recollect.planning.replan import Basis, replanned
 from recollect.planning.runner import Runner
 from recollect.replay.planned_ops import Decisions
 from recollect.report.page import page
-from recollect.report.plan_report import Picture, Point, Row
+from recollect.report.plan_report import PlanReport, Point
+from recollect.report.rows import Row
 from recollect.report.table import table
 
 __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Plan:
     signature: tuple[Any, ...]
     model: str
     identity: Identity
-    picture: Picture
+    picture: PlanReport
     conditions: Conditions
     footprint: Footprint
     alternatives: tuple[Choices, ...] = field(default=(), repr=False)
@@ -246,7 +247,7 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
         "identity": _tuples(content["identity"]),
         "conditions": Conditions(**_tupled(content["conditions"])),
         "footprint": _footprint(**content["footprint"]),
-        "picture": Picture(
+        "picture": PlanReport(
             **{
                 **picture,
                 "before": _tuples(picture["before"]),

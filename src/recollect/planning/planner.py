@@ -56,8 +56,8 @@ from recollect.planning.timing import Timing
 from recollect.planning.trial import Peaks, Way, peaks_under, times_under
 from recollect.replay.engine import Witness
 from recollect.replay.planned_ops import Alike, Decisions
-from recollect.report.curves import thinned
-from recollect.report.plan_report import Picture, Point
+from recollect.report.plan_report import PlanReport, Point
+from recollect.report.script import thinned
 from recollect.report.units import bytes_text, percent_text
 
 __all__ = ["Planner", "Progress"]
@@ -616,7 +616,7 @@ class Planner:
         plain = Point("plain", self.plain_peak, self.profile.seconds, "plain")
         return [*plans, plain, *peers_of(self.graph)]
 
-    def _picture(self, budget: int, found: _Found, outcome: Outcome, bound: float) -> Picture:
+    def _picture(self, budget: int, found: _Found, outcome: Outcome, bound: float) -> PlanReport:
         chosen = Point("this plan", found.peak, outcome.seconds, "chosen")
         times, peaks = found.times, found.peaks
         spread = self._spread(times)
@@ -634,7 +634,7 @@ class Planner:
             spread=spread,
         )
 
-    def overview(self) -> Picture:
+    def overview(self) -> PlanReport:
         """The whole trade-off, without a budget."""
         solution = self.solver.least()
         outcome = simulate(self.graph, solution.schedule, curve=True)
@@ -642,9 +642,9 @@ class Planner:
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
         return replace(self._sketch(outcome, bound), notes=(note,))
 
-    def _sketch(self, outcome: Outcome, bound: float) -> Picture:
+    def _sketch(self, outcome: Outcome, bound: float) -> PlanReport:
         """What all pictures of the step show."""
-        return Picture(
+        return PlanReport(
             title=type(self.step.model).__name__,
             device=_name_of(self.step.device),
             budget=None,

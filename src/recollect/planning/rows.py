@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, uses_under
-from recollect.report.plan_report import Row
+from recollect.report.rows import Row
 
 __all__ = ["rows_of"]
 
@@ -19,13 +19,14 @@ def rows_of(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
         if not wanted:
             continue
         nbytes = sum(graph.values[value].nbytes for value in wanted)
-        choice = _choice(graph, schedule, number)
         reason = "must not run again" if op.forced else ""
-        rows.append(Row(op.path, op.name, choice, nbytes, op.seconds, reason))
+        rows.append(
+            Row(op.path, op.name, _fate(graph, schedule, number), nbytes, op.seconds, reason)
+        )
     return tuple(rows)
 
 
-def _choice(graph: Graph, schedule: Schedule, number: int) -> str:
+def _fate(graph: Graph, schedule: Schedule, number: int) -> str:
     if number in schedule.kept or graph.ops[number].forced:
-        return "keep"
-    return "offload" if number in schedule.away else "recompute"
+        return "kept"
+    return "offloaded" if number in schedule.away else "recomputed"

@@ -51,6 +51,9 @@ class SelectiveCheckpointContext:
         self.is_recompute = is_recompute
         self.op_output = op_output
 
+    def __repr__(self) -> str:
+        return f"SelectiveCheckpointContext(is_recompute={self.is_recompute})"
+
 
 PolicyFunction = Callable[..., Any]
 

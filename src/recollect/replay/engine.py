@@ -36,12 +36,12 @@ from recollect._torch.dynamo import is_compiling
 from recollect._torch.modes import foreign_function_modes, forward_ad_active, is_transforming
 from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
+from recollect.observer import observed_pack, observing
 from recollect.policy.makers import nothing
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
 from recollect.replay.checked_step import expected_of
-from recollect.replay.held_tensor import Ticket
 from recollect.replay.partial_recording import Rest
 from recollect.replay.planned_ops import Decisions, Directed
 from recollect.replay.policy_query import Consultation
@@ -51,7 +51,6 @@ from recollect.replay.recording_cache import Slot, Strange, signature_of, slot_o
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import Step
 from recollect.replay.tape import Tape
-from recollect.rerun.selective.explaining import Replayed, explaining
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 
@@ -89,11 +88,31 @@ def _must_rerun() -> bool:
 class Witness:
     """What is to be known of a call afterwards. Filled in by the engine."""
 
-    __slots__ = ("before", "difference", "is_unrecorded", "recall", "recording", "steps")
+    __slots__ = (
+        "before",
+        "difference",
+        "is_rehearsal",
+        "is_unrecorded",
+        "policy",
+        "recall",
+        "recording",
+        "rest",
+        "steps",
+        "stopped",
+        "unsettled",
+    )
 
     def __init__(self) -> None:
         #: What the call holds; None if it was left to others.
         self.recall: Recall | None = None
+        #: What the rest of it holds, if that was not as recorded before; and the policy.
+        self.rest: Recall | None = None
+        self.policy: Policy | None = None
+        #: Why everything is held, or recorded, from some point on; why every call is recorded.
+        self.stopped: str | None = None
+        self.unsettled: str | None = None
+        #: Whether it was recorded, and the next call will run otherwise.
+        self.is_rehearsal = False
         #: What was recorded: all of the call, or the rest of one that was not as recorded before.
         self.recording: Recording | None = None
         #: How it differed from the recording, if it did, and what had been as recorded until then.
@@ -126,26 +145,28 @@ def replay_region(
     if _must_rerun():
         return _leave("it is inside of another region, or of hooks or modes", witness)
     flags = read_flags()
-    explainer = explaining.explainer
     try:
         sends_away = (deposit.chosen, offload_inputs)
         signature = signature_of(function, args, kwargs, policy, sends_away, flags)
-        slot = (slot_of if explainer is None else explainer.slot)(function, signature)
+        slot = slot_of(function, signature)
     except Strange as strange:
         return _leave(strange.args[0], witness)
     if slot.fallback is not None:
         return _leave(slot.fallback, witness)
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
+    observer = observing.observer
+    if observer is not None and witness is None:
+        witness = Witness()
     call.witness = witness
     recall = Recall(deposit, flags)
     if witness is not None:
         witness.recall = recall
     if isinstance(policy, Decisions):
         recall.begin = policy.begin
-    if explainer is None:
+    if observer is None or witness is None:
         return _run(call, recall, slot)
-    rules = policy if isinstance(policy, Policy) else None
-    with explainer.replayed(function, rules, recall, slot) as call.watched:
+    witness.policy = policy if isinstance(policy, Policy) else None
+    with observer.region("replay", function, None, witness):
         return _run(call, recall, slot)
 
 
@@ -153,8 +174,8 @@ def _leave(reason: str, witness: Witness | None) -> LeftToRerun:
     """Leave a region to the rerun engine, or to whoever wants to know of it."""
     if isinstance(reason, UnsupportedTensor) and witness is None:
         _warn_of_fallback(reason)
-    if explaining.explainer is not None:
-        explaining.explainer.left(reason)
+    if observing.observer is not None:
+        observing.observer.fell_back(reason)
     return LeftToRerun(reason)
 
 
@@ -196,7 +217,7 @@ def observe_region(
 class _Call:
     """A function with its arguments."""
 
-    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "watched", "witness")
+    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "witness")
 
     def __init__(
         self,
@@ -211,8 +232,6 @@ class _Call:
         self._kwargs = kwargs
         self._policy = policy
         self.offload_inputs = offload_inputs
-        #: Whoever explains what becomes of it.
-        self.watched: Replayed | None = None
         #: Whoever wants to know afterwards.
         self.witness: Witness | None = None
 
@@ -240,16 +259,13 @@ class _Call:
             return None  # nobody knows which modules are being called
         recall = Recall(earlier.deposit, earlier.flags)
         recorder = self.recorder(recall, earlier, done)
-        if self.watched is not None:
-            self.watched.goes_on(recall)
-        return Rest(recorder, self._watched(recorder.pack), recall)
-
-    def _watched(self, pack: Callable[[torch.Tensor], Ticket]) -> Callable[[torch.Tensor], Ticket]:
-        return pack if self.watched is None else self.watched.packing(pack)
+        if self.witness is not None:
+            self.witness.rest = recall
+        return Rest(recorder, observed_pack(recorder.pack), recall)
 
     def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
         """Call the function, with ``mode`` looking on."""
-        push_saved_tensor_hooks(self._watched(mode.pack), recall.unpack)
+        push_saved_tensor_hooks(observed_pack(mode.pack), recall.unpack)
         try:
             with mode:
                 return self.function(*self._args, **self._kwargs)
@@ -269,8 +285,9 @@ def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
     if call.witness is not None:
         call.witness.recording = recording
     slot.recorded(recording, has_budget=call.is_planned)
-    if call.watched is not None:
-        call.watched.end(recording.reason)
+    if call.witness is not None:
+        _tell_outcome(call.witness, slot, recording.reason)
+        call.witness.is_rehearsal = slot.recording is not None or slot.fallback is not None
     return out
 
 
@@ -286,9 +303,13 @@ def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any
     elif call.witness is not None:
         _tell_rest(call.witness, checker, recording)
     slot.checked(None if difference == recording.reason else difference)
-    if call.watched is not None:
-        call.watched.end(difference)
+    if call.witness is not None:
+        _tell_outcome(call.witness, slot, difference)
     return out
+
+
+def _tell_outcome(witness: Witness, slot: Slot, stopped: str | None) -> None:
+    witness.stopped, witness.unsettled = stopped, slot.unsettled
 
 
 def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,12 +16,13 @@ from torch import nn
 
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
 from recollect._torch.tensors import is_plain_tensor, unsupported_tensor
+from recollect.observer import observing
 from recollect.replay.call_mode import casts
 from recollect.replay.recording import Recording
 from recollect.replay.steps import is_comparable, looks_of
 from recollect.state.flags import Flags
 
-__all__ = ["Slot", "Strange", "signature_of", "slot_of"]
+__all__ = ["Slot", "Strange", "recordings_preserved", "signature_of", "slot_of"]
 
 #: How many signatures of a function are remembered.
 _SIGNATURES = 16
@@ -90,6 +93,19 @@ def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
     return slot
 
 
+@contextmanager
+def recordings_preserved() -> Iterator[None]:
+    """A context after which all recordings are as they were before."""
+    before = dict(_slots.items())
+    for owner, slots in before.items():
+        _slots[owner] = OrderedDict((signature, copy(slot)) for signature, slot in slots.items())
+    try:
+        yield
+    finally:
+        _slots.clear()
+        _slots.update(before)
+
+
 def _owner(function: Any) -> Any:
     """What recordings are kept with: the module, or the code, so that a new lambda finds them."""
     if isinstance(function, nn.Module):
@@ -120,13 +136,21 @@ def signature_of(
     """What tells calls apart that cannot have the same recording."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     training = owner.training if isinstance(owner, nn.Module) else None
-    modes = tuple(map(type, dispatch_modes())) if dispatch_mode_count() else ()
+    modes = _modes() if dispatch_mode_count() else ()
     try:
         values = [_sign(value) for value in args]
         values += [(name, _sign(value)) for name, value in kwargs.items()]
     except RecursionError:
         raise Strange("an argument that contains itself") from None
     return (_code(function), policy, sends_away, modes, training, casts(), flags, *values)
+
+
+def _modes() -> tuple[type, ...]:
+    """The kinds of the active dispatch modes, without those of ``recollect.explain``."""
+    kinds = map(type, dispatch_modes())
+    if observing.observer is None:
+        return tuple(kinds)
+    return tuple(kind for kind in kinds if not getattr(kind, "only_watches", False))
 
 
 class Strange(Exception):

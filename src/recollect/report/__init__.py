@@ -1,1 +1,1 @@
-"""Showing a plan: a table for the terminal, and a page for the browser."""
+"""Reports: who holds what after a forward or under a plan; tables for a terminal, and a page."""

@@ -1,112 +1,104 @@
-"""Modules of which the same becomes, as one: ``layers.0-11.mlp``."""
+"""Rows that say the same as one line: equal modules (``layers.0-11.mlp``), equal rows (``x12``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from recollect.report.plan_report import Row
+from recollect.report.rows import FATES, Row
 
-__all__ = ["CHOICES", "Group", "Sum", "grouped"]
+__all__ = ["Group", "Sum", "add_sums", "common_text", "grouped", "lists_by", "pattern"]
 
-#: What may become of a value, in the order in which it is shown.
-CHOICES = ("keep", "recompute", "offload")
+_T = TypeVar("_T")
+_NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
+def lists_by(key: Callable[[_T], Hashable], items: Iterable[_T]) -> list[list[_T]]:
+    """Lists of the items that have the same key, in the order of the first item of each."""
+    lists: dict[Hashable, list[_T]] = {}
+    for item in items:
+        lists.setdefault(key(item), []).append(item)
+    return list(lists.values())
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Sum:
     """Bytes of results, and the seconds that their ops take."""
 
-    nbytes: int = 0
+    bytes: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: Sum) -> Sum:
-        return Sum(self.nbytes + other.nbytes, self.seconds + other.seconds)
+        return Sum(self.bytes + other.bytes, self.seconds + other.seconds)
+
+
+def add_sums(sums: Iterable[dict[str, Sum]]) -> dict[str, Sum]:
+    """The sums of several groups, by fate."""
+    total = dict.fromkeys(FATES, Sum())
+    for each in sums:
+        total = {fate: total[fate] + each[fate] for fate in FATES}
+    return total
 
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are alike.
+    """Modules whose paths differ in numbers, and whose ops have the same fates and bytes."""
 
-    Args:
-        path: Of all of them, with ranges in the place of numbers; empty for no module.
-        modules: How many there are.
-        sums: By choice, of all of them.
-    """
-
-    path: str
+    path: str  #: with ranges in the place of numbers; empty for no module
     modules: int
-    sums: dict[str, Sum]
+    sums: dict[str, Sum]  #: by fate
+    ops: tuple[tuple[str, str, int], ...]  #: of each module: op, fate and bytes
 
     @property
-    def nbytes(self) -> int:
-        """Of all choices."""
-        return sum(each.nbytes for each in self.sums.values())
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Modules on the way to a group: the numbers in ``parts`` become ranges one by one."""
-
-    parts: tuple[str, ...]
-    fates: tuple[tuple[str, str, int], ...]
-    modules: int
-    sums: dict[str, Sum]
+    def bytes(self) -> int:
+        """Of all fates."""
+        return sum(each.bytes for each in self.sums.values())
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
-    """The modules of ``rows``, alike ones together, in the order of the first of each.
-
-    Alike are modules whose paths differ in a number, and whose ops are the same, with the same
-    choices and bytes. Times do not count: they were measured.
-    """
-    entries = _entries(rows)
+    """The modules of ``rows``, equal ones together. Times may differ: they were measured."""
+    groups = [_of_module(members) for members in lists_by(lambda row: row.path, rows)]
+    deepest = max((group.path.count(".") for group in groups), default=-1)
     # The innermost number first: the experts of a layer, then the layers.
-    deepest = max((len(entry.parts) for entry in entries), default=0)
-    for position in reversed(range(deepest)):
-        entries = _merged(entries, position)
-    return [Group(".".join(entry.parts), entry.modules, entry.sums) for entry in entries]
+    for position in reversed(range(deepest + 1)):
+        groups = _merged(groups, position)
+    return groups
 
 
-def _entries(rows: Iterable[Row]) -> list[_Entry]:
-    modules: dict[str, list[Row]] = {}
+def _of_module(rows: Sequence[Row]) -> Group:
+    ops = tuple((row.op, row.fate, row.bytes) for row in rows)
+    sums = dict.fromkeys(FATES, Sum())
     for row in rows:
-        modules.setdefault(row.path, []).append(row)
-    return [
-        _Entry(
-            tuple(path.split(".")),
-            tuple((row.op, row.choice, row.nbytes) for row in members),
-            1,
-            _sums(members),
-        )
-        for path, members in modules.items()
-    ]
+        sums[row.fate] += Sum(row.bytes, row.seconds)
+    return Group(rows[0].path, 1, sums, ops)
 
 
-def _sums(rows: Iterable[Row]) -> dict[str, Sum]:
-    sums = dict.fromkeys(CHOICES, Sum())
-    for row in rows:
-        sums[row.choice] += Sum(row.nbytes, row.seconds)
-    return sums
+def _merged(groups: Sequence[Group], position: int) -> list[Group]:
+    """Merge the groups that only differ in the number at ``position`` of their paths."""
+
+    def key(numbered: tuple[int, Group]) -> Hashable:
+        n, group = numbered
+        parts = group.path.split(".")
+        if position >= len(parts) or not parts[position].isdecimal():
+            return n
+        return (*parts[:position], None, *parts[position + 1 :]), group.ops
+
+    lists = lists_by(key, enumerate(groups))
+    return [_merge([group for _, group in each], position) for each in lists]
 
 
-def _merged(entries: Sequence[_Entry], position: int) -> list[_Entry]:
-    """Those that differ in the number at ``position`` only are one; the others as they were."""
-    alike: dict[tuple[object, ...], list[_Entry]] = {}
-    for n, entry in enumerate(entries):
-        parts = entry.parts
-        has_number = position < len(parts) and parts[position].isdecimal()
-        others = (parts[:position], parts[position + 1 :], entry.fates)
-        alike.setdefault(others if has_number else (n,), []).append(entry)
-    return [_one(group, position) if len(group) > 1 else group[0] for group in alike.values()]
-
-
-def _one(entries: Sequence[_Entry], position: int) -> _Entry:
-    first = entries[0]
-    numbers = [int(entry.parts[position]) for entry in entries]
-    parts = (*first.parts[:position], _ranges(numbers), *first.parts[position + 1 :])
-    sums = {choice: sum((e.sums[choice] for e in entries), Sum()) for choice in CHOICES}
-    return _Entry(parts, first.fates, sum(entry.modules for entry in entries), sums)
+def _merge(groups: Sequence[Group], position: int) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    parts = groups[0].path.split(".")
+    parts[position] = _ranges(int(group.path.split(".")[position]) for group in groups)
+    modules = sum(group.modules for group in groups)
+    return Group(".".join(parts), modules, add_sums(g.sums for g in groups), groups[0].ops)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -118,3 +110,18 @@ def _ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def pattern(text: str) -> str:
+    """``text`` with a star in the place of each number."""
+    return _NUMBER.sub("*", text)
+
+
+def common_text(texts: Sequence[str]) -> str:
+    """One text for several of the same `pattern`: a star where their numbers differ."""
+    numbers = zip(*map(_NUMBER.findall, texts), strict=True)
+    differ = iter([len(set(column)) > 1 for column in numbers])
+    return _NUMBER.sub(lambda match: "*" if next(differ) else match[0], texts[0])

@@ -4,85 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Picture", "Point", "Row"]
+from recollect.report.rows import Row
+
+__all__ = ["PlanReport", "Point"]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What becomes of the results of an op.
-
-    Args:
-        path: The module that calls it, such as ``layers.3.mlp``.
-        op: Such as ``aten::mm``.
-        choice: ``keep``, ``recompute`` or ``offload``.
-        nbytes: Of its results that backward needs.
-        seconds: What the op takes.
-        reason: Why, if there was no choice; else empty.
-    """
-
-    path: str
-    op: str
-    choice: str
-    nbytes: int
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Point:
-    """A way to run the step.
-
-    Args:
-        name: What it is called.
-        peak: Bytes.
-        seconds: Of one step.
-        kind: ``plan`` (one of ours), ``chosen``, ``plain`` or ``peer``.
-    """
+    """A way to run the step."""
 
     name: str
     peak: int
     seconds: float
-    kind: str = "plan"
+    kind: str = "plan"  #: ``plan`` (one of ours), ``chosen``, ``plain`` or ``peer``
 
 
 @dataclass(frozen=True)
-class Picture:
-    """All that a page shows.
+class PlanReport:
+    """All that the table and the page of a plan or a frontier show. Sizes in bytes, times in s."""
 
-    Args:
-        title: The class of the model.
-        device: Such as ``NVIDIA H200`` or ``cpu``.
-        budget: Bytes; None for a frontier.
-        predicted_peak: Bytes, and so on; of a frontier those of its least plan.
-        gap: How far ``predicted_time`` is above ``bound_time``, as a fraction of it.
-        before: Memory over the plain step: seconds and bytes, at every change.
-        after: The same under the plan.
-        rows: What becomes of every op that there was something to decide for, in their order.
-        points: The frontier, plain, peers and the chosen plan.
-        parts: What the peak is made of: names and bytes.
-        notes: Remarks for the reader.
-        measured_peak: Bytes that steps under the plan took; None if none was run.
-        measured_time: Seconds that one took.
-        measured_plain_time: Seconds that plain ones took meanwhile.
-        spread: By how much times may be off, as a fraction.
-    """
-
-    title: str
-    device: str
-    budget: int | None
-    predicted_peak: int
+    title: str  #: the class of the model
+    device: str  #: such as ``NVIDIA H200`` or ``cpu``
+    budget: int | None  #: None for a frontier
+    predicted_peak: int  #: of a frontier, here and below, those of its least plan
     predicted_time: float
     plain_peak: int
     plain_time: float
     bound_time: float
-    gap: float
-    before: tuple[tuple[float, int], ...]
-    after: tuple[tuple[float, int], ...]
-    rows: tuple[Row, ...]
-    points: tuple[Point, ...]
-    parts: tuple[tuple[str, int], ...] = ()
+    gap: float  #: how far ``predicted_time`` is above ``bound_time``, as a fraction of it
+    before: tuple[tuple[float, int], ...]  #: memory over the plain step: time and bytes
+    after: tuple[tuple[float, int], ...]  #: the same under the plan
+    rows: tuple[Row, ...]  #: what becomes of each op that there was something to decide for
+    points: tuple[Point, ...]  #: the frontier, plain, baselines and the chosen plan
+    parts: tuple[tuple[str, int], ...] = ()  #: the parts of the peak: names and bytes
     notes: tuple[str, ...] = ()
-    measured_peak: int | None = None
+    measured_peak: int | None = None  #: of steps under the plan; None if none was run
     measured_time: float | None = None
-    measured_plain_time: float | None = None
-    spread: float = 0.0
+    measured_plain_time: float | None = None  #: of the plain steps that were timed with these
+    spread: float = 0.0  #: by how much times may be off, as a fraction

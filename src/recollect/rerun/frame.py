@@ -22,6 +22,7 @@ from recollect.checks.determinism import (
     values_check,
 )
 from recollect.checks.oplog import OpLog
+from recollect.observer import observing
 from recollect.rerun.selective import RecordMode
 from recollect.settings import version_guard_enabled
 from recollect.state.inputs import Inputs
@@ -209,7 +210,10 @@ class ForwardFrame:
             chosen = pack_described
         if self.contexts is not None and isinstance(self.contexts[0], RecordMode):
             chosen = self.contexts[0].noting(chosen)
-        return noting(self.forward_log, chosen) if self.compares_values else chosen
+        if self.compares_values:
+            chosen = noting(self.forward_log, chosen)
+        observer = observing.observer
+        return chosen if observer is None else observer.packing(chosen)
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook that gives autograd a tensor back; see `Frame`."""

@@ -16,6 +16,9 @@ class GraphExecGroup:
     or not. Regions of the reentrant engine are not affected. Groups do not nest.
     """
 
+    def __repr__(self) -> str:
+        return f"<GraphExecGroup at {id(self):#x}>"
+
     def __enter__(self) -> GraphExecGroup:
         active = get_graph_exec_group()
         if active is not None:

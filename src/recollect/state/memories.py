@@ -220,6 +220,8 @@ def _is_wrapper(tensor: _Tensor) -> bool:
 class WriteLog(DispatchMode):
     """Copies what ops write to before they do, if it was there before the step."""
 
+    only_watches = True
+
     def __init__(self, memories: Memories) -> None:
         super().__init__()
         self._memories = memories

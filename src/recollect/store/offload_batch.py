@@ -16,6 +16,7 @@ import torch
 from recollect._torch.modes import unobserved
 from recollect._torch.tensors import memory_key, storage_key, version_of
 from recollect.errors import KeptTensorError
+from recollect.observer import observing
 from recollect.store.host import host_store
 from recollect.store.protocol import Store, as_store
 from recollect.store.spans import laid_out, shift_of
@@ -168,6 +169,8 @@ class OffloadBatch:
             _latest.batch = ref(self)
         offloaded = OffloadedTensor(self._store, tensor, self._name)
         self._tensors.append(ref(offloaded))
+        if observing.observer is not None:
+            observing.observer.offloaded(self, tensor, offloaded)
         return offloaded
 
     def release(self, count: int | None = None) -> None:

@@ -59,6 +59,9 @@ class DeviceStore(Store):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return "DeviceStore()"
+
     def put(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, its own handle."""
         return tensor

@@ -8,9 +8,9 @@
   if (frontier) frontierChart(frontier, data.points, data.plain_time, data.budget);
   if (modules) {
     const { texts } = data;
-    const rows = data.rows.map(([path, op, choice, bytes, seconds, reason]) => {
-      const row = { path: texts[path], op: texts[op], choice, bytes, seconds, reason: texts[reason] };
-      row.text = `${row.path} ${row.op} ${CHOICES[choice].join(" ")} ${row.reason}`.toLowerCase();
+    const rows = data.rows.map(([path, op, fate, bytes, seconds, reason]) => {
+      const row = { path: texts[path], op: texts[op], fate, bytes, seconds, reason: texts[reason] };
+      row.text = `${row.path} ${row.op} ${FATES[fate].join(" ")} ${row.reason}`.toLowerCase();
       return row;
     });
     new Tree(modules, rows);

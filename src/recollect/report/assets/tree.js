@@ -1,7 +1,7 @@
 // The modules as a tree in a table. Rows are made when they come into sight: there may be thousands,
 // and a browser needs seconds to lay those out.
 
-const CHOICES = [["keep", "Kept"], ["recompute", "Recomputed"], ["offload", "Offloaded"]];
+const FATES = [["kept", "Kept"], ["recomputed", "Recomputed"], ["offloaded", "Offloaded"]];
 // So many rows are open at first, and so many matches of a filter are all shown at once.
 const AT_FIRST = 26;
 const MATCHES = 200;
@@ -37,8 +37,8 @@ function addUp(node) {
   node.seconds = [0, 0, 0];
   node.ops = node.row ? 1 : 0;
   if (node.row) {
-    node.bytes[node.row.choice] = node.row.bytes;
-    node.seconds[node.row.choice] = node.row.seconds;
+    node.bytes[node.row.fate] = node.row.bytes;
+    node.seconds[node.row.fate] = node.row.seconds;
   }
   for (const child of node.children) {
     addUp(child);
@@ -121,7 +121,7 @@ class Tree {
   inOrder(children) {
     const { by, down } = this.sorting;
     if (by === "order") return children;
-    const value = (node) => (by === "total" ? node.total : node.bytes[CHOICES.findIndex(([name]) => name === by)]);
+    const value = (node) => (by === "total" ? node.total : node.bytes[FATES.findIndex(([name]) => name === by)]);
     return [...children].sort((a, b) => (down ? value(b) - value(a) : value(a) - value(b)));
   }
 
@@ -188,7 +188,7 @@ class Tree {
     row.style.setProperty("--depth", Math.max(0, node.depth));
     row.setAttribute("role", "row");
     row.append(this.label(node), this.bar(node, most));
-    CHOICES.forEach(([name, title], n) => {
+    FATES.forEach(([name, title], n) => {
       const cell = make("td", `sum ${name}`);
       cell.dataset.label = title;
       cell.setAttribute("role", "cell");
@@ -232,7 +232,7 @@ class Tree {
     const bar = make("div", "bar");
     bar.setAttribute("role", "img");
     bar.setAttribute("aria-label", `${bytesText(node.total)} in all`);
-    CHOICES.forEach(([name], n) => {
+    FATES.forEach(([name], n) => {
       if (!node.bytes[n]) return;
       const part = make("i", name);
       part.style.width = `${(100 * node.bytes[n]) / most}%`;

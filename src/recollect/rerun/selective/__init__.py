@@ -21,12 +21,11 @@ from recollect.rerun.selective.contexts import (
     create_selective_checkpoint_contexts,
     selective_contexts,
 )
-from recollect.rerun.selective.record import Observer, RecordMode
+from recollect.rerun.selective.record import RecordMode
 from recollect.rerun.selective.replay import ReplayMode
 
 __all__ = [
     "SAC_IGNORED_OPS",
-    "Observer",
     "RecordMode",
     "ReplayMode",
     "create_selective_checkpoint_contexts",

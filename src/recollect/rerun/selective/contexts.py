@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from recollect.policy.rules import Policy, as_policy
-from recollect.rerun.selective.explaining import explaining, make_offload_batch
 from recollect.rerun.selective.ledger import Ledger
-from recollect.rerun.selective.record import Observer, RecordMode
+from recollect.rerun.selective.record import RecordMode
 from recollect.rerun.selective.replay import ReplayMode
+from recollect.store.offload_batch import OffloadBatch
 from recollect.store.protocol import Store
 
 __all__ = ["create_selective_checkpoint_contexts", "selective_contexts"]
@@ -43,21 +43,11 @@ def selective_contexts(
     allow_mutation: bool = False,
     store: Store | None = None,
     as_torch: bool = False,
-    observer: Observer | None = None,
 ) -> tuple[RecordMode, ReplayMode]:
     """The two modes for one region.
 
     ``as_torch``: with none of our own defaults, and what was kept is given out once.
     """
-    ledger = Ledger(make_offload_batch(store))
-    explainer = explaining.explainer
-    record = RecordMode(
-        policy,
-        ledger,
-        as_torch=as_torch,
-        allow_mutation=allow_mutation,
-        observer=observer or explainer,
-    )
-    if explainer is not None:
-        explainer.applies(record, policy)
+    ledger = Ledger(OffloadBatch(store))
+    record = RecordMode(policy, ledger, as_torch=as_torch, allow_mutation=allow_mutation)
     return record, ReplayMode(ledger, allow_mutation, once=as_torch)

@@ -128,6 +128,8 @@ class Entry:
     dropped = False
     #: Whether it has been given out.
     is_consumed = False
+    #: Why it is kept; filled in by whoever observes the region.
+    reason = ""
     #: The steps that changed the results in place afterwards.
     changes: Sequence[int] = ()
 

@@ -12,7 +12,7 @@ kept stays. So does what Python can read without an op: numbers that require no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -24,6 +24,7 @@ from recollect._torch.modes import DispatchMode, detach_below_autograd, raw_memo
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.tensors import storage_key
 from recollect.naming import Listener, listening
+from recollect.observer import observing
 from recollect.policy.facts import Facts, facts_of
 from recollect.policy.modules import InsideModules
 from recollect.policy.rules import Policy
@@ -35,17 +36,10 @@ from recollect.rerun.selective.origins import Made, note_results
 from recollect.rerun.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
 
-__all__ = ["Observer", "RecordMode"]
+__all__ = ["RecordMode"]
 
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
-
-
-class Observer(Protocol):
-    """Somebody who wants to see what becomes of each op of a region."""
-
-    def note(self, op: Any, out: Any, ruling: Ruling, entry: Entry | None) -> None:
-        """``op`` returned ``out``, kept as ``entry`` if it was."""
 
 
 class _Op:
@@ -99,7 +93,6 @@ class RecordMode(DispatchMode):
         *,
         as_torch: bool = False,
         allow_mutation: bool = False,
-        observer: Observer | None = None,
         ac_graph_id: int | None = None,
     ) -> None:
         super().__init__()
@@ -109,7 +102,7 @@ class RecordMode(DispatchMode):
         self._rulebook = rulebook_of(policy)
         self._as_torch = as_torch
         self._protects_kept = not as_torch and not allow_mutation
-        self._observer = observer
+        self._observer = observing.observer
         self._asker = Asker(self._rulebook)
         self._tracer: Tracer | None = None
         self._used = False
@@ -378,7 +371,7 @@ class RecordMode(DispatchMode):
             self._nameable.append(holder)
         self._last = note_results(self._made, out, hash(inputs), holder)
         if self._observer is not None:
-            self._observer.note(facts.op, out, ruling, entry)
+            self._observer.decided(facts.op, out, ruling, entry)
         return out
 
     def _run_unusual(self, op: _Op, args: _Args, kwargs: Any) -> tuple[Any, RngState | None]:
@@ -512,6 +505,8 @@ class RecordMode(DispatchMode):
                     "result of another op."
                 )
             entry = self._keep(ruling, (), out, call.inputs, call.step, call.rng)
+        if self._observer is not None:
+            self._observer.decided(self.ledger.op_at(call.step), out, ruling, entry)
         call.is_kept = True
         entry.saved = True  # who has read it before it had a name is not known
 

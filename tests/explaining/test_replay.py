@@ -18,7 +18,7 @@ from recollect import policy
 from recollect.replay import recording_cache as library
 from recollect.replay.kinds import kind_of
 from tests._support import assert_identical, gradients, leaf, measure
-from tests.test_explain import (
+from tests.explaining.test_run import (
     BYTES,
     VARIANTS,
     CopyingStore,
@@ -412,7 +412,7 @@ def test_what_the_engine_remembers_stays() -> None:
         return replay(layer, x.sin())
 
     recollect.explain(run)
-    assert [slot.recording for slot in slots_of(layer)] == [None]
+    assert all(slot.recording is None for slot in slots_of(layer))
     run()
     (slot,) = slots_of(layer)
     recording = slot.recording

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from recollect.report.curves import thinned
+from recollect.report.script import thinned
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -14,7 +14,7 @@ from torch import nn
 
 import recollect
 from recollect import policy
-from recollect.rerun.selective.explaining import explaining
+from recollect.observer import observing
 from tests._support import assert_identical, gradients, leaf, measure
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 40
@@ -510,7 +510,7 @@ def test_a_failure_changes_nothing_either():
     with pytest.raises(ZeroDivisionError):
         recollect.explain(function, torch.randn(4, 8))
     assert_identical(layer.state_dict(), before)
-    assert explaining.explainer is None
+    assert observing.observer is None
     assert not torch._C._len_torch_dispatch_stack()
 
 

@@ -1,0 +1,138 @@
+"""What ``explain`` returns: the rows, what they add up to, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from recollect.report.grouping import common_text, lists_by, pattern
+from recollect.report.rows import RegionCall, Row, TensorRow, Totals
+from recollect.report.table import columns, modules_table, rows_table
+from recollect.report.units import bytes_text
+
+__all__ = ["AUTOGRAD", "ELSEWHERE", "RESULT", "Explanation"]
+
+#: Why memory is held that no region holds.
+AUTOGRAD = "autograd"
+RESULT = "part of the result"
+ELSEWHERE = "held by other code"
+
+#: How many lines there are at most of rows, and of modules.
+_LINES = 40
+_MODULES = 8
+#: The share of what is held from which on something is worth a remark.
+_MUCH = 0.5
+
+
+class Explanation:
+    """What one forward left in memory. ``str()`` of it is a table.
+
+    Memory counts once, however many tensors share it. Parameters, buffers and whatever else was
+    there before forward do not count.
+    """
+
+    def __init__(self, rows: tuple[TensorRow, ...], calls: tuple[RegionCall, ...]) -> None:
+        #: In the order in which the ops ran.
+        self.rows = rows
+        #: The calls of checkpointed regions, in their order.
+        self.calls = calls
+
+    @property
+    def regions(self) -> int:
+        """How many calls of checkpointed regions there were."""
+        return len(self.calls)
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Bytes by fate, and by module."""
+        return Totals.of(self.rows)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that stay where they are from the end of forward until backward."""
+        return self.totals.by_fate["kept"] + self.totals.by_fate["input"]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that stores hold."""
+        return self.totals.by_fate["offloaded"]
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that autograd would hold, and that regions recompute instead."""
+        return self.totals.by_fate["recomputed"]
+
+    @cached_property
+    def remarks(self) -> tuple[str, ...]:
+        """Why there is not less to hold, where one cause stands out."""
+        if not self.regions:
+            return ("No checkpointed region ran: autograd keeps all that backward needs.",)
+        remarks = []
+        inputs = self.totals.by_fate["input"]
+        if inputs > _MUCH * self.held_bytes:
+            remarks.append(
+                f"Inputs of regions are {bytes_text(inputs)}, {self._share(inputs)} of what is "
+                "held. Fewer and larger regions have fewer inputs; offload_inputs=True moves them "
+                "to the host."
+            )
+        outside = [row for row in self.rows if row.reason in (AUTOGRAD, RESULT, ELSEWHERE)]
+        count = sum(row.bytes for row in outside)
+        if count > _MUCH * self.held_bytes:
+            largest = max(outside, key=lambda row: row.bytes)
+            remarks.append(
+                f"{bytes_text(count)}, {self._share(count)} of what is held, is kept outside of "
+                f"any region, where no policy reaches it. The largest part is "
+                f"{bytes_text(largest.bytes)} of {largest.op} in {largest.path or 'the function'}."
+            )
+        return tuple(remarks)
+
+    def _share(self, part: int) -> str:
+        return f"{part / self.held_bytes:.0%}"
+
+    def __str__(self) -> str:
+        needed = [row for row in self.rows if row.bytes and row.fate != "not held"]
+        tables = (_rows(self.rows), _calls(self.calls), modules_table(needed, _MODULES))
+        held, inputs = self.held_bytes, self.totals.by_fate["input"]
+        total = f"held after forward: {bytes_text(held)}, inputs of regions: {bytes_text(inputs)}"
+        return "\n\n".join(filter(None, (*tables, total, *self.remarks)))
+
+    def __repr__(self) -> str:
+        return f"<Explanation: {bytes_text(self.held_bytes)} held, {len(self.rows)} rows>"
+
+
+def _rows(rows: Sequence[TensorRow]) -> str:
+    """The largest lines, in the order of the ops."""
+    if not rows:
+        return "Nothing is held, and nothing is recomputed."
+    groups = lists_by(
+        lambda row: (
+            *(row.op, row.shape, row.dtype, row.fate),
+            *(pattern(row.path), pattern(row.reason)),
+        ),
+        rows,
+    )
+    ranked = sorted(range(len(groups)), key=lambda n: _bytes(groups[n]), reverse=True)
+    text = rows_table([groups[n] for n in sorted(ranked[:_LINES])])
+    if left := ranked[_LINES:]:
+        count = sum(_bytes(groups[n]) for n in left)
+        text += f"\n... and {len(left)} smaller lines, {bytes_text(count)}"
+    return text
+
+
+def _bytes(rows: Sequence[Row]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _calls(calls: Sequence[RegionCall]) -> str:
+    """The regions, if there is something to say of one."""
+    if all(call.engine == "rerun" and not call.notes for call in calls):
+        return ""
+    header = ("region", "engine", "note")
+    groups = lists_by(lambda call: (pattern(call.region), call.engine, call.notes), calls)
+    return columns(header, [_call_line(group) for group in groups], left=header)
+
+
+def _call_line(calls: Sequence[RegionCall]) -> tuple[str, ...]:
+    count = f" x{len(calls)}" if len(calls) > 1 else ""
+    name = common_text([call.region for call in calls]) + count
+    return name, calls[0].engine, "; ".join(calls[0].notes)

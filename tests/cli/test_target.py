@@ -1,0 +1,73 @@
+"""``MODULE:FUNCTION``: what is found, and how mistakes are answered."""
+
+import json
+import sys
+
+import pytest
+
+from recollect.cli import main
+from tests.cli._commands import JOB, refused
+
+
+@pytest.mark.parametrize("target", ["job:pair", "job.py:pair", "package.train:pair"])
+def test_modules_by_name_and_by_path(capsys, target):
+    assert main(["explain", target]) == 0
+    assert "held after forward" in capsys.readouterr().out
+
+
+def test_a_file_finds_its_neighbours_and_takes_the_place_of_no_module(capsys, folder, monkeypatch):
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "neighbour.py").write_text(JOB)
+    (elsewhere / "json.py").write_text("from neighbour import pair")
+    assert main(["explain", str(elsewhere / "json.py") + ":pair"]) == 0
+    assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("job.py", "should name a module and a function in it, such as train.py:build"),
+        ("job:", "should name a module and a function"),
+        (":pair", "should name a module and a function"),
+        ("jobs:pair", "MODULE: there is no module 'jobs'"),
+        ("package.trains:pair", "MODULE: there is no module 'package.trains'"),
+        ("jobs.py:pair", "MODULE: there is no file jobs.py"),
+        ("job:pairs", "FUNCTION: there is no pairs in job. It has make_model, pair, as_dict"),
+        ("job:number", "FUNCTION: number in job is no function but a int"),
+        ("job:needs", "needs width. Give them defaults"),
+        ("job:triple", "triple in job returns, which is of type tuple of length 3"),
+        ("job:make_model", "which is of type Sequential"),
+        ("job:swapped", "model should be an nn.Module, but is of type Tensor"),
+        ("job:without_batch", "batch is missing"),
+        ("job:misspelt", "'optimiser' is not known"),
+        ("job:wrong_loss", "loss should be a function of the model's output"),
+        ("job:wrong_optimizer", "optimizer should be a torch.optim.Optimizer"),
+    ],
+)
+def test_targets_that_cannot_be_used(capsys, target, said):
+    error = refused(capsys, "frontier", target)
+    assert error.startswith("recollect frontier: error: ")
+    assert said in error
+
+
+def test_a_model_that_cannot_be_planned_is_said_in_a_sentence(capsys):
+    error = refused(capsys, "frontier", "job:frozen", code=1)
+    assert "no parameter of this Sequential requires a gradient" in error
+
+
+@pytest.mark.parametrize("target", ["job:broken", "job:broken_forward"])
+def test_errors_of_the_code_of_the_user_stay_what_they_are(target):
+    with pytest.raises(ValueError, match="not ours"):
+        main(["plan", target, "--budget", "0.5"])
+
+
+def test_a_module_that_imports_what_is_not_there_shows_where():
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        main(["explain", "imports:build"])
+
+
+def test_a_file_that_cannot_be_run_is_forgotten():
+    with pytest.raises(ModuleNotFoundError):
+        main(["explain", "imports.py:build"])
+    assert "imports" not in sys.modules
