@@ -17,7 +17,6 @@ from recollect.checks.determinism import (
 from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
-from recollect.state.reachable import leads_nowhere
 from recollect.store import check_store
 
 __all__ = ["DEFAULTS", "Engine", "Keywords", "Options", "noop_context_fn", "usual_options"]
@@ -137,10 +136,6 @@ class Options:
         if isinstance(policy, list | tuple | set | frozenset):
             given["policy"] = [str(op) for op in policy]
         return _unpickle, (given,)
-
-
-# The contexts of an inner region are chosen again in a recomputation.
-leads_nowhere(Options)
 
 
 def usual_options(engine: Engine | None, policy: Any) -> Options:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from recollect.state import mutation
+from recollect.state import buffers
 from tests._support import Run, assert_transparent, reentrant, rerun
 
 pytestmark = [
@@ -128,8 +128,8 @@ def test_a_large_buffer_is_copied_once_on_a_device(monkeypatch: pytest.MonkeyPat
     layer.register_buffer("table", torch.ones(200, 200, device="cuda"))
     rerun(layer, on_cuda(4, 16)).sum().backward()
     copied: list[Any] = []
-    copies = mutation._copies
-    monkeypatch.setattr(mutation, "_copies", lambda t: copied.extend(t) or copies(t))
+    copies = buffers._copies
+    monkeypatch.setattr(buffers, "_copies", lambda t: copied.extend(t) or copies(t))
     rerun(layer, on_cuda(4, 16)).sum().backward()
     assert copied == []
 

@@ -226,8 +226,8 @@ def test_parameters_that_nobody_writes_to_are_not_copied() -> None:
     step = Step(trained.model, (x,), {}, loss, None)
     with step.undone(rehearses=True):
         step.rehearse()
-        memories = step._snapshot._memories._memories
-    assert [key for key, memory in memories.items() if memory.copy is not None] == [x.data_ptr()]
+        storages = step._snapshot._memory._storages
+    assert [key for key, memory in storages.items() if memory.copy is not None] == [x.data_ptr()]
 
 
 def test_what_only_ops_can_find_is_put_back() -> None:

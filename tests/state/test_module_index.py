@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.modules import module as module_file
 from torch.nn.utils import parametrize
 
-from recollect.state.module_index import tree_of
+from recollect.state.module_index import index_of
 
 
 def parameters(module: nn.Module) -> set[int]:
-    owners = tree_of(module).parameters
+    owners = index_of(module).parameters
     return {id(p) for owner in owners for p in owner.values() if p is not None}
 
 
@@ -63,54 +63,54 @@ def test_changes_are_noticed(change: Callable[[Any], Any]) -> None:
 
 def test_a_tree_is_remembered() -> None:
     module = model()
-    assert tree_of(module) is tree_of(module)
-    tree = tree_of(module)
+    assert index_of(module) is index_of(module)
+    tree = index_of(module)
     module.eval()
-    assert tree_of(module) is tree
+    assert index_of(module) is tree
 
 
 def test_a_name_for_another_is_noticed() -> None:
     module = model()
-    tree = tree_of(module)
+    tree = index_of(module)
     weight = module[0].weight
     del module[0].weight
     module[0].register_parameter("other", weight)
-    assert tree_of(module) is not tree
-    assert ("bias", "other") in tree_of(module).names
+    assert index_of(module) is not tree
+    assert ("bias", "other") in index_of(module).names
 
 
 def test_another_class_is_noticed() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    tree = tree_of(module)
+    tree = index_of(module)
     module[0].__class__ = type("Linear", (nn.Linear,), {"__module__": __name__})
-    assert tree_of(module) is not tree
-    assert tree_of(module).own
+    assert index_of(module) is not tree
+    assert index_of(module).own
 
 
 def test_modules_that_are_made_elsewhere_change_no_tree() -> None:
     module = model()
-    tree = tree_of(module)
+    tree = index_of(module)
     nn.Sequential(nn.BatchNorm1d(2)).register_buffer("more", torch.ones(2))
-    assert tree_of(module) is tree
+    assert index_of(module) is tree
 
 
 def test_nobody_is_asked_to_tell_of_registrations() -> None:
     # The compiler would guard on it, in all code that registers a module.
-    tree_of(model())
+    index_of(model())
     for kind in ("module", "parameter", "buffer"):
         assert not getattr(module_file, f"_global_{kind}_registration_hooks")
 
 
 def test_buffers_are_noticed() -> None:
     module = model()
-    assert tree_of(module).with_buffers == []
+    assert index_of(module).with_buffers == []
     module[1].register_buffer("state", torch.ones(2))
-    assert len(tree_of(module).with_buffers) == 1
+    assert len(index_of(module).with_buffers) == 1
 
 
-def test_a_copy_has_a_tree_of_its_own() -> None:
+def test_a_copy_has_a_index_of_its_own() -> None:
     module = model()
-    tree_of(module)
+    index_of(module)
     twin = copy.deepcopy(module)
     assert parameters(twin) == expected(twin)
 
@@ -131,7 +131,7 @@ def test_modules_die() -> None:
     gc.disable()
     try:
         module = Own()
-        tree_of(module)
+        index_of(module)
         dead = weakref.ref(module)
         del module
         assert dead() is None
@@ -142,7 +142,7 @@ def test_modules_die() -> None:
 def test_modules_that_refer_to_themselves_die() -> None:
     module = Own()
     module.method, module.back = module.forward, [module]
-    tree_of(module)
+    index_of(module)
     dead = weakref.ref(module)
     del module
     gc.collect()
@@ -151,14 +151,14 @@ def test_modules_that_refer_to_themselves_die() -> None:
 
 def test_a_buffer_that_is_assigned_changes_no_tree() -> None:
     module = Own()
-    tree = tree_of(module)
+    tree = index_of(module)
     module.state = torch.zeros(2)
-    assert tree_of(module) is tree
+    assert index_of(module) is tree
 
 
 def test_a_pickled_module_has_no_tree() -> None:
     module = Own()
-    tree_of(module)
+    index_of(module)
     assert module.state_dict().keys() == Own().state_dict().keys()
     twin = pickle.loads(pickle.dumps(module))
     assert twin.__dict__["_recollect_tree"] is None

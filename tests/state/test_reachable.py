@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.state.inputs import Inputs
-from recollect.state.reachable import Reach, Writes, simple_tree
+from recollect.state.reachable import Reachable, SimpleModule, Writes, reachable_from
 
 np = pytest.importorskip("numpy")
 
@@ -71,6 +71,10 @@ def _decorated(block: nn.Module) -> Callable[..., Any]:
     return lambda x: wrapper(x)
 
 
+def parameters(reach: Reachable) -> list[dict[str, Any]]:
+    return [owner for index in reach.indexes for owner in index.parameters]
+
+
 WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "module": lambda block: block,
     "method": lambda block: block.half,
@@ -92,8 +96,8 @@ WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_module_is_found(way: Callable[[Any], Callable[..., Any]]) -> None:
     block = Block()
-    reach = Reach(way(block))
-    found = {id(p) for owner in reach.parameters for p in owner.values() if p is not None}
+    reach = Reachable(way(block))
+    found = {id(p) for owner in parameters(reach) for p in owner.values() if p is not None}
     assert found == {id(p) for p in block.parameters()}
     names = {name: writes for _, name, writes in reach.buffers}
     assert names.keys() == {"running_mean", "running_var", "num_batches_tracked", "scale"}
@@ -103,7 +107,7 @@ def test_a_module_is_found(way: Callable[[Any], Callable[..., Any]]) -> None:
 
 def test_statistics_are_not_written_in_eval_mode() -> None:
     norm = nn.BatchNorm1d(2).eval()
-    assert {writes for _, _, writes in Reach(norm).buffers} == {Writes.SEEN}
+    assert {writes for _, _, writes in Reachable(norm).buffers} == {Writes.SEEN}
 
 
 def _uses_global(x: Tensor) -> Tensor:
@@ -128,13 +132,13 @@ class UsesGlobal(nn.Module):
     [_uses_global, _calls_it, lambda x: _calls_it(x), UsesGlobal(), nn.Sequential(UsesGlobal())],
 )
 def test_a_global_generator_is_found(function: Any) -> None:
-    assert Reach(function).generators == [GENERATOR]
+    assert Reachable(function).generators == [GENERATOR]
 
 
 def test_a_global_container_is_looked_into() -> None:
-    reach = Reach(_uses_holder)
+    reach = Reachable(_uses_holder)
     assert reach.generators == [HOLDER["generator"]]
-    assert [list(owner) for owner in reach.parameters] == [["weight", "bias"]]
+    assert [list(owner) for owner in parameters(reach)] == [["weight", "bias"]]
 
 
 @pytest.mark.parametrize(
@@ -146,24 +150,24 @@ def test_generators_in_arguments_and_closures(generator: Any) -> None:
     def run(x: Tensor, **kwargs: Any) -> Any:
         return x
 
-    assert Reach(run, [generator]).generators == [generator]
-    assert Reach(run, Inputs((), {"a": [{"b": (generator,)}]}).reachable()).generators == [
+    assert Reachable(run, [generator]).generators == [generator]
+    assert Reachable(run, Inputs((), {"a": [{"b": (generator,)}]}).reachable()).generators == [
         generator
     ]
-    assert Reach(lambda: generator, [generator]).generators == [generator]
+    assert Reachable(lambda: generator, [generator]).generators == [generator]
 
 
 def test_modules_in_arguments() -> None:
     layer = nn.Linear(2, 2)
     others = Inputs((layer, torch.ones(2)), {"others": [layer]}).reachable()
-    reach = Reach(lambda f, x: f(x), others)
-    assert [list(owner) for owner in reach.parameters] == [["weight", "bias"]]
+    reach = Reachable(lambda f, x: f(x), others)
+    assert [list(owner) for owner in parameters(reach)] == [["weight", "bias"]]
     assert reach.tensors == []
 
 
 def test_tensors_in_closures() -> None:
     table, weight = torch.ones(3), torch.ones(3, requires_grad=True)
-    reach = Reach(lambda x: x * table * weight)
+    reach = Reachable(lambda x: x * table * weight)
     assert [id(t) for t in reach.tensors] in ([id(table), id(weight)], [id(weight), id(table)])
 
 
@@ -172,7 +176,7 @@ def test_a_cell_that_is_not_filled_yet() -> None:
         def function() -> Any:
             return later
 
-        Reach(function)
+        Reachable(function)
         later = 1
         return function
 
@@ -182,15 +186,15 @@ def test_a_cell_that_is_not_filled_yet() -> None:
 def test_things_that_refer_to_each_other() -> None:
     holder = Holder(nn.Linear(2, 2))
     holder.itself = [holder, {"again": holder}]  # type: ignore[attr-defined]
-    assert len(Reach(holder.run).parameters) == 1
+    assert len(parameters(Reachable(holder.run))) == 1
 
 
 def test_a_global_that_becomes_a_generator_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "GENERATOR", None)
-    assert Reach(_uses_global).generators == []
+    assert Reachable(_uses_global).generators == []
     generator = torch.Generator()
     monkeypatch.setitem(globals(), "GENERATOR", generator)
-    assert Reach(_uses_global).generators == [generator]
+    assert Reachable(_uses_global).generators == [generator]
 
 
 def _with_a_method_on_a_child(model: Any) -> None:
@@ -232,8 +236,8 @@ def test_attributes_that_lead_back_to_modules(prepare: Callable[[Any], None]) ->
     model = nn.Sequential(Block(), Block())
     prepare(model)
     for _ in range(2):
-        reach = Reach(model)
-        found = {id(p) for owner in reach.parameters for p in owner.values() if p is not None}
+        reach = Reachable(model)
+        found = {id(p) for owner in parameters(reach) for p in owner.values() if p is not None}
         assert found == {id(p) for p in model.parameters()}
         assert {id(g) for g in reach.generators} == {id(block.generator) for block in model}
 
@@ -268,10 +272,10 @@ def test_what_attributes_lead_to_is_looked_up_each_time(add: Callable[[Any, Any]
     norm, generator = nn.BatchNorm1d(2), torch.Generator()
     block = Collects()
     model = nn.Sequential(block)
-    assert simple_tree(model) is not None
-    assert Reach(model).buffers == []
+    assert type(reachable_from(model, [])) is SimpleModule
+    assert Reachable(model).buffers == []
     add(block, [norm, generator])
-    assert simple_tree(model) is None
-    reach = Reach(model)
+    assert type(reachable_from(model, [])) is Reachable
+    reach = Reachable(model)
     assert [name for _, name, _ in reach.buffers] == [*norm._buffers]
     assert reach.generators == [generator]

@@ -25,11 +25,15 @@ from torch import Tensor, nn
 
 from recollect.state.restorers import (
     ATOMS,
-    CARED_FOR,
+    CAPTURED_ELSEWHERE,
     ITERATOR,
     SMALL_TENSOR,
     TENSOR,
-    kinds_of,
+    _put_dict,
+    difference,
+    hold,
+    is_whole,
+    restorers_of,
 )
 
 
@@ -236,7 +240,7 @@ def raw(thing: Any) -> Any:
         [id(part) for part in taken]
         if isinstance(taken, list)
         else [*map(id, taken), *map(id, taken.values())]
-        for kind in kinds_of(type(thing))
+        for kind in restorers_of(type(thing))
         if kind.mutable
         for taken in [kind.take(thing)]
     ]
@@ -245,7 +249,7 @@ def raw(thing: Any) -> Any:
 @pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
 def test_put_back_and_forth(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
     thing = make()
-    kinds = [kind for kind in kinds_of(type(thing)) if kind.mutable]
+    kinds = [kind for kind in restorers_of(type(thing)) if kind.mutable]
     taken = [kind.take(thing) for kind in kinds]
     before = raw(thing)
     assert all(kind.same(thing, t) for kind, t in zip(kinds, taken, strict=True))
@@ -253,7 +257,7 @@ def test_put_back_and_forth(make: Callable[[], Any], change: Callable[[Any], Any
     after = raw(thing)
     assert not all(kind.same(thing, t) for kind, t in zip(kinds, taken, strict=True))
     assert before != after
-    held = [kind.hold(thing) for kind in kinds]
+    held = [hold(thing, kind) for kind in kinds]
     for contents, expected in ((taken, before), (held, after)):
         for kind, content in zip(kinds, contents, strict=True):
             kind.put(thing, content)
@@ -264,7 +268,7 @@ def test_put_back_and_forth(make: Callable[[], Any], change: Callable[[Any], Any
 def test_order_of_a_set_that_had_one_more() -> None:
     items = {f"item {n}" for n in range(100)}
     order = list(items)
-    (kind,) = kinds_of(set)
+    (kind,) = restorers_of(set)
     taken = kind.take(items)
     items.add("one more")
     kind.put(items, taken)
@@ -281,11 +285,10 @@ def test_only_what_differs_is_touched() -> None:
             touched.append(key)
             super().__setitem__(key, value)
 
-    kind = type(kinds_of(dict)[0])(Base)
     thing = Base(a=1, b=2)
     taken = dict(thing)
     dict.update(thing, b=3, c=4)
-    kind.put(thing, taken)
+    _put_dict(thing, taken, Base)
     assert (thing, touched) == ({"a": 1, "b": 2}, ["b"])
 
 
@@ -294,25 +297,25 @@ def test_only_what_differs_is_touched() -> None:
 )
 def test_large_arrays_are_compared_and_not_copied(make: Any) -> None:
     thing = make(10**6)
-    (kind,) = kinds_of(type(thing))
+    (kind,) = restorers_of(type(thing))
     taken = kind.take(thing)
-    assert not kind.is_whole(taken)
-    assert kind.is_whole(kind.hold(thing))
+    assert not is_whole(kind, taken)
+    assert is_whole(kind, hold(thing, kind))
     assert kind.same(thing, taken)
     thing[10**5] = 1
     assert not kind.same(thing, taken)
-    assert kind.difference(thing, taken) == "it holds other values"
+    assert difference(thing, kind, taken) == "it holds other values"
     with pytest.raises(ValueError, match="not copied"):
         kind.put(thing, taken)
     assert thing[10**5] == 1
 
 
 def test_difference_of_arrays() -> None:
-    (kind,) = kinds_of(np.ndarray)
+    (kind,) = restorers_of(np.ndarray)
     thing = np.zeros((2, 3))
     taken = kind.take(thing)
     thing.resize((4, 3), refcheck=False)
-    assert kind.difference(thing, taken) == "shape (2, 3) -> (4, 3)"
+    assert difference(thing, kind, taken) == "shape (2, 3) -> (4, 3)"
 
 
 def test_small_tensor_gets_its_version_back() -> None:
@@ -359,7 +362,7 @@ class Reader:
     ids=lambda value: type(value).__name__,
 )
 def test_iterators(value: Any) -> None:
-    assert kinds_of(type(value)) is ITERATOR
+    assert restorers_of(type(value)) is ITERATOR
 
 
 @pytest.mark.parametrize(
@@ -379,7 +382,7 @@ def test_iterators(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_no_iterators(value: Any) -> None:
-    assert kinds_of(type(value)) is not ITERATOR
+    assert restorers_of(type(value)) is not ITERATOR
 
 
 class Colour(enum.Enum):
@@ -411,13 +414,15 @@ class Colour(enum.Enum):
     ids=lambda value: type(value).__name__,
 )
 def test_left_alone(value: Any) -> None:
-    assert type(value) in ATOMS or kinds_of(type(value)) == ()
+    assert type(value) in ATOMS or restorers_of(type(value)) == ()
 
 
 def test_files_are_not_read(tmp_path: Any) -> None:
     mapped = np.memmap(tmp_path / "data", mode="w+", shape=(3,))
-    assert not any(kind.same is kinds_of(np.ndarray)[0].same for kind in kinds_of(type(mapped)))
-    assert kinds_of(np.ndarray)[0] not in kinds_of(type(mapped))
+    assert not any(
+        kind.same is restorers_of(np.ndarray)[0].same for kind in restorers_of(type(mapped))
+    )
+    assert restorers_of(np.ndarray)[0] not in restorers_of(type(mapped))
 
 
 @pytest.mark.parametrize(
@@ -432,17 +437,17 @@ def test_files_are_not_read(tmp_path: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_state_of_these_is_looked_after_elsewhere(value: Any) -> None:
-    assert kinds_of(type(value)) is CARED_FOR
+    assert restorers_of(type(value)) is CAPTURED_ELSEWHERE
 
 
 @pytest.mark.parametrize("cls", [Tensor, nn.Parameter, type("Sub", (Tensor,), {})])
 def test_tensors(cls: type) -> None:
-    assert kinds_of(cls) is TENSOR
+    assert restorers_of(cls) is TENSOR
 
 
 def test_plain_data_of_torch_is_looked_into() -> None:
-    assert kinds_of(torch.distributions.Normal)
-    assert not kinds_of(torch.fx.Graph)
+    assert restorers_of(torch.distributions.Normal)
+    assert not restorers_of(torch.fx.Graph)
 
 
 class Pair(NamedTuple):
@@ -452,14 +457,14 @@ class Pair(NamedTuple):
 
 def test_named_tuple() -> None:
     pair = Pair(1, [2])
-    (kind,) = kinds_of(type(pair))
+    (kind,) = restorers_of(type(pair))
     assert not kind.mutable
     assert [*kind.parts(kind.take(pair))] == [("[0]", 1), ("[1]", [2])]
 
 
 def test_view_leads_to_its_dict() -> None:
     mapping = {"a": 1}
-    (kind,) = kinds_of(type(mapping.values()))
+    (kind,) = restorers_of(type(mapping.values()))
     (inside,) = kind.items(kind.take(mapping.values()))
     assert inside is mapping
 
@@ -472,13 +477,13 @@ def test_class_with_a_dict_of_its_own_making() -> None:
         def __dict__(self) -> Any:
             raise AssertionError("a property was read")
 
-    assert kinds_of(Odd) == ()
+    assert restorers_of(Odd) == ()
 
 
 @pytest.mark.parametrize("body", [{}, {"__slots__": ("step",)}], ids=["dict", "slots"])
 def test_class_is_not_held_by_what_is_known_of_it(body: dict[str, Any]) -> None:
     cls = type("Passing", (), body)
-    assert kinds_of(cls)
+    assert restorers_of(cls)
     held = ref(cls)
     del cls
     gc.collect()

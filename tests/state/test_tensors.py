@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recollect.state.tensors import LARGE, are_statistics, is_plain, is_small, nbytes, same_values
+from recollect.state.tensors import (
+    LARGE,
+    are_statistics,
+    is_copyable,
+    is_small,
+    nbytes,
+    same_values,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +50,10 @@ def test_which_may_be_statistics(tensor: Tensor, statistics: bool) -> None:
 
 
 def test_memory_that_several_places_share_is_not_plain() -> None:
-    assert is_plain(torch.zeros(2, 3).t())
-    assert not is_plain(torch.zeros(1, 3).expand(2, 3))
-    assert not is_plain(torch.zeros(3, device="meta"))
-    assert not is_plain(None)
+    assert is_copyable(torch.zeros(2, 3).t())
+    assert not is_copyable(torch.zeros(1, 3).expand(2, 3))
+    assert not is_copyable(torch.zeros(3, device="meta"))
+    assert not is_copyable(None)
 
 
 def test_values_are_compared_whatever_the_layout() -> None:

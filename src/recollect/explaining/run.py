@@ -17,7 +17,7 @@ from recollect.observer import observing
 from recollect.replay.recording_cache import recordings_preserved
 from recollect.report.explanation import Explanation
 from recollect.report.rows import RegionCall, TensorRow
-from recollect.state.reachable import Reach
+from recollect.state.reachable import Reachable
 from recollect.state.snapshot import Snapshot, check_arguments
 
 __all__ = ["explain"]
@@ -60,7 +60,7 @@ def _forward(
     """Run forward, and put back what it changes."""
     check_arguments(args, kwargs)
     with Snapshot({"function": function, "arguments": (args, kwargs)}, None) as snapshot:
-        roots = Reach(function, [*args, *kwargs.values()]).modules
+        roots = Reachable(function, [*args, *kwargs.values()]).modules
         watcher = Watcher(roots)
         watcher.storages.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
         with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _watched_by(watcher):

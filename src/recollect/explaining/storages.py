@@ -14,7 +14,7 @@ import torch
 from recollect._torch.modes import below_python, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import inner_tensors, storage_key
-from recollect.state.argument_snapshot import Contents
+from recollect.state.argument_snapshot import ArgumentSnapshot
 from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Region", "StorageTable", "TrackedStorage", "storages_of", "tensors_in"]
@@ -39,8 +39,8 @@ def tensors_in(value: Any) -> list[_Tensor]:
     """The tensors in nested containers, and in objects."""
     found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
     others = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, _Tensor)]
-    contents = Contents()
-    contents.look_into(others)
+    contents = ArgumentSnapshot()
+    contents.add(others)
     return found + contents.tensors
 
 

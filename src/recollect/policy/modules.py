@@ -17,8 +17,8 @@ from recollect._torch.modules import compiled_in, hook_module, unhook_module
 from recollect.checks.names import model_of, plain_name
 from recollect.policy.patterns import fits, listed
 from recollect.policy.rulings import Rulebook
-from recollect.state.module_index import tree_of
-from recollect.state.reachable import Reach
+from recollect.state.module_index import index_of
+from recollect.state.reachable import Reachable
 
 __all__ = ["InsideModules"]
 
@@ -32,7 +32,7 @@ _Named = list[tuple[str, nn.Module]]
 def _roots(function: Callable[..., Any], values: tuple[Any, ...]) -> list[nn.Module]:
     """The modules that a region may call: its own, or those that it reaches or is given."""
     owner = getattr(function, "__self__", function)
-    found = [owner] if isinstance(owner, nn.Module) else Reach(function).modules
+    found = [owner] if isinstance(owner, nn.Module) else Reachable(function).modules
     return found + [value for value in values if isinstance(value, nn.Module)]
 
 
@@ -52,14 +52,14 @@ def _matched(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
     if len(roots) == 1:
         # Weakly: the policy may outlive the model.
         weak = [(ref(module), own) for module, own in matched]
-        rulebook.matched[roots[0]] = ref(tree_of(roots[0])), weak
+        rulebook.matched[roots[0]] = ref(index_of(roots[0])), weak
     return matched
 
 
 def _known(rulebook: Rulebook, root: nn.Module) -> _Matched | None:
     """What was found last time, if the module is as it was then."""
     entry = rulebook.matched.get(root)
-    if entry is None or entry[0]() is not tree_of(root):
+    if entry is None or entry[0]() is not index_of(root):
         return None
     found = [(module(), ranks) for module, ranks in entry[1]]
     return None if any(module is None for module, _ in found) else found

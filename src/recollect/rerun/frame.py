@@ -26,7 +26,7 @@ from recollect.observer import observing
 from recollect.rerun.selective import RecordMode
 from recollect.settings import version_guard_enabled
 from recollect.state.inputs import Inputs
-from recollect.state.region_state import Surroundings
+from recollect.state.region_state import RegionState
 from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["Contexts", "ForwardFrame", "RecomputedTensors", "Ticket", "make_contexts", "noting"]
@@ -114,7 +114,7 @@ class ForwardFrame:
         #: Where the inputs are, if they are not held.
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
-        self.surroundings = Surroundings(function, self.inputs.reachable(), preserve_rng_state)
+        self.surroundings = RegionState(function, self.inputs.reachable(), preserve_rng_state)
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
         #: Whether values are compared too, besides the results of ``describe``.

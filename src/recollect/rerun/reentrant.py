@@ -19,7 +19,7 @@ from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
 from recollect.state.inputs import Inputs
-from recollect.state.region_state import Surroundings
+from recollect.state.region_state import RegionState
 from recollect.state.tensors import are_statistics
 
 __all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
@@ -62,7 +62,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.inputs = Inputs(others, {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.surroundings = Surroundings(run_function, ctx.inputs.reachable(), preserve_rng_state)
+        ctx.surroundings = RegionState(run_function, ctx.inputs.reachable(), preserve_rng_state)
         ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
         # What is saved is guarded from the end of forward on only.

@@ -1,8 +1,8 @@
-"""What surrounds a region and decides what its ops do.
+"""Ambient state: context variables, autocast, function modes, process-wide switches.
 
-Context variables, autocast, function modes (a default device is one) and process-wide switches: a
-rerun finds them as forward did, whatever surrounds backward, and nothing of it is left afterwards.
-Almost always nothing has changed, and to find that out is all it costs.
+It decides what ops do (a default device is a function mode). A rerun finds it as forward did,
+whatever surrounds backward, and nothing of it is left afterwards. Almost always nothing has
+changed, and to find that out is all it costs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _leave_autocast(before: _Autocast) -> None:
 
 
 class Ambient:
-    """What surrounds the code at one moment."""
+    """The ambient state at one moment."""
 
     __slots__ = ("_autocast", "_context", "_flags", "_modes", "_nested_trace")
 

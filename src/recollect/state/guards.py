@@ -1,12 +1,12 @@
-"""Guards on what a region reads beside its arguments: parameters, buffers, tensors in closures.
+"""Guards on the tensors that a region reads beside its arguments: parameters, buffers, closures.
 
 A rerun reads them again. If one was changed in place meanwhile it would compute with the new value,
-where plain autograd raises. So their versions are compared before a rerun, and one that differs is
-an error if the rerun gets to use it: the model that a closure holds may have parameters that the
-region has nothing to do with, and those may change.
+where plain autograd raises. So versions are compared before a rerun, and one that differs is an
+error if the rerun uses the tensor: the model that a closure holds may have other parameters, which
+may change.
 
 A parameter whose ``data`` was exchanged, emptied or filled has the version it had: sharding engines
-do this all the time, and see to it that the values are the same.
+do this all the time, and ensure that the values are the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Guards:
         self._versions += [tensor._version for tensor in tensors]
 
     def changes(self) -> Changes | None:
-        """What has been changed in place since; None, almost always."""
+        """The tensors that were changed in place since; None, almost always."""
         if [tensor._version for tensor in self._tensors] == self._versions:
             return None
         return {

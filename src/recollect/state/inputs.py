@@ -1,12 +1,12 @@
 """The arguments of a region, held until its rerun and guarded against change.
 
-A tensor is held as it is, with the version it had at the call. Inside another checkpointed region
-(or under any other saved-tensor hooks) it is saved through those hooks instead, as an op would
-save it: the outer region then forgets and recomputes it, and a hook that moves saved tensors to
-the host moves this one too. Or it is sent to a store, if the user wants that.
+A tensor is held with the version it had at the call. Inside another checkpointed region (or under
+any other saved-tensor hooks) it is saved through those hooks instead, as an op would save it: the
+outer region then frees and recomputes it, and a hook that moves saved tensors to the host moves
+this one too. Or it goes to a store, if the user wants that.
 
-Lists, dicts and objects are found again as they were at the call: see ``containers``. Almost always
-there are none, and then arguments cost no more than a look at the type of each.
+Lists, dicts and objects are put back to what they held at the call: see `argument_snapshot`. Almost
+always there are none, and arguments cost no more than a check of the type of each.
 
     at the call         ``Inputs(args, kwargs)``, which refuses iterators
     after forward       ``settle()``
@@ -15,7 +15,7 @@ there are none, and then arguments cost no more than a look at the type of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -26,10 +26,10 @@ import torch
 from recollect._torch.autograd import save_tensor, saved_tensor_hooks_active
 from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
-from recollect.state.argument_snapshot import Contents, Swapped
+from recollect.state.argument_snapshot import ArgumentSnapshot, Swapped
 from recollect.state.restorers import ATOMS
 from recollect.state.tensors import are_statistics
-from recollect.store.offload_batch import OffloadBatch
+from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["Inputs"]
 
@@ -37,56 +37,41 @@ _Tensor = torch.Tensor
 
 
 class _Saved:
-    """Marks a place among the arguments whose tensor was saved through hooks, or put into a store.
+    """Replaces a tensor that was saved through hooks, or put into a store, and is not held here."""
 
-    The tensor itself is not held: to let it go may be what that is for.
-    """
+    __slots__ = ("_version", "tensor", "unpack")
 
-    __slots__ = ("_tensor", "_version", "handle")
-
-    def __init__(self, tensor: _Tensor, deposit: OffloadBatch | None = None) -> None:
-        self.handle: Any = save_tensor(tensor) if deposit is None else _Stowed(tensor, deposit)
-        self._tensor = ref(tensor)
+    def __init__(self, tensor: _Tensor, unpack: Callable[[], _Tensor]) -> None:
+        self.unpack = unpack
+        self.tensor = ref(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version
-
-    def is_of(self, tensor: Any) -> bool:
-        """Whether ``tensor`` is the one."""
-        return self._tensor() is tensor
 
     def changed(self) -> tuple[_Tensor, int] | None:
         """The tensor, if it is alive and was changed in place, and the version it had."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None or self._version < 0 or tensor._version == self._version:
             return None
         return tensor, self._version
 
 
-class _Stowed:
-    """A tensor in a store, to be had again as an input of a graph."""
-
-    __slots__ = ("_parcel",)
-
-    def __init__(self, tensor: _Tensor, deposit: OffloadBatch) -> None:
-        self._parcel = deposit.put(tensor.detach())
-
-    def unpack(self) -> _Tensor:
-        leaf = self._parcel.get().detach().requires_grad_()
-        with torch.enable_grad():
-            return leaf.view_as(leaf)  # no leaf, as in forward: autocast tells them apart
-
-
 def _stow(value: Any, deposit: OffloadBatch) -> Any:
-    # What needs no gradient is often shared by all regions (a mask), and a leaf lives anyway.
+    # A tensor that needs no gradient is often shared by all regions (a mask); a leaf lives anyway.
     if isinstance(value, _Tensor) and value.requires_grad and not value.is_leaf:
-        return _Saved(value, deposit)
+        return _Saved(value, partial(_fetch, deposit.put(value.detach())))
     return value
+
+
+def _fetch(parcel: OffloadedTensor) -> _Tensor:
+    leaf = parcel.get().detach().requires_grad_()
+    with torch.enable_grad():
+        return leaf.view_as(leaf)  # no leaf, as in forward: autocast tells them apart
 
 
 def _save(value: Any) -> Any:
     if not isinstance(value, _Tensor):
         return value
     try:
-        return _Saved(value)
+        return _Saved(value, save_tensor(value).unpack)
     except RuntimeError:
         # A view whose base was changed such that it cannot be used any more. To pass it is no
         # fault, as long as nobody does.
@@ -126,14 +111,14 @@ class Inputs:
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []
-        self._contents: Contents | None = None
+        self._contents: ArgumentSnapshot | None = None
         others = _sort_out([*args, *kwargs.values()] if kwargs else [*args], self._guards)
         if others:
-            self._look_into(others)
+            self._take_contents(others)
 
-    def _look_into(self, values: list[Any]) -> None:
-        contents = self._contents = Contents()
-        iterator = contents.look_into(values)
+    def _take_contents(self, values: list[Any]) -> None:
+        contents = self._contents = ArgumentSnapshot()
+        iterator = contents.add(values)
         if iterator is not None:
             raise TypeError(
                 f"{self._name(iterator)} of a checkpointed region is an iterator "
@@ -145,29 +130,28 @@ class Inputs:
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they are held, for errors to look at."""
+        """The arguments as they are held, for error messages."""
         return self._args, self._kwargs
 
     def reachable(self) -> list[Any]:
-        """What else than tensors the function can get at: modules, generators, functions."""
-        found = [] if self._contents is None else self._contents.cared_for
+        """The modules, generators and functions among the arguments."""
+        found = [] if self._contents is None else self._contents.captured_elsewhere
         values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
         functions = [value for value in values if isinstance(value, _FUNCTIONS)]
         return found + functions if functions else found
 
     def settle(self) -> None:
-        """Take note of what the region itself changed in place.
+        """Note what the region itself changed in place.
 
-        A tensor that it changed cannot be had again: an error, when backward asks. All are let go
-        then, since the history of that one may run through the region, which would hold it. Except
-        for a small one in a container or an object, which is put back for a rerun as these are.
+        If it changed a tensor, backward raises. All arguments are released then, since the history
+        of that tensor may run through the region, which would hold itself. A small tensor in a
+        container or an object is put back for a rerun, as these are.
         """
         if self._contents is not None:
-            gained = self._contents.gained_history()
+            gained = self._contents.settle()
             if gained is not None:
                 self._give_up(gained, 0)
                 return
-            self._contents.settle()
         if not self._guard:
             return
         for tensor, version in self._all_guards():
@@ -186,7 +170,7 @@ class Inputs:
         self._args, self._kwargs, self._guards, self._contents = (), {}, [], None
 
     def recall(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, or ``InputChanged``."""
+        """The arguments, or ``InputChanged``."""
         if self._spoilt is not None:
             raise InputChanged(self._spoilt)
         if self._guard:
@@ -195,12 +179,12 @@ class Inputs:
                     raise self._changed(tensor, version, "after the region ran")
         if not self._saved:
             return self._args, self._kwargs
-        args = tuple(a.handle.unpack() if type(a) is _Saved else a for a in self._args)
-        kwargs = {k: v.handle.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
+        args = tuple(a.unpack() if type(a) is _Saved else a for a in self._args)
+        kwargs = {k: v.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
     def swap(self) -> Swapped | None:
-        """Give containers and objects what they held at the call, until ``put_back`` of the result.
+        """Put containers and objects back to the call, until ``put_back`` of the result.
 
         After ``recall``, which may have to rerun another region first. None: there is no need.
         """
@@ -211,7 +195,7 @@ class Inputs:
         """Whether ``tensor`` is one of the arguments."""
         if any(tensor is guarded for guarded, _ in self._guards):
             return True
-        return self._contents is not None and self._contents.has(tensor)
+        return self._contents is not None and id(tensor) in self._contents.entries
 
     def _changed(self, tensor: _Tensor, version: int, when: str) -> InputChanged:
         return argument_changed(self._name(tensor), tensor, version, when)
@@ -222,7 +206,7 @@ class Inputs:
         pending += [(f"kwargs[{key!r}]", value) for key, value in self._kwargs.items()]
         seen: set[int] = set()
         for name, value in pending:  # which grows meanwhile
-            if value is target or (type(value) is _Saved and value.is_of(target)):
+            if value is target or (type(value) is _Saved and value.tensor() is target):
                 return name
             if id(value) in seen:
                 continue
@@ -237,7 +221,7 @@ class Inputs:
 
 
 def _sort_out(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]:
-    """Guard the tensors among ``values``; returns what has to be looked into."""
+    """Guard the tensors among ``values``; returns the values whose contents have to be taken."""
     others = []
     for value in values:  # which grows meanwhile
         cls = type(value)

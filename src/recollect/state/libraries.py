@@ -2,9 +2,8 @@
 
 ``random.getstate()`` takes 13 microseconds and numpy's ``get_state()`` 60: too much for every
 region, of which few draw from either. Both streams are a Mersenne twister, 624 words and a
-position, in memory that does not move, so they are read and written as the bytes they are. Whether
-the bytes are where we think they are is tried out on streams of our own, once; if not, the public
-functions serve.
+position, at an address that does not change, so they are read and written as bytes. If the bytes
+are not where this module expects them, the public functions serve.
 """
 
 from __future__ import annotations
@@ -14,173 +13,137 @@ import importlib
 import random
 import struct
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
 
 from recollect.errors import CheckpointError
 
-__all__ = ["LibraryState", "is_library_stream", "read_libraries", "write_libraries"]
+__all__ = [
+    "LibraryState",
+    "Stream",
+    "is_library_stream",
+    "read_libraries",
+    "stream_of",
+    "write_libraries",
+]
 
 #: 624 words and a position.
 _TWISTER_SIZE = 625 * 4
-
-
-def _memory(address: int, size: int) -> Any:
-    """So many bytes of memory; its ``raw`` reads and writes them, faster than any function does."""
-    return (ctypes.c_char * size).from_address(address)
-
+#: Whether there is a second normal number (an int, padded), and the number.
+_GAUSS = struct.Struct("=iid")
 
 #: Of ``random``, and of numpy if that is imported.
 LibraryState = tuple[Any, Any]
 
 
-class _Stream(Protocol):
-    def read(self) -> Any: ...
+class Stream(NamedTuple):
+    """How one stream is read and written."""
 
-    def write(self, state: Any) -> None: ...
-
-
-class _PythonStream:
-    """The stream behind the functions of ``random``."""
-
-    __slots__ = ("_generator", "_twister")
-
-    def __init__(self, generator: random.Random) -> None:
-        self._generator: Any = generator
-        self._twister = _memory(id(generator) + object.__basicsize__, _TWISTER_SIZE)
-
-    def read(self) -> Any:
-        return self._twister.raw, self._generator.gauss_next
-
-    def write(self, state: Any) -> None:
-        self._twister.raw, self._generator.gauss_next = state
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    is_memory: bool = False
 
 
-class _PublicPythonStream:
-    """The same, by its public functions."""
-
-    __slots__ = ("_generator",)
-
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-
-    def read(self) -> Any:
-        return self._generator.getstate()
-
-    def write(self, state: Any) -> None:
-        self._generator.setstate(state)
-
-
-def _python_layout_is_known() -> bool:
-    trial = random.Random(5)
-    trial.gauss(0, 1)
-    position, *words = struct.unpack("=i624I", _PythonStream(trial).read()[0])
-    return bool((*words, position) == trial.getstate()[1])
+def stream_of(generator: Any) -> Stream:
+    """The stream of a generator, by its public functions."""
+    if isinstance(generator, random.SystemRandom):  # the system's, which has no state
+        return Stream(lambda: None, lambda _: None)
+    if isinstance(generator, random.Random):
+        return Stream(generator.getstate, generator.setstate)
+    bits = getattr(generator, "bit_generator", None)  # of a numpy Generator
+    if bits is not None:
+        return Stream(lambda: bits.state, partial(setattr, bits, "state"))
+    if isinstance(generator, torch.Generator):
+        return Stream(generator.get_state, generator.set_state)
+    return Stream(partial(generator.get_state, legacy=False), generator.set_state)
 
 
-def _python_stream() -> _Stream:
-    hidden = random.getstate.__self__  # type: ignore[attr-defined]
-    exact = type(hidden) is random.Random and sys.implementation.name == "cpython"
-    return (_PythonStream if exact and _python_layout_is_known() else _PublicPythonStream)(hidden)
+def _memory(address: int, size: int) -> Any:
+    """``size`` bytes at ``address``; their ``raw`` reads and writes them."""
+    return (ctypes.c_char * size).from_address(address)
 
 
-class _NumpyStream:
-    """The stream behind the functions of ``numpy.random``.
+def _python_by_memory(generator: Any) -> Stream:
+    twister = _memory(id(generator) + object.__basicsize__, _TWISTER_SIZE)
 
-    Beside the twister it has the second of a pair of normal numbers, if the first has been drawn.
-    """
+    def read() -> Any:
+        return twister.raw, generator.gauss_next
 
-    __slots__ = ("_gauss", "_owners", "_twister")
+    def write(state: Any) -> None:
+        twister.raw, generator.gauss_next = state
 
-    def __init__(self, generator: Any, bits: Any, gauss_offset: int) -> None:
-        self._owners = generator, bits  # of the memory
-        self._twister = _memory(bits.ctypes.state_address, _TWISTER_SIZE)
-        self._gauss = _memory(id(generator) + gauss_offset, _GAUSS.size)
-
-    def read(self) -> Any:
-        return self._twister.raw, self._gauss.raw
-
-    def write(self, state: Any) -> None:
-        self._twister.raw, self._gauss.raw = state
+    return Stream(read, write, is_memory=True)
 
 
-class _PublicNumpyStream:
-    """The same, by its public functions."""
-
-    __slots__ = ("_generator",)
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def read(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def write(self, state: Any) -> None:
-        self._generator.set_state(state)
+def _python_stream() -> Stream:
+    hidden: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    if type(hidden) is random.Random and sys.implementation.name == "cpython":
+        stream = _python_by_memory(hidden)
+        position, *words = struct.unpack("=i624I", stream.read()[0])
+        if (*words, position) == hidden.getstate()[1]:
+            return stream
+    return stream_of(hidden)
 
 
-#: Whether there is a second normal number (an int, padded), and the number.
-_GAUSS = struct.Struct("=iid")
+def _numpy_by_memory(generator: Any, bits: Any, gauss_offset: int) -> Stream:
+    twister = _memory(bits.ctypes.state_address, _TWISTER_SIZE)
+    gauss = _memory(id(generator) + gauss_offset, _GAUSS.size)
+
+    def read() -> Any:
+        return twister.raw, gauss.raw
+
+    def write(state: Any) -> None:
+        twister.raw, gauss.raw = state
+
+    return Stream(read, write, is_memory=True)
 
 
 def _gauss_offset(numpy_random: Any) -> int | None:
-    """Where in a ``RandomState`` the second normal number is; None if that cannot be found out."""
+    """Where a ``RandomState`` holds the second of a pair of normal numbers; None if unknown."""
     trial = numpy_random.RandomState(5)
     name, words, position, *_ = trial.get_state()
-    size = type(trial).__basicsize__
-    for candidate in range(object.__basicsize__, size - _GAUSS.size + 1, 8):
+    for offset in range(object.__basicsize__, type(trial).__basicsize__ - _GAUSS.size + 1, 8):
         found = []
         for has_gauss, gauss in ((0, 0.25), (1, -1.75)):
             trial.set_state((name, words, position, has_gauss, gauss))
-            flag, _, number = _GAUSS.unpack(_memory(id(trial) + candidate, _GAUSS.size).raw)
+            flag, _, number = _GAUSS.unpack(_memory(id(trial) + offset, _GAUSS.size).raw)
             found.append((flag, number) == (has_gauss, gauss))
         if all(found):
-            return candidate
+            return offset
     return None
 
 
-def _make_numpy_stream(numpy_random: Any, bits: Any) -> _Stream:
+@lru_cache(maxsize=1)  # the user may replace the bit generator
+def _make_numpy_stream(numpy_random: Any, bits: Any) -> Stream:
     generator = numpy_random.get_state.__self__
     state = generator.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937" or type(generator) is not numpy_random.RandomState:
-        return _PublicNumpyStream(generator)
-    offset = _gauss_offset(numpy_random)
-    if offset is None:
-        return _PublicNumpyStream(generator)
-    stream = _NumpyStream(generator, bits, offset)
-    words = struct.unpack("=624Ii", stream.read()[0])
-    expected = (*state["state"]["key"].tolist(), state["state"]["pos"])
-    return stream if words == expected else _PublicNumpyStream(generator)
-
-
-_python = _python_stream()
-
-
-class _Numpy:
-    """numpy's stream, found when numpy is there; again if the user exchanges its bit generator."""
-
-    __slots__ = ("_bits", "_stream")
-
-    def __init__(self) -> None:
-        self._bits: Any = None
-        self._stream: _Stream | None = None
-
-    def __call__(self) -> _Stream | None:
-        numpy_random: Any = _modules.get("numpy.random")
-        if numpy_random is None:
-            if "numpy" not in _modules:
-                return None
-            # Loaded, and seeded, at its first use: inside a region that would be too late.
-            numpy_random = importlib.import_module("numpy.random")
-        if not hasattr(numpy_random, "get_bit_generator"):
-            importlib.import_module("numpy.random")  # waits for the thread that is importing it
-        bits = numpy_random.get_bit_generator()
-        if bits is not self._bits:
-            self._bits, self._stream = bits, _make_numpy_stream(numpy_random, bits)
-        return self._stream
+    if state["bit_generator"] == "MT19937" and type(generator) is numpy_random.RandomState:
+        offset = _gauss_offset(numpy_random)
+        if offset is not None:
+            stream = _numpy_by_memory(generator, bits, offset)
+            expected = (*state["state"]["key"].tolist(), state["state"]["pos"])
+            if struct.unpack("=624Ii", stream.read()[0]) == expected:
+                return stream
+    return stream_of(generator)
 
 
 _modules = sys.modules
-_numpy_stream = _Numpy()
+_python = _python_stream()
+
+
+def _numpy_stream() -> Stream | None:
+    numpy_random: Any = _modules.get("numpy.random")
+    if numpy_random is None:
+        if "numpy" not in _modules:
+            return None
+        # Loaded, and seeded, at its first use: inside a region that would be too late.
+        numpy_random = importlib.import_module("numpy.random")
+    if not hasattr(numpy_random, "get_bit_generator"):
+        importlib.import_module("numpy.random")  # waits for the thread that is importing it
+    return _make_numpy_stream(numpy_random, numpy_random.get_bit_generator())
 
 
 def is_library_stream(generator: Any) -> bool:
@@ -192,7 +155,7 @@ def is_library_stream(generator: Any) -> bool:
 
 
 def read_libraries() -> LibraryState:
-    """Where the two streams stand."""
+    """The states of the two streams."""
     numpy = _numpy_stream()
     return _python.read(), None if numpy is None else numpy.read()
 

@@ -1,9 +1,9 @@
 """The memory of tensors that a step may write to, put back byte by byte.
 
-Whoever writes: an optimizer, a hook, a moving average. Some memories are copied to the host before
+Whoever writes: an optimizer, a hook, a moving average. Some storages are copied to the host before
 the step. The others, parameters that nobody is seen to train, are copied at the first write of an
-op to them (`WriteLog`), as are tensors that nobody knew of. Of those that were never copied there
-is a fingerprint: by it, a write is found out that no op made, or not in the first step.
+op to them (`WriteLog`), as are tensors that were not found. Storages that were never copied have a
+fingerprint: it detects a write that no op made, or that came after the first step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from recollect._torch.tensors import (
 )
 from recollect.checks.fingerprint import fingerprint
 
-__all__ = ["Memories", "WriteLog", "Written"]
+__all__ = ["TensorSnapshot", "WriteLog", "Written"]
 
 _Tensor = torch.Tensor
 
 
-class _Memory:
+class _StorageState:
     """What one storage holds: a copy of it on the host, or its fingerprint."""
 
     __slots__ = ("copy", "nbytes", "print", "storage")
@@ -73,24 +73,18 @@ def _bytes(storage: Any) -> _Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class _Known:
-    """A tensor as it was: which memory it looks at, and what autograd knows of it."""
+class _TensorState:
+    """A tensor as it was: the memory that it shows, and what autograd knows of it."""
 
     __slots__ = (
-        "alias",
-        "gradient",
-        "hooks",
-        "is_leaf",
-        "memories",
-        "required_grad",
-        "tensor",
+        *("alias", "gradient", "hooks", "is_leaf", "required_grad", "storages", "tensor"),
         "version",
     )
 
-    def __init__(self, tensor: _Tensor, memories: set[int]) -> None:
+    def __init__(self, tensor: _Tensor, storages: set[int]) -> None:
         self.tensor = tensor
-        #: The keys of the memories that it is made of.
-        self.memories = memories
+        #: The keys of the storages that hold its data.
+        self.storages = storages
         self.version = _version_of(tensor)
         self.is_leaf = tensor.is_leaf
         self.required_grad = tensor.requires_grad
@@ -101,7 +95,7 @@ class _Known:
     def restore(self) -> bool:
         """False if it cannot be as it was."""
         tensor = self.tensor
-        if self.alias is not None and not self._looks_alike(self.alias):
+        if self.alias is not None and _layout_of(tensor) != _layout_of(self.alias):
             tensor.data = self.alias
         write_tensor_hooks(tensor, self.hooks)
         if tensor.is_leaf != self.is_leaf:
@@ -118,27 +112,22 @@ class _Known:
             set_version(tensor, self.version)
         return True
 
-    def _looks_alike(self, alias: _Tensor) -> bool:
-        tensor = self.tensor
-        return (
-            storage_key(tensor) == storage_key(alias)
-            and tensor.dtype == alias.dtype
-            and tensor.shape == alias.shape
-            and tensor.stride() == alias.stride()
-            and tensor.storage_offset() == alias.storage_offset()
-        )
+
+def _layout_of(tensor: _Tensor) -> tuple[Any, ...]:
+    offset = tensor.storage_offset()
+    return storage_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), offset
 
 
 #: Memory that a step wrote to, and a tensor by which it did.
 Written = tuple[ref[Any], ref[_Tensor]]
 
 
-class Memories:
+class TensorSnapshot:
     """Tensors, and the memory behind them."""
 
     def __init__(self) -> None:
-        self._tensors: list[_Known] = []
-        self._memories: dict[int, _Memory] = {}
+        self._tensors: list[_TensorState] = []
+        self._storages: dict[int, _StorageState] = {}
         #: What ops were seen to write to, by the keys of storages, and the versions before.
         self._written: dict[int, tuple[Written, int | None]] = {}
 
@@ -146,14 +135,14 @@ class Memories:
         """Note what ``tensor`` is and what memory it has."""
         with unobserved():
             storages = _storages_of(tensor)
-            self._tensors.append(_Known(tensor, {key for key, _ in storages}))
+            self._tensors.append(_TensorState(tensor, {key for key, _ in storages}))
             for key, storage in storages:
-                self._memories.setdefault(key, _Memory(storage))
+                self._storages.setdefault(key, _StorageState(storage))
 
     def copy(self, spared: set[int | None]) -> None:
         """Copy every memory but for ``spared``, by the keys of their storages."""
         with unobserved():
-            for key, memory in self._memories.items():
+            for key, memory in self._storages.items():
                 if key not in spared:
                     memory.save()
                 elif memory.copy is None and (storage := memory.storage()) is not None:
@@ -165,18 +154,18 @@ class Memories:
             storage, tensor = reference(), by()
             if storage is not None:
                 key = key_of_storage(storage)
-                self._memories.setdefault(key, _Memory(storage)).save()
+                self._storages.setdefault(key, _StorageState(storage)).save()
                 if tensor is not None:
                     self._written[key] = (reference, by), _version_of(tensor)
 
     def save_before_write(self, tensor: _Tensor, made: dict[int, Any]) -> None:
         """Copy what an op is about to write to, unless it is in ``made``, by the step itself."""
         for key, storage in _storages_of(tensor):
-            memory = self._memories.get(key)
+            memory = self._storages.get(key)
             if memory is None or memory.storage() is None:  # another one has its place
                 if key in made:
                     continue
-                memory = self._memories[key] = _Memory(storage)
+                memory = self._storages[key] = _StorageState(storage)
             memory.save()
             if key not in self._written:
                 self._written[key] = (memory.storage, ref(tensor)), _version_of(tensor)
@@ -189,12 +178,12 @@ class Memories:
     def restore(self) -> Iterator[_Tensor]:
         """Put everything back. Yields the tensors for which that cannot be done."""
         with unobserved():
-            lost = {key for key, memory in self._memories.items() if not memory.restore()}
+            lost = {key for key, memory in self._storages.items() if not memory.restore()}
             for (_, by), version in self._written.values():
                 if version is not None and (tensor := by()) is not None:
                     set_version(tensor, version)
             for known in self._tensors:
-                if not known.restore() or not lost.isdisjoint(known.memories):
+                if not known.restore() or not lost.isdisjoint(known.storages):
                     yield known.tensor
 
 
@@ -204,7 +193,8 @@ def _version_of(tensor: _Tensor) -> int | None:
 
 def _storages_of(tensor: _Tensor) -> list[tuple[int, Any]]:
     """The storages that hold the data of ``tensor``, each with its key."""
-    key = None if _is_wrapper(tensor) else memory_key(tensor)
+    is_wrapper = hasattr(tensor, "__tensor_flatten__")  # its memory is that of others
+    key = None if is_wrapper else memory_key(tensor)
     if key is not None:
         storage = tensor.untyped_storage()
         return [(key, storage)] if storage.device.type != "meta" else []
@@ -212,19 +202,14 @@ def _storages_of(tensor: _Tensor) -> list[tuple[int, Any]]:
     return [found for each in inner if each is not tensor for found in _storages_of(each)]
 
 
-def _is_wrapper(tensor: _Tensor) -> bool:
-    """Whether the memory of ``tensor`` is that of others, which it is made of."""
-    return hasattr(tensor, "__tensor_flatten__")
-
-
 class WriteLog(DispatchMode):
     """Copies what ops write to before they do, if it was there before the step."""
 
     only_watches = True
 
-    def __init__(self, memories: Memories) -> None:
+    def __init__(self, snapshot: TensorSnapshot) -> None:
         super().__init__()
-        self._memories = memories
+        self._snapshot = snapshot
         #: What ops have made since, by the keys of storages.
         self._made: dict[int, Any] = {}
 
@@ -236,7 +221,7 @@ class WriteLog(DispatchMode):
             for position, name in _written_by(func):
                 value = args[position] if position < len(args) else kwargs.get(name)
                 for tensor in _tensors_in(value):
-                    self._memories.save_before_write(tensor, self._made)
+                    self._snapshot.save_before_write(tensor, self._made)
             out = func(*args, **kwargs)
             given = {memory_key(tensor) for tensor in _tensors_in((args, kwargs))}
             for tensor in _tensors_in(out):

@@ -1,12 +1,12 @@
-"""How the contents of a list, a dict, an object are taken, compared, and put back in place.
+"""How the contents of a list, a dict, an object, a variable are taken, compared and put back.
 
-What is in a container is compared by identity. Nothing of the user's is called: no ``==`` (but of
-keys, as in every dict), no method that a subclass may have overridden, no property, no
-``__getattr__``.
+Contents are taken as a list or a dict and compared by identity. No code of the user's is called: no
+``==`` (except of keys, as in every dict), no method that a subclass may have overridden, no
+property, no ``__getattr__``.
 
-Which kinds an object is made of depends on its type: a dict with attributes is of two. Some types
-are left alone. Functions, classes and enumerations do not change; the objects of some packages are
-in use by more than a region; of what is written in C and not named here, nothing is known.
+The restorers of an object depend on its type: a dict with attributes has two. Some types are left
+alone. Enumerations do not change; the objects of some packages are in use by more than a region;
+nothing is known of types that are written in C and not named here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from __future__ import annotations
 import enum
 import gc
 import io
+import math
 import sys
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from operator import is_
 from types import (
     BuiltinFunctionType,
+    CellType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -42,177 +44,98 @@ from recollect.state.tensors import LARGE, same_values
 
 __all__ = [
     "ATOMS",
-    "CARED_FOR",
+    "BUFFER",
+    "CAPTURED_ELSEWHERE",
+    "CELL",
+    "CLASS",
+    "DICT",
+    "Entry",
+    "FUNCTION",
     "ITERATOR",
-    "Kind",
-    "Kinds",
+    "Restorer",
+    "Restorers",
     "SMALL_TENSOR",
     "TENSOR",
     "UNSET",
-    "attribute_kinds",
+    "VARIABLES",
+    "attribute_restorers",
+    "difference",
+    "hold",
     "is_made_in_python",
-    "is_opaque",
-    "kinds_of",
+    "is_whole",
+    "restorers_of",
 ]
 
 _Tensor = torch.Tensor
 
-#: Types of values in which there is nothing to see.
+#: Types of values that hold nothing that can change.
 ATOMS: frozenset[type] = frozenset(
     {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        range,
-        type(...),
-        type,
-        FunctionType,
-        MethodType,
-        BuiltinFunctionType,
-        ModuleType,
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-        torch.Size,
+        *(type(None), bool, int, float, complex, str, bytes, range, type(...), type),
+        *(FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     }
 )
 
-
-# --- kinds of things ------------------------------------------------------------------------------
-
-
-#: In the place of what is not there.
+#: In the place of a value that is not there.
 UNSET = object()
 
 
-class Kind:
-    """How the contents of one kind of thing are taken, compared and put back."""
+class Restorer:
+    """Takes, compares and puts back the contents of one kind of thing."""
 
-    #: Whether what is inside was handed over as such: an iterator there is an argument.
-    holds_arguments = True
-    #: Whether the contents can change.
-    mutable = True
+    def __init__(
+        self,
+        take: Callable[[Any], Any],
+        put: Callable[[Any, Any], None] | None,
+        name: str | None = None,
+        same: Callable[[Any, Any], bool] | None = None,
+        *,
+        holds_arguments: bool = True,
+    ) -> None:
+        """``name``: the suffix that names an item, given its key or number; None: no items.
 
-    def take(self, thing: Any) -> Any:
-        """What ``thing`` holds now."""
-        raise NotImplementedError
+        ``put`` raises if it is impossible; None: the contents cannot change. ``same``: whether a
+        thing still holds what was taken.
+        """
+        self.take = take
+        self.put = put or _cannot_change
+        self.same = same or self._same_items
+        self._name = name
+        self.mutable = put is not None
+        #: Whether the items were passed as such: an iterator among them is an argument.
+        self.holds_arguments = holds_arguments
 
-    def hold(self, thing: Any) -> Any:
-        """The same, and certainly enough to put it back."""
-        return self.take(thing)
+    def _same_items(self, thing: Any, held: Any) -> bool:
+        now = self.take(thing)
+        if len(now) != len(held) or not all(map(is_, _values(now), _values(held))):
+            return False
+        return type(held) is not dict or all(map(is_, now, held))
 
-    def nbytes(self, thing: Any) -> int:
-        """How many bytes are copied to hold it, where that may be many."""
-        return 0
+    def items(self, held: Any) -> Collection[Any]:
+        """The values to look into."""
+        return () if self._name is None else _values(held)
 
-    def is_whole(self, taken: Any) -> bool:
-        """Whether what was taken is enough to put it back."""
-        return True
-
-    def same(self, thing: Any, taken: Any) -> bool:
-        """Whether ``thing`` still holds what was taken."""
-        raise NotImplementedError
-
-    def put(self, thing: Any, taken: Any) -> None:
-        """Make ``thing`` hold what was taken; raises if that cannot be."""
-        raise NotImplementedError
-
-    def difference(self, thing: Any, taken: Any) -> str:
-        """In words, for contents that cannot be put back."""
-        return "it holds other values"
-
-    def items(self, taken: Any) -> Collection[Any]:
-        """What to look into further."""
-        return ()
-
-    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        """The same, each with what it adds to the name of the whole."""
-        return ()
-
-
-class _Sequence(Kind):
-    """A list, set or deque, by the methods of that very type."""
-
-    def __init__(self, base: Any, put: Callable[[Any, list[Any]], None]) -> None:
-        self._iterate = base.__iter__
-        self._length = base.__len__
-        self._put = put
-        self._in_order = base is not set
-
-    def take(self, thing: Any) -> list[Any]:
-        return list(self._iterate(thing))
-
-    def same(self, thing: Any, taken: list[Any]) -> bool:
-        return self._length(thing) == len(taken) and all(map(is_, self._iterate(thing), taken))
-
-    def put(self, thing: Any, taken: list[Any]) -> None:
-        self._put(thing, taken)
-
-    def items(self, taken: list[Any]) -> list[Any]:
-        return taken
-
-    def parts(self, taken: list[Any]) -> Iterable[tuple[str, Any]]:
-        return [(f"[{n}]" if self._in_order else "{...}", item) for n, item in enumerate(taken)]
+    def parts(self, held: Any) -> list[tuple[str, Any]]:
+        """The same, each with the suffix that names it."""
+        if self._name is None:
+            return []
+        is_dict = type(held) is dict
+        pairs = held.items() if is_dict else enumerate(held)
+        as_key = self._name.startswith("[") and is_dict
+        return [(self._name.format(_short(k) if as_key else k), value) for k, value in pairs]
 
 
-def _put_list(thing: Any, taken: list[Any]) -> None:
-    list.__setitem__(thing, slice(None), taken)
+def _cannot_change(thing: Any, _: Any) -> None:
+    raise TypeError(f"a {type(thing).__name__} cannot change")
 
 
-def _put_deque(thing: Any, taken: list[Any]) -> None:
-    deque.clear(thing)
-    deque.extend(thing, taken)
+#: A thing, one of its restorers, and what it held.
+Entry = tuple[Any, Restorer, Any]
 
 
-def _put_set(thing: Any, taken: list[Any]) -> None:
-    # What is in both stays where it is, and so does the order, as far as a set has one.
-    former = {*map(id, taken)}
-    for item in [item for item in set.__iter__(thing) if id(item) not in former]:
-        set.discard(thing, item)
-    set.update(thing, taken)
-
-
-class _Mapping(Kind):
-    """A dict, with the order of its keys, by the methods of that very type."""
-
-    def __init__(self, base: Any) -> None:
-        self._base = base
-
-    def take(self, thing: Any) -> dict[Any, Any]:
-        return thing.copy() if type(thing) is dict else dict(self._base.items(thing))
-
-    def same(self, thing: Any, taken: dict[Any, Any]) -> bool:
-        base = self._base
-        return (
-            base.__len__(thing) == len(taken)
-            and all(map(is_, base.values(thing), taken.values()))
-            and all(map(is_, base.__iter__(thing), taken))
-        )
-
-    def put(self, thing: Any, taken: dict[Any, Any]) -> None:
-        base = self._base
-        # Only what differs is touched: another thread that reads the rest shall find it.
-        for key in [key for key in base.__iter__(thing) if key not in taken]:
-            base.__delitem__(thing, key)
-        present = dict(base.items(thing))
-        for key, value in taken.items():
-            if present.get(key, UNSET) is not value:
-                base.__setitem__(thing, key, value)
-        if not all(map(is_, base.__iter__(thing), taken)):
-            base.clear(thing)
-            for key, value in taken.items():
-                base.__setitem__(thing, key, value)
-
-    def items(self, taken: dict[Any, Any]) -> Collection[Any]:
-        return taken.values()
-
-    def parts(self, taken: dict[Any, Any]) -> Iterable[tuple[str, Any]]:
-        return [(f"[{_short(key)}]", value) for key, value in taken.items()]
+def _values(held: Any) -> Collection[Any]:
+    return held.values() if type(held) is dict else held
 
 
 def _short(key: Any) -> str:
@@ -220,60 +143,101 @@ def _short(key: Any) -> str:
     return text if len(text) <= 40 else f"{text[:36]}...{text[-1]}"
 
 
-_read_attribute = object.__getattribute__
+# --- containers -----------------------------------------------------------------------------------
 
 
-class _Attributes(_Mapping):
-    """The ``__dict__`` of an object, whatever its class does to attributes."""
-
-    holds_arguments = False
-
-    def take(self, thing: Any) -> dict[Any, Any]:
-        return super().take(_read_attribute(thing, "__dict__"))
-
-    def same(self, thing: Any, taken: dict[Any, Any]) -> bool:
-        return super().same(_read_attribute(thing, "__dict__"), taken)
-
-    def put(self, thing: Any, taken: dict[Any, Any]) -> None:
-        super().put(_read_attribute(thing, "__dict__"), taken)
-
-    def parts(self, taken: dict[Any, Any]) -> Iterable[tuple[str, Any]]:
-        return [(f".{key}", value) for key, value in taken.items()]
+def _put_list(thing: Any, held: list[Any]) -> None:
+    list.__setitem__(thing, slice(None), held)
 
 
-class _Slots(Kind):
-    """The ``__slots__`` of an object, as the classes that define them and their names.
+def _put_deque(thing: Any, held: list[Any]) -> None:
+    deque.clear(thing)
+    deque.extend(thing, held)
 
-    A class is not held by what is known of it, as it would be by the descriptors of its slots.
+
+def _put_set(thing: Any, held: list[Any]) -> None:
+    # Items in both stay where they are, and so does the order, as far as a set has one.
+    former = {*map(id, held)}
+    for item in [item for item in set.__iter__(thing) if id(item) not in former]:
+        set.discard(thing, item)
+    set.update(thing, held)
+
+
+def _take_dict(thing: Any, base: Any = dict) -> dict[Any, Any]:
+    return thing.copy() if type(thing) is dict else dict(base.items(thing))
+
+
+def _put_dict(thing: Any, held: dict[Any, Any], base: Any = dict) -> None:
+    # Only differing items are touched: another thread may be reading the others.
+    for key in [key for key in base.__iter__(thing) if key not in held]:
+        base.__delitem__(thing, key)
+    present = dict(base.items(thing))
+    for key, value in held.items():
+        if present.get(key, UNSET) is not value:
+            base.__setitem__(thing, key, value)
+    if not all(map(is_, base.__iter__(thing), held)):
+        base.clear(thing)
+        for key, value in held.items():
+            base.__setitem__(thing, key, value)
+
+
+DICT = Restorer(_take_dict, _put_dict, "[{}]")
+
+#: The first that fits; the order is that of derivation.
+_BUILT_IN: dict[type, Restorer] = {
+    list: Restorer(lambda thing: [*list.__iter__(thing)], _put_list, "[{}]"),
+    OrderedDict: Restorer(
+        partial(_take_dict, base=OrderedDict), partial(_put_dict, base=OrderedDict), "[{}]"
+    ),
+    dict: DICT,
+    set: Restorer(lambda thing: [*set.__iter__(thing)], _put_set, "{{...}}"),
+    deque: Restorer(lambda thing: [*deque.__iter__(thing)], _put_deque, "[{}]"),
+    tuple: Restorer(lambda thing: [*tuple.__iter__(thing)], None, "[{}]"),
+    frozenset: Restorer(lambda thing: [*frozenset.__iter__(thing)], None, "{{...}}"),
+}
+
+#: A view of a dict refers to it and to nothing else.
+_VIEW = Restorer(gc.get_referents, None, "")
+_VIEWS = frozenset(
+    type(getattr(cls(), view)())
+    for cls in (dict, OrderedDict)
+    for view in ("keys", "values", "items")
+)
+
+
+# --- attributes and variables ---------------------------------------------------------------------
+
+
+def _dict_of(thing: Any) -> Any:
+    return object.__getattribute__(thing, "__dict__")  # whatever its class does to attributes
+
+
+_ATTRIBUTES = Restorer(
+    lambda thing: _take_dict(_dict_of(thing)),
+    lambda thing, held: _put_dict(_dict_of(thing), held),
+    ".{}",
+    holds_arguments=False,
+)
+
+
+def _slots_restorer(owners: dict[str, ref[type]]) -> Restorer:
+    """For the ``__slots__`` of an object, given by name the class that has each.
+
+    Classes are held weakly, and descriptors, which refer to them, are looked up.
     """
 
-    holds_arguments = False
+    def take(thing: Any) -> dict[str, Any]:
+        return {name: _read_slot(vars(cls())[name], thing) for name, cls in owners.items()}
 
-    def __init__(self, slots: list[tuple[ref[type], str]]) -> None:
-        self._slots = slots
-
-    def take(self, thing: Any) -> list[Any]:
-        return [_read_slot(slot, thing) for slot in self._descriptors()]
-
-    def same(self, thing: Any, taken: list[Any]) -> bool:
-        return all(map(is_, self.take(thing), taken))
-
-    def put(self, thing: Any, taken: list[Any]) -> None:
-        for slot, value in zip(self._descriptors(), taken, strict=True):
-            if value is not UNSET:
-                slot.__set__(thing, value)
+    def put(thing: Any, held: dict[str, Any]) -> None:
+        for name, cls in owners.items():
+            slot = vars(cls())[name]
+            if held[name] is not UNSET:
+                slot.__set__(thing, held[name])
             elif _read_slot(slot, thing) is not UNSET:
                 slot.__delete__(thing)
 
-    def items(self, taken: list[Any]) -> list[Any]:
-        return [value for value in taken if value is not UNSET]
-
-    def parts(self, taken: list[Any]) -> Iterable[tuple[str, Any]]:
-        named = zip(self._slots, taken, strict=True)
-        return [(f".{name}", value) for (_, name), value in named if value is not UNSET]
-
-    def _descriptors(self) -> list[Any]:
-        return [vars(owner())[name] for owner, name in self._slots]
+    return Restorer(take, put, ".{}", holds_arguments=False)
 
 
 def _read_slot(slot: Any, thing: Any) -> Any:
@@ -283,249 +247,252 @@ def _read_slot(slot: Any, thing: Any) -> Any:
         return UNSET
 
 
-class _Fixed(Kind):
-    """A tuple, a frozenset, a view of a dict: what is inside may change, but not what it is."""
-
-    mutable = False
-
-    def __init__(self, inside: Callable[[Any], Collection[Any]], name: str) -> None:
-        self._inside = inside
-        self._name = name
-
-    def take(self, thing: Any) -> Collection[Any]:
-        return self._inside(thing)
-
-    def items(self, taken: Collection[Any]) -> Collection[Any]:
-        return taken
-
-    def parts(self, taken: Collection[Any]) -> Iterable[tuple[str, Any]]:
-        return [(self._name.format(n), item) for n, item in enumerate(taken)]
+def _take_cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # not assigned
+        return []
 
 
-class _Buffer(Kind):
-    """Bytes that anybody can write to: compared by content, and put back if they are few."""
+def _same_cell(cell: CellType, held: list[Any]) -> bool:
+    try:
+        return bool(held) and cell.cell_contents is held[0]
+    except ValueError:
+        return False
 
-    _measure = "len"
 
-    def take(self, thing: Any) -> tuple[Any, Any]:
-        fingerprint = self._fingerprint(thing)
-        return fingerprint, self._copy(thing) if type(fingerprint[-1]) is bytes else None
+def _put_cell(cell: CellType, held: list[Any]) -> None:
+    if held:
+        cell.cell_contents = held[0]
+    else:
+        del cell.cell_contents
 
-    def hold(self, thing: Any) -> tuple[Any, Any]:
-        return self._fingerprint(thing), self._copy(thing)
 
-    def is_whole(self, taken: tuple[Any, Any]) -> bool:
-        return taken[1] is not None
+def _take_defaults(function: FunctionType) -> list[Any]:
+    return [function.__defaults__, function.__kwdefaults__]
 
-    def same(self, thing: Any, taken: tuple[Any, Any]) -> bool:
-        return bool(self._fingerprint(thing) == taken[0])
 
-    def put(self, thing: Any, taken: tuple[Any, Any]) -> None:
-        if taken[1] is None:
-            raise ValueError("it is large, and was not copied")
-        self._assign(thing, taken[1])
+def _put_defaults(function: Any, held: list[Any]) -> None:
+    function.__defaults__, function.__kwdefaults__ = held
 
-    def difference(self, thing: Any, taken: tuple[Any, Any]) -> str:
-        before, after = taken[0][0], self._fingerprint(thing)[0]
-        if before == after:
-            return "it holds other values"
-        return f"{self._measure} {before} -> {after}"
 
-    def _copy(self, thing: Any) -> Any:
-        return thing[:]
+#: Attributes of a class that Python keeps for itself.
+_OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__abstractmethods__"})
 
-    def _assign(self, thing: Any, copy: Any) -> None:
+
+def _take_class(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if name not in _OF_CLASSES}
+
+
+def _put_class(cls: type, held: dict[str, Any]) -> None:
+    now = _take_class(cls)
+    for name in now.keys() - held.keys():
+        type.__delattr__(cls, name)
+    for name, value in held.items():
+        if now.get(name, UNSET) is not value:
+            type.__setattr__(cls, name, value)
+
+
+_Names = tuple[dict[str, Any], Collection[str]]
+
+
+def _take_variables(names: _Names) -> dict[str, Any]:
+    return {name: names[0].get(name, UNSET) for name in names[1]}
+
+
+def _same_variables(names: _Names, held: dict[str, Any]) -> bool:
+    get = names[0].get
+    return all(get(name, UNSET) is value for name, value in held.items())
+
+
+def _put_variables(names: _Names, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        if value is UNSET:
+            names[0].pop(name, None)
+        elif names[0].get(name, UNSET) is not value:
+            names[0][name] = value
+
+
+CELL = Restorer(_take_cell, _put_cell, "", _same_cell)
+CLASS = Restorer(_take_class, _put_class, ".{}")
+FUNCTION = Restorer(_take_defaults, _put_defaults, "")
+#: Of a namespace and names in it: global variables.
+VARIABLES = Restorer(_take_variables, _put_variables, "global {}", _same_variables)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _take_buffer(thing: Any, most: float = LARGE) -> tuple[Any, Any]:
+    data = _bytes_of(thing)
+    if len(data) > most:
+        return _form_of(thing), crc32(data)
+    return _form_of(thing), thing[:] if isinstance(thing, (bytearray, array)) else thing.copy()
+
+
+def _same_buffer(thing: Any, held: tuple[Any, Any]) -> bool:
+    form, copy = held
+    if _form_of(thing) != form:
+        return False
+    data = _bytes_of(thing)
+    return bool(crc32(data) == copy if type(copy) is int else data == _bytes_of(copy))
+
+
+def _put_buffer(thing: Any, held: tuple[Any, Any]) -> None:
+    form, copy = held
+    if type(copy) is int:
+        raise ValueError("it is large, and was not copied")
+    if isinstance(thing, (bytearray, array)):
         thing[:] = copy
-
-    def _fingerprint(self, thing: Any) -> tuple[Any, ...]:
-        data = memoryview(thing).tobytes()
-        return len(data), _digest(data)
-
-
-class _Array(_Buffer):
-    """An array of numpy's. Objects in it count as bytes do: by their addresses."""
-
-    _measure = "shape"
-
-    def nbytes(self, thing: Any) -> int:
-        return int(thing.nbytes)
-
-    def _assign(self, thing: Any, copy: Any) -> None:
-        if (thing.shape, thing.dtype) != (copy.shape, copy.dtype):
-            raise ValueError("it has another shape or type")  # assignment would broadcast and cast
+    elif _form_of(thing) != form:  # assignment would broadcast and cast
+        raise ValueError("it has another shape or type")
+    else:
         thing[...] = copy
 
-    def _copy(self, thing: Any) -> Any:
-        return thing.copy()
 
-    def _fingerprint(self, thing: Any) -> tuple[Any, ...]:
-        return thing.shape, thing.dtype, _digest(thing.tobytes())
-
-
-def _digest(data: bytes) -> bytes | int:
-    return data if len(data) <= LARGE else crc32(data)
+def _form_of(thing: Any) -> tuple[Any, ...]:
+    if isinstance(thing, (bytearray, array)):
+        return "len", len(thing)
+    return "shape", thing.shape, thing.dtype
 
 
-class _SmallTensor(Kind):
-    """A tensor that is copied. It gets its version back with its value: nothing has happened."""
-
-    def take(self, thing: _Tensor) -> tuple[int, _Tensor]:
-        with unobserved():
-            return thing._version, thing.clone()
-
-    def same(self, thing: _Tensor, taken: tuple[int, _Tensor]) -> bool:
-        # batch_norm writes to the statistics it is given without raising their version. To compare
-        # values on a device would be to wait for it.
-        if thing._version != taken[0] or thing.device.type != "cpu":
-            return thing._version == taken[0]
-        with unobserved():
-            return same_values(thing, taken[1])
-
-    def put(self, thing: _Tensor, taken: tuple[int, _Tensor]) -> None:
-        with unobserved():
-            thing.data.copy_(taken[1])
-        set_version(thing, taken[0])
+def _bytes_of(thing: Any) -> Any:
+    return bytes(thing) if isinstance(thing, (bytearray, array)) else thing.tobytes()
 
 
-# --- which type is of which kind ------------------------------------------------------------------
+def _take_tensor(tensor: _Tensor) -> tuple[int, _Tensor]:
+    with unobserved():
+        return tensor._version, tensor.clone()
 
-SMALL_TENSOR = _SmallTensor()
-_BUFFER = _Buffer()
-_ARRAY = _Array()
-_ATTRIBUTES = _Attributes(dict)
 
-#: The first that fits; the order is that of derivation.
-_BUILT_IN: tuple[tuple[type, Kind], ...] = (
-    (list, _Sequence(list, _put_list)),
-    (OrderedDict, _Mapping(OrderedDict)),
-    (dict, _Mapping(dict)),
-    (set, _Sequence(set, _put_set)),
-    (deque, _Sequence(deque, _put_deque)),
-    (tuple, _Fixed(lambda thing: [*tuple.__iter__(thing)], "[{}]")),
-    (frozenset, _Fixed(lambda thing: [*frozenset.__iter__(thing)], "{{...}}")),
-    (bytearray, _BUFFER),
-    (array, _BUFFER),
-)
+def _put_tensor(tensor: _Tensor, held: tuple[int, _Tensor]) -> None:
+    with unobserved():
+        tensor.data.copy_(held[1])
+    set_version(tensor, held[0])
 
-#: A view of a dict refers to it and to nothing else.
-_VIEW = _Fixed(gc.get_referents, "")
-_VIEWS: frozenset[type] = frozenset(
-    type(getattr(cls(), view)())
-    for cls in (dict, OrderedDict)
-    for view in ("keys", "values", "items")
-)
 
+def _same_tensor(tensor: _Tensor, held: tuple[int, _Tensor]) -> bool:
+    # batch_norm writes to the statistics it is given without raising their version. To compare
+    # values on a device would be to wait for it.
+    if tensor._version != held[0] or tensor.device.type != "cpu":
+        return tensor._version == held[0]
+    with unobserved():
+        return same_values(tensor, held[1])
+
+
+#: A bytearray or an array: compared by its bytes, of many of which there is a checksum only.
+#: Objects in an array of numpy's count as bytes do: by their addresses.
+BUFFER = Restorer(_take_buffer, _put_buffer, same=_same_buffer)
+#: A tensor that is copied. It gets its version back with its values.
+SMALL_TENSOR = Restorer(_take_tensor, _put_tensor, same=_same_tensor)
+
+
+def hold(thing: Any, restorer: Restorer, most: float = math.inf) -> Any:
+    """The contents of ``thing``, with a copy of an array of up to ``most`` bytes."""
+    return _take_buffer(thing, most) if restorer is BUFFER else restorer.take(thing)
+
+
+def is_whole(restorer: Restorer, held: Any) -> bool:
+    """Whether ``held`` is enough to put the contents back."""
+    return restorer is not BUFFER or type(held[1]) is not int
+
+
+def difference(thing: Any, restorer: Restorer, held: Any) -> str:
+    """In words, for contents that cannot be put back."""
+    if restorer is BUFFER:
+        (name, before, *_), (_, after, *_) = held[0], _form_of(thing)
+        if before != after:
+            return f"{name} {before} -> {after}"
+    return "it holds other values"
+
+
+# --- which type has which restorers ---------------------------------------------------------------
+
+#: Not looked into. A file is a log, as a rule, though one can iterate over it.
 _CLOSED = (
-    type,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    partial,
-    enum.Enum,
-    torch.optim.Optimizer,
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, partial),
+    *(enum.Enum, torch.optim.Optimizer, io.IOBase),
 )
 
 #: Packages whose objects are in use by more than the region: by threads, by the system, by torch's
-#: own machinery. To change them back for a while would pull the rug from under somebody.
+#: own machinery, which would fail if they changed for a while.
 _OPAQUE = frozenset(
     {
-        "_io",
-        "_thread",
-        "_weakrefset",
-        "asyncio",
-        "concurrent",
-        "contextvars",
-        "ctypes",
-        "io",
-        "logging",
-        "multiprocessing",
-        "queue",
-        "selectors",
-        "socket",
-        "sqlite3",
-        "ssl",
-        "subprocess",
-        "threading",
-        "torch",
-        "triton",
-        "weakref",
+        *("_io", "_thread", "_weakrefset", "asyncio", "concurrent", "contextvars", "ctypes", "io"),
+        *("logging", "multiprocessing", "queue", "selectors", "socket", "sqlite3", "ssl"),
+        *("subprocess", "threading", "torch", "triton", "weakref"),
     }
 )
 #: Parts of those that are plain data.
 _PLAIN_DATA = ("torch.distributions", "torch.nn")
 
-Kinds = tuple[Kind, ...]
+Restorers = tuple[Restorer, ...]
 
-#: In place of kinds, for types that are treated apart: tensors; what can be gone through only once;
-#: modules and random generators, whose state is looked after by others.
-TENSOR: Kinds = (Kind(),)
-ITERATOR: Kinds = (Kind(),)
-CARED_FOR: Kinds = (Kind(),)
+#: In place of restorers, for types that are treated apart: tensors; what can be iterated over only
+#: once; modules and random generators.
+TENSOR: Restorers = (Restorer(id, None),)
+ITERATOR: Restorers = (Restorer(id, None),)
+CAPTURED_ELSEWHERE: Restorers = (Restorer(id, None),)
 
-_known: WeakKeyDictionary[type, Kinds] = WeakKeyDictionary()
-
-
-def kinds_of(cls: type) -> Kinds:
-    """The kinds that make up an object of type ``cls``, or one of the constants above."""
-    kinds = _known.get(cls)
-    if kinds is None:
-        kinds = _known[cls] = _find_kinds(cls)
-    return kinds
+_known: WeakKeyDictionary[type, Restorers] = WeakKeyDictionary()
 
 
-def _find_kinds(cls: type) -> Kinds:
+def restorers_of(cls: type) -> Restorers:
+    """The restorers for an object of type ``cls``, or one of the constants above."""
+    restorers = _known.get(cls)
+    if restorers is None:
+        restorers = _known[cls] = _find_restorers(cls)
+    return restorers
+
+
+def _find_restorers(cls: type) -> Restorers:
     if issubclass(cls, _Tensor):
         return TENSOR
     if issubclass(cls, (nn.Module, *generator_types())):
-        return CARED_FOR
+        return CAPTURED_ELSEWHERE
     if issubclass(cls, _CLOSED):
-        return ()
-    if issubclass(cls, io.IOBase):  # a log, as a rule, though one can iterate over it
         return ()
     if hasattr(cls, "__next__") or hasattr(cls, "__anext__"):
         return ITERATOR
-    kinds = [] if (kind := _content_kind(cls)) is None else [kind]
-    if not is_opaque(cls):
-        kinds += attribute_kinds(cls)
-    return tuple(kinds)
+    attributes = () if _is_opaque(cls) else attribute_restorers(cls)
+    content = _content_restorer(cls)
+    return attributes if content is None else (content, *attributes)
 
 
-def is_made_in_python(cls: type) -> bool:
-    """Whether the method ``__next__`` of an iterator is Python's, so that attributes tell all."""
-    return type(getattr(cls, "__next__", None)) is FunctionType and not is_opaque(cls)
-
-
-def _content_kind(cls: type) -> Kind | None:
+def _content_restorer(cls: type) -> Restorer | None:
     if cls in _VIEWS:
         return _VIEW
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.ndarray):
-        # A file that is mapped may be larger than memory; to read all of it is out of the question.
-        return None if issubclass(cls, numpy.memmap) else _ARRAY
-    return next((kind for base, kind in _BUILT_IN if issubclass(cls, base)), None)
+        # A mapped file may be larger than memory: it is not read.
+        return None if issubclass(cls, numpy.memmap) else BUFFER
+    if issubclass(cls, (bytearray, array)):
+        return BUFFER
+    return next((restorer for base, restorer in _BUILT_IN.items() if issubclass(cls, base)), None)
 
 
-def attribute_kinds(cls: type) -> list[Kind]:
-    """The kinds of what an object of type ``cls`` has as attributes."""
+def attribute_restorers(cls: type) -> Restorers:
+    """The restorers for the attributes of an object of type ``cls``."""
     spaces = [(base, vars(base)) for base in cls.__mro__]
     described = next((space["__dict__"] for _, space in spaces if "__dict__" in space), None)
-    slots = [
-        (ref(base), name)
-        for base, space in spaces
+    owners = {
+        name: ref(base)
+        for base, space in reversed(spaces)
         if "__slots__" in space
         for name, slot in space.items()
         if type(slot) is MemberDescriptorType
-    ]
-    kinds: list[Kind] = []
+    }
+    restorers: Restorers = (_slots_restorer(owners),) if owners else ()
     if isinstance(described, (GetSetDescriptorType, MemberDescriptorType)):  # and no property
-        kinds.append(_ATTRIBUTES)
-    if slots:
-        kinds.append(_Slots(slots))
-    return kinds
+        restorers = (_ATTRIBUTES, *restorers)
+    return restorers
 
 
-def is_opaque(cls: type) -> bool:
-    """Whether the objects of type ``cls`` are not to be looked into."""
+def is_made_in_python(cls: type) -> bool:
+    """Whether an iterator's ``__next__`` is written in Python: its attributes are its state."""
+    return type(getattr(cls, "__next__", None)) is FunctionType and not _is_opaque(cls)
+
+
+def _is_opaque(cls: type) -> bool:
     module = str(cls.__module__)  # anything, if a class sets it
     return module.partition(".")[0] in _OPAQUE and not module.startswith(_PLAIN_DATA)

@@ -1,15 +1,13 @@
-"""Random streams: where they stood when a region began, and standing there again for a rerun.
+"""The random streams of torch's default generators, read at the call and put back for a rerun.
 
 The streams of all visible accelerators are read, not only those of the arguments: a region may
 reach any device through a closure or a parameter. A CPU stream is 5 KB and a microsecond to read, a
 CUDA stream 16 bytes and less. They are kept for every region: one that leaves a stream where it
-found it may still have drawn from it (``torch.random.fork_rng`` inside), so there is no telling
-from outside that it drew nothing.
+found it may still have drawn from it (``torch.random.fork_rng`` inside).
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from recollect._torch.pytree import tree_leaves
 from recollect.state.devices import DefaultDeviceType, device_module, infer_device_type
+from recollect.state.tensors import same_values
 
 __all__ = [
     "HAS_ACCELERATOR",
@@ -73,7 +72,7 @@ def _write_accelerator(states: list[torch.Tensor]) -> None:
 
 
 def read_rng() -> RngState:
-    """Where all streams stand."""
+    """The states of all streams."""
     return _cpu.get_state(), None if _accelerator is None else _read_accelerator()
 
 
@@ -104,19 +103,13 @@ def settle_rng(state: RngState) -> RngState:
 
 
 def same_rng(a: RngState, b: RngState) -> bool:
-    """Whether all streams stand at the same place."""
+    """Whether all streams are in the same state."""
     before, after = ([state[0], *(state[1] or ())] for state in (a, b))
-    return len(before) == len(after) and all(map(_same_bytes, before, after))
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Not torch.equal: that is an op, and a dispatch mode of the user's would see it.
-    size = a.numel()
-    return ctypes.string_at(a.data_ptr(), size) == ctypes.string_at(b.data_ptr(), size)
+    return len(before) == len(after) and all(map(same_values, before, after))
 
 
 def read_same_rng(state: RngState) -> RngState:
-    """Where the streams that ``state`` is about stand now."""
+    """The present states of the streams in ``state``."""
     return _cpu.get_state(), None if state[1] is None else _read_accelerator()
 
 

@@ -1,9 +1,10 @@
-"""A context after which everything that some code can get at is as it was before.
+"""A context after which everything that some code can reach is as it was before.
 
-Unlike `Reach`, which is asked at every call of a region, this may take its time: it looks into
-everything that can be found from where it begins (modules, hooks, closures, optimizers, classes,
-global variables), as deep as that goes, and writes down what each thing holds. At the end each
-thing that holds something else is given its former contents, and so is the memory of tensors.
+`plan` and `explain` run a step in it. Unlike `Reachable`, which a region searches at every call, it
+may take its time: it looks into everything that can be found from its roots (modules, hooks,
+closures, optimizers, classes, global variables), as deep as that goes, and takes the contents of
+each thing by its restorers, those that the arguments of a region have. At the end each thing that
+has changed gets its former contents, and so does the memory of tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from operator import is_not
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -38,29 +38,24 @@ from recollect._torch.modules import global_hooks
 from recollect._torch.tensors import memory_key, tensor_hooks
 from recollect.errors import CheckpointError
 from recollect.state.ambient import read_autocast, write_autocast
-from recollect.state.argument_snapshot import Contents
-from recollect.state.code import (
+from recollect.state.argument_snapshot import ArgumentSnapshot
+from recollect.state.code import cached_by, functions_in, names_in, variables_of
+from recollect.state.flags import read_flags, write_flags
+from recollect.state.iterators import StandIn, exchanged, is_used_up, successor, with_replaced
+from recollect.state.memories import TensorSnapshot, WriteLog, Written
+from recollect.state.restorers import (
+    ATOMS,
+    CAPTURED_ELSEWHERE,
     CELL,
     CLASS,
     FUNCTION,
-    VARIABLES,
-    UsedUp,
-    cached_by,
-    functions_in,
-    names_in,
-    successor,
-    variables_of,
-)
-from recollect.state.flags import read_flags, write_flags
-from recollect.state.memories import Memories, WriteLog, Written
-from recollect.state.restorers import (
-    ATOMS,
-    CARED_FOR,
     ITERATOR,
-    Kind,
-    attribute_kinds,
-    is_made_in_python,
-    kinds_of,
+    VARIABLES,
+    Entry,
+    Restorer,
+    attribute_restorers,
+    hold,
+    restorers_of,
 )
 from recollect.state.streams import generator_types, read_streams, settle_streams, write_streams
 from recollect.state.tensors import nbytes
@@ -100,7 +95,7 @@ def _is_open(cls: type) -> bool:
 
 def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse iterators among the arguments of what is to be run more than once."""
-    iterator = Contents().look_into([*args, *kwargs.values()])
+    iterator = ArgumentSnapshot().add([*args, *kwargs.values()])
     if iterator is not None:
         raise TypeError(
             f"an argument is an iterator ({type(iterator).__name__}), which one run would use up, "
@@ -109,11 +104,11 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 class Snapshot:
-    """What can be got at from ``roots``, by name.
+    """Everything that is reachable from ``roots``, which are given by name.
 
     ``trained``: parameters that are copied when an op first writes to them (see `log`), unless they
-    are found to be trained by an optimizer or a hook; None stands for all. ``written``: what is
-    copied before nevertheless, since ops were seen to write to it; None stands for all.
+    are found to be trained by an optimizer or a hook; None stands for all. ``written``: memory that
+    is copied before nevertheless, since ops were seen to write to it; None stands for all.
     """
 
     def __init__(
@@ -122,8 +117,7 @@ class Snapshot:
         trained: Iterable[_Tensor] | None,
         written: Collection[Written] | None = (),
     ) -> None:
-        #: A thing, its kind, and what it held.
-        self._entries: list[tuple[Any, Kind, Any]] = []
+        self._entries: list[Entry] = []
         self._variables: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         #: By address: what was found, and the address of what it was found in.
         self._found: dict[int, tuple[Any, int | None]] = {}
@@ -135,7 +129,7 @@ class Snapshot:
         self._iterators: list[tuple[Any, str]] = []
         self._caches: list[tuple[Any, Any]] = []
         self._optimizers: list[Any] = []
-        self._memories = Memories()
+        self._memory = TensorSnapshot()
         self._trained = None if trained is None else list(trained)
         self._written = written
         #: All tensors that were found.
@@ -144,7 +138,7 @@ class Snapshot:
         with torch.inference_mode(False):
             self._find([*roots.values(), *global_hooks()])
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- search -----------------------------------------------------------------------------------
 
     @property
     def caches(self) -> list[Any]:
@@ -158,7 +152,8 @@ class Snapshot:
                 self._found[id(value)] = value, holder
                 self._look_into(value, type(value))
         self._pending = []
-        self._entries += [(space, VARIABLES, taken) for space, taken in self._variables.values()]
+        named = [((space, (*held,)), held) for space, held in self._variables.values()]
+        self._entries += [(names, VARIABLES, held) for names, held in named]
 
     @property
     def is_whole(self) -> bool:
@@ -169,10 +164,10 @@ class Snapshot:
         address = None if holder is None else id(holder)
         self._pending += [(value, address) for value in values if type(value) not in _ATOMS]
 
-    def _take(self, thing: Any, kind: Kind) -> None:
-        taken = kind.take(thing) if kind.nbytes(thing) > LARGE else kind.hold(thing)
-        self._entries.append((thing, kind, taken))
-        self._push(kind.items(taken), thing)
+    def _take(self, thing: Any, restorer: Restorer) -> None:
+        held = hold(thing, restorer, LARGE)
+        self._entries.append((thing, restorer, held))
+        self._push(restorer.items(held), thing)
 
     def _look_into(self, value: Any, cls: type) -> None:
         # By type: to ask the value itself what it is may run code of the user's (weak references).
@@ -195,14 +190,14 @@ class Snapshot:
             self._look_into_object(value, cls)
 
     def _look_into_object(self, value: Any, cls: type) -> None:
-        kinds = kinds_of(cls)
-        if kinds is ITERATOR and not is_made_in_python(cls):
+        if is_used_up(value):
             self._iterators.append((value, repr(value) if cls is count else ""))
             return
-        if kinds in (ITERATOR, CARED_FOR) or _is_open(cls):
-            kinds = tuple(attribute_kinds(cls))
-        for kind in kinds:
-            self._take(value, kind)
+        restorers = restorers_of(cls)
+        if restorers in (ITERATOR, CAPTURED_ELSEWHERE) or _is_open(cls):
+            restorers = attribute_restorers(cls)
+        for restorer in restorers:
+            self._take(value, restorer)
         if issubclass(cls, dict):
             self._push(dict.keys(value), value)
         elif issubclass(cls, nn.Module):
@@ -223,7 +218,7 @@ class Snapshot:
 
     def _look_into_tensor(self, tensor: _Tensor) -> None:
         self.tensors.append(tensor)
-        self._memories.add(tensor)
+        self._memory.add(tensor)
         self._push([vars(tensor), *tensor_hooks(tensor)], tensor)
         if tensor.is_leaf and tensor.requires_grad:
             self._push([get_gradient_edge(tensor).node], tensor)
@@ -232,7 +227,7 @@ class Snapshot:
         cells = function.__closure__ or ()
         namespace = function.__globals__.get("__name__")
         if _package(namespace) == "recollect":  # whose variables are its own
-            self._push([value for cell in cells for value in CELL.items(CELL.take(cell))], function)
+            self._push([value for cell in cells for value in CELL.take(cell)], function)
             return
         self._take(function, FUNCTION)
         self._push([vars(function), *cells], function)
@@ -266,8 +261,8 @@ class Snapshot:
 
     def __enter__(self) -> Snapshot:
         with torch.inference_mode(False):
-            self._memories.copy_written(self._written or ())
-            self._memories.copy(self._spared())
+            self._memory.copy_written(self._written or ())
+            self._memory.copy(self._spared())
         self._streams = read_streams(self._generators)
         self._flags, self._autocast = read_flags(), read_autocast()
         self._modes = function_modes()
@@ -291,25 +286,24 @@ class Snapshot:
 
     def log(self) -> WriteLog:
         """A mode for the first step: what ops write to in it is put back, whatever it is."""
-        return WriteLog(self._memories)
+        return WriteLog(self._memory)
 
     @property
     def written(self) -> list[Written]:
         """What ops were seen to write to."""
-        return self._memories.written
+        return self._memory.written
 
     def _exchange(self) -> None:
-        """Those who hold an iterator hold another one until the end, and use that up."""
+        """Until the end, holders of an iterator hold a copy of it, or a stand-in that raises."""
         others: dict[int, Any] = {}
         for each, _ in self._iterators:
-            other = successor(each)
-            others[id(each)] = other or UsedUp(self._name(each), type(each).__name__)
-        for thing, kind, taken in self._entries if others else ():
-            items = kind.items(taken) if kind.mutable else ()
-            exchanged = [_exchanged(item, others) for item in items]
-            if any(map(is_not, items, exchanged)):
-                is_dict = isinstance(taken, dict)
-                kind.put(thing, dict(zip(taken, exchanged, strict=True)) if is_dict else exchanged)
+            text = _USED_UP.format(name=self._name(each), kind=type(each).__name__)
+            others[id(each)] = successor(each) or StandIn(each, partial(TypeError, text))
+        for thing, restorer, held in self._entries if others else ():
+            if restorer.mutable and restorer.items(held):
+                replaced = with_replaced(held, partial(exchanged, others=others))
+                if replaced is not held:
+                    restorer.put(thing, replaced)
 
     def __exit__(
         self,
@@ -332,14 +326,14 @@ class Snapshot:
             raise CheckpointError(_LOST.format(names=listed))
 
     def _put_back(self) -> Iterator[Any]:
-        """Give everything what it held. Yields what could not be given that."""
-        for thing, kind, taken in self._entries:
-            if kind.mutable and not kind.same(thing, taken):
+        """Put all contents back. Yields the things for which that is impossible."""
+        for thing, restorer, held in self._entries:
+            if restorer.mutable and not restorer.same(thing, held):
                 try:
-                    kind.put(thing, taken)
+                    restorer.put(thing, held)
                 except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
                     yield thing
-        yield from self._memories.restore()
+        yield from self._memory.restore()
         for cache, before in self._caches:
             if before.currsize == before.misses == 0:
                 cache.cache_clear()
@@ -348,7 +342,7 @@ class Snapshot:
     # --- names ------------------------------------------------------------------------------------
 
     def _name(self, thing: Any) -> str:
-        """How to get at ``thing``, for the user."""
+        """The path to ``thing``, for the user."""
         parts: list[str] = []
         address: int | None = id(thing)
         while address is not None and address in self._found:
@@ -367,27 +361,18 @@ class Snapshot:
             variables = [name for name, cell in named if cell is value]
             variables += [n for n, v in holder.__globals__.items() if v is value]
             return f" ({holder.__qualname__})" + "".join(f": {name}" for name in variables[:1])
-        entries = [(kind, taken) for thing, kind, taken in self._entries if thing is holder]
-        parts = [part for kind, taken in entries for part in kind.parts(taken)]
+        entries = [(restorer, held) for thing, restorer, held in self._entries if thing is holder]
+        parts = [part for restorer, held in entries for part in restorer.parts(held)]
         return next((name for name, part in parts if part is value), "")
 
 
 #: Methods that are called by the name of the class, and others that a step has no use for.
 _MAKES = frozenset({"__init__", "__new__", "__post_init__"})
 _RARE = _MAKES | {
-    "__copy__",
-    "__deepcopy__",
-    "__del__",
-    "__dir__",
-    "__getstate__",
-    "__init_subclass__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__repr__",
-    "__setstate__",
-    "__str__",
+    *("__copy__", "__deepcopy__", "__del__", "__dir__", "__getstate__", "__init_subclass__"),
+    *("__reduce__", "__reduce_ex__", "__repr__", "__setstate__", "__str__"),
 }
-#: The types of what classes have as methods, of which those are looked at that are called.
+#: The types of methods, of which those that are called are looked into.
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 #: Where in a module it has its parts.
 _PLACE = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
@@ -400,9 +385,15 @@ _LOST = (
     "one after it; then set the value again, which is not what it was."
 )
 
+_USED_UP = (
+    "{name} is an iterator ({kind}), which this step uses up. The step is run several times here, "
+    "and must leave everything as it was: hold a list of the items and the number of the next one, "
+    "or take the item outside and pass it as an argument"
+)
+
 
 def _parts_of(value: Any, cls: type) -> list[Any] | None:
-    """What a thing leads to that holds nothing else; None if it may."""
+    """The values that a thing refers to, if that is all there is to it; else None."""
     if cls in _BOUND:
         return [value.__self__, getattr(value, "__func__", None)]
     if issubclass(cls, partial):
@@ -414,22 +405,3 @@ def _parts_of(value: Any, cls: type) -> list[Any] | None:
     if hasattr(cls, "next_functions"):  # a node of a graph: its hooks are all it refers to
         return [each for each in gc.get_referents(value) if isinstance(each, dict)]
     return None
-
-
-def _exchanged(value: Any, others: dict[int, Any]) -> Any:
-    """``value``, with iterators in it exchanged, if it has to be another one for that."""
-    if id(value) in others:
-        return others[id(value)]
-    if type(value) is tuple:
-        items = tuple([_exchanged(item, others) for item in value])
-        return items if any(map(is_not, items, value)) else value
-    if type(value) is MethodWrapperType and id(value.__self__) in others:
-        return getattr(others[id(value.__self__)], value.__name__)
-    if type(value) is partial:
-        args, keywords = (
-            _exchanged(value.args, others),
-            _exchanged((*value.keywords.values(),), others),
-        )
-        if args is not value.args or any(map(is_not, keywords, value.keywords.values())):
-            return partial(value.func, *args, **dict(zip(value.keywords, keywords, strict=True)))
-    return value

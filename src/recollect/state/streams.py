@@ -1,4 +1,4 @@
-"""All random streams that a region can draw from, and standing there again for a rerun.
+"""All random streams that a region can draw from, put back for a rerun.
 
 The default generators of torch, the streams of ``random`` and ``numpy.random``, and generators that
 are objects, where the function keeps them or is given them.
@@ -16,8 +16,10 @@ import torch
 
 from recollect.state.libraries import (
     LibraryState,
+    Stream,
     is_library_stream,
     read_libraries,
+    stream_of,
     write_libraries,
 )
 from recollect.state.rng import (
@@ -39,13 +41,13 @@ __all__ = [
 ]
 
 #: torch's default generators, the two libraries if they matter, each generator that is an object.
-Streams = tuple[RngState, LibraryState | None, list[tuple[Any, Any]]]
+Streams = tuple[RngState, LibraryState | None, list[tuple[Stream, Any]]]
 
 
 def read_streams(generators: Iterable[Any]) -> Streams:
-    """Where the streams stand now, those of ``generators`` too."""
-    objects = [(g, _read_generator(g)) for g in generators if not is_library_stream(g)]
-    return read_rng(), read_libraries(), objects
+    """The present states of all streams, those of ``generators`` too."""
+    streams = [stream_of(each) for each in generators if not is_library_stream(each)]
+    return read_rng(), read_libraries(), [(each, each.read()) for each in streams]
 
 
 def settle_streams(streams: Streams) -> Streams:
@@ -61,12 +63,12 @@ def settle_streams(streams: Streams) -> Streams:
 
 
 def read_same_streams(streams: Streams) -> Streams:
-    """Where the streams that ``streams`` is about stand now."""
+    """The present states of the streams in ``streams``."""
     defaults, libraries, generators = streams
     return (
         read_same_rng(defaults),
         None if libraries is None else read_libraries(),
-        [(g, _read_generator(g)) for g, _ in generators],
+        [(each, each.read()) for each, _ in generators],
     )
 
 
@@ -76,13 +78,13 @@ def write_streams(streams: Streams) -> None:
     write_rng(defaults)
     if libraries is not None:
         write_libraries(libraries)
-    for generator, state in generators:
-        _write_generator(generator, state)
+    for stream, state in generators:
+        stream.write(state)
 
 
 def generator_types() -> tuple[type, ...]:
     """The types of random streams that are objects."""
-    # Which may be half there, while another thread imports it.
+    # numpy.random may be half there, while another thread imports it.
     numpy_random = sys.modules.get("numpy.random")
     generator = getattr(numpy_random, "Generator", None)
     return _types_with(generator, getattr(numpy_random, "RandomState", None))
@@ -91,27 +93,3 @@ def generator_types() -> tuple[type, ...]:
 @lru_cache
 def _types_with(*more: type | None) -> tuple[type, ...]:
     return torch.Generator, random.Random, *(kind for kind in more if kind is not None)
-
-
-def _read_generator(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.SystemRandom):  # the system's, which has no state
-        return None
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = getattr(generator, "bit_generator", None)  # of a numpy Generator
-    return generator.get_state(legacy=False) if bits is None else bits.state
-
-
-def _write_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.SystemRandom):
-        return
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif (bits := getattr(generator, "bit_generator", None)) is not None:
-        bits.state = state
-    else:
-        generator.set_state(state)

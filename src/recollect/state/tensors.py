@@ -11,30 +11,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["LARGE", "SMALL", "are_statistics", "is_plain", "is_small", "nbytes", "same_values"]
+from recollect._torch.tensors import is_plain_tensor
+
+__all__ = ["LARGE", "SMALL", "are_statistics", "is_copyable", "is_small", "nbytes", "same_values"]
 
 #: Bytes that are copied at every call: of buffers and of what may be statistics; of other tensors.
 LARGE = 64 * 1024
 SMALL = 4 * 1024
 
 
-def is_plain(tensor: Any) -> bool:
+def is_copyable(tensor: Any) -> bool:
     """Whether ``tensor`` is memory that can be copied and copied back."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
+        and is_plain_tensor(tensor)
         and not tensor.is_inference()
-        and not tensor.is_meta
-        and not tensor.is_conj()
-        and not tensor.is_neg()
         and (tensor.is_contiguous() or 0 not in tensor.stride())  # expanded: one place for many
     )
 
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether a copy of ``tensor`` is cheap, and enough to put it back: it needs no history."""
-    return not tensor.requires_grad and is_plain(tensor) and nbytes(tensor) <= SMALL
+    return not tensor.requires_grad and nbytes(tensor) <= SMALL and is_copyable(tensor)
 
 
 def are_statistics(tensor: torch.Tensor) -> bool:
@@ -44,7 +42,7 @@ def are_statistics(tensor: torch.Tensor) -> bool:
         and tensor.dim() == 1
         and tensor.is_floating_point()
         and nbytes(tensor) <= LARGE
-        and is_plain(tensor)
+        and is_copyable(tensor)
     )
 
 
@@ -58,8 +56,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
     try:
-        # As bytes, where that can be: an op of comparison is more than a transform around the
-        # region, such as vmap, may know how to do.
+        # As bytes, if possible: a transform around the region, such as vmap, may not know how to
+        # run an op of comparison.
         if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
             return torch.equal(a, b)
         size = nbytes(a)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
-from recollect.state import mutation
-from recollect.state.mutation import Watch
+from recollect.state import buffers
+from recollect.state.buffers import BufferState
 from recollect.state.reachable import Writes
 from recollect.state.tensors import LARGE
 from tests._support import ALL, Run, assert_transparent, leaf, rerun
@@ -147,19 +147,19 @@ def test_an_unchanged_large_buffer_is_not_copied_again(monkeypatch: pytest.Monke
     module = Holder(LARGE // 4 + 1, lambda m: None)
     rerun(module, leaf(3)).sum().backward()
     copied: list[Any] = []
-    copies = mutation._copies
-    monkeypatch.setattr(mutation, "_copies", lambda t: copied.extend(t) or copies(t))
+    copies = buffers._copies
+    monkeypatch.setattr(buffers, "_copies", lambda t: copied.extend(t) or copies(t))
     rerun(module, leaf(3)).sum().backward()
     assert copied == []
 
 
 def test_large_buffers_are_forgotten_with_their_module() -> None:
-    known = len(mutation._large)
+    known = len(buffers._large)
     module = Holder(LARGE // 4 + 1, _in_place)
     rerun(module, leaf(3)).sum().backward()
-    assert len(mutation._large) == known + 1
+    assert len(buffers._large) == known + 1
     del module
-    assert len(mutation._large) == known
+    assert len(buffers._large) == known
 
 
 def test_modes_do_not_see_the_copying() -> None:
@@ -181,19 +181,19 @@ def test_modes_do_not_see_the_copying() -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_watch_that_is_recalled_inside_itself() -> None:
+def test_a_state_that_is_restored_inside_itself() -> None:
     """A region whose rerun starts a backward that reruns it again."""
     buffers: dict[str, Any] = {"state": torch.zeros(2)}
-    watch = Watch([(buffers, "state", Writes.SEEN)], [])
+    state = BufferState([(buffers, "state", Writes.SEEN)], [])
     buffers["state"].add_(1)
-    watch.settle()
+    state.settle()
     buffers["state"].add_(1)
     with ExitStack() as outer:
-        watch.recall(outer)
+        state.restore(outer)
         assert buffers["state"].tolist() == [0, 0]
         buffers["state"].add_(5)
         with ExitStack() as inner:
-            watch.recall(inner)
+            state.restore(inner)
             assert buffers["state"].tolist() == [0, 0]
         assert buffers["state"].tolist() == [5, 5]
     assert buffers["state"].tolist() == [2, 2]

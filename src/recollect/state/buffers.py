@@ -1,0 +1,195 @@
+"""Tensors that a region changes beside computing its result: statistics, counters, histories.
+
+They must end as after one forward, and a rerun must read them as forward did. So buffers that have
+changed when forward is over are put back to their former values for the time of a rerun, in place.
+Version counters stay as they are: for autograd nothing has happened.
+
+Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics though
+its schema does not say so, and ``buffer.data.copy_()`` is a common way to update a moving average.
+So copies are compared by content on the CPU. On a device that would be to wait: there, buffers of
+modules that may do so are assumed to have changed. Large buffers are masks and tables, as a rule:
+those are copied and compared, wherever they are, at their first call, and copied later only if they
+have ever changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import ref
+
+import torch
+
+from recollect._torch.autograd import set_version
+from recollect._torch.modes import unobserved
+from recollect._torch.tensors import copy_tensors
+from recollect.errors import InputChanged
+from recollect.state.reachable import BufferPlace, Writes
+from recollect.state.tensors import (
+    LARGE,
+    are_statistics,
+    is_copyable,
+    is_small,
+    nbytes,
+    same_values,
+)
+
+__all__ = ["BufferState"]
+
+_Tensor = torch.Tensor
+
+
+class _Watched:
+    """One tensor before the region."""
+
+    __slots__ = ("before", "is_new", "name", "required_grad", "tensor", "version", "writes")
+
+    def __init__(self, name: str, tensor: _Tensor, writes: Writes) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.version = tensor._version
+        self.required_grad = tensor.requires_grad
+        self.writes = writes
+        #: Whether to compare values even on a device, which is to wait for it.
+        self.is_new = False
+        #: A copy of the values, if there was reason to make one.
+        self.before: _Tensor | None = None
+
+    def is_copied(self) -> bool:
+        if nbytes(self.tensor) <= LARGE or self.writes is Writes.HIDDEN:
+            return True
+        known = _large.get((id(self.tensor), self.writes))
+        self.is_new = known is None
+        return known is None or known[1]
+
+    def is_written(self) -> bool:
+        if self.tensor._version != self.version:
+            return True
+        if self.before is None:
+            return False
+        if self.is_new or self.tensor.device.type == "cpu":
+            return not same_values(self.tensor, self.before)
+        return self.writes is not Writes.SEEN
+
+
+#: Large buffers that have been watched before, in training or not, and whether one of them has ever
+#: changed.
+_large: dict[tuple[int, Writes], tuple[ref[_Tensor], bool]] = {}
+
+
+def _remember(watched: _Watched, has_changed: bool) -> None:
+    key = id(watched.tensor), watched.writes
+    known = _large.get(key)
+    if known is None:
+        _large[key] = ref(watched.tensor, lambda _: _large.pop(key, None)), has_changed
+    elif has_changed:
+        _large[key] = known[0], True
+
+
+class BufferState:
+    """The tensors that one region may change."""
+
+    __slots__ = ("_changed", "_refusal", "_watched", "others")
+
+    def __init__(self, buffers: Sequence[BufferPlace], tensors: Sequence[_Tensor]) -> None:
+        """Watch ``buffers``, and those of ``tensors`` that are small and need no gradient."""
+        self._watched: list[_Watched] = []
+        self._changed: list[_Watched] = []
+        #: Why there can be no rerun, if so.
+        self._refusal: str | None = None
+        #: Tensors that are not watched: nobody may change them.
+        self.others: list[_Tensor] = []
+        for owner, name, writes in buffers:
+            tensor = owner[name]
+            if is_copyable(tensor):
+                self._watched.append(_Watched(f"buffer `{name}`", tensor, writes))
+            elif isinstance(tensor, _Tensor):
+                self.others.append(tensor)
+        for tensor in tensors:
+            if are_statistics(tensor):
+                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.MAYBE))
+            elif is_small(tensor):
+                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.SEEN))
+            else:
+                self.others.append(tensor)
+        to_copy = [watched for watched in self._watched if watched.is_copied()]
+        if to_copy:
+            with unobserved():
+                copies = _copies([watched.tensor for watched in to_copy])
+            for watched, copy in zip(to_copy, copies, strict=True):
+                watched.before = copy
+
+    def settle(self) -> list[_Tensor]:
+        """Note what the region has changed. The others are returned: nobody may change them."""
+        watched, self._watched = self._watched, []
+        for each in watched:
+            if each.tensor.requires_grad and not each.required_grad:
+                self._refusal = _GAINED_HISTORY.format(
+                    name=each.name, shape=list(each.tensor.shape)
+                )
+                return []  # the history runs through the region, which would hold itself
+        with unobserved():
+            written = [each.is_written() for each in watched]
+        unchanged = []
+        for each, is_written in zip(watched, written, strict=True):
+            if is_written:
+                self._changed.append(each)
+            else:
+                unchanged.append(each.tensor)
+            if nbytes(each.tensor) > LARGE:
+                _remember(each, is_written)
+        return unchanged
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is anything to restore."""
+        return bool(self._changed) or self._refusal is not None
+
+    def restore(self, stack: ExitStack) -> None:
+        """Give changed tensors their values before the region, until ``stack`` closes."""
+        if self._refusal is not None:
+            raise InputChanged(self._refusal)
+        for w in self._changed:
+            if w.before is None:
+                raise InputChanged(_NOT_COPIED.format(name=w.name, shape=list(w.tensor.shape)))
+            if w.before.shape != w.tensor.shape:
+                sizes = {"before": list(w.before.shape), "now": list(w.tensor.shape)}
+                raise InputChanged(_RESIZED.format(name=w.name, **sizes))
+        tensors = [w.tensor for w in self._changed]
+        with unobserved():
+            stack.callback(_write, tensors, _copies(tensors), [t._version for t in tensors])
+        # Where the rerun saves a tensor, it has the version it had when forward saved it.
+        _write(tensors, [w.before for w in self._changed], [w.version for w in self._changed])
+
+
+def _write(tensors: list[_Tensor], values: list[Any], versions: list[int]) -> None:
+    with unobserved():
+        copy_tensors([tensor.data for tensor in tensors], values)
+    for tensor, version in zip(tensors, versions, strict=True):
+        set_version(tensor, version)
+
+
+def _copies(tensors: list[_Tensor]) -> list[_Tensor]:
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_tensors(copies, tensors)
+    return copies
+
+
+_GAINED_HISTORY = (
+    "a checkpointed region wrote to {name}, {shape}, a value that requires grad. Backward runs "
+    "through that tensor, and would have to run the region again before that: it cannot be put "
+    "back. Write what is detached (buffer.copy_(x.detach())), or return the value from the region."
+)
+
+_NOT_COPIED = (
+    "a checkpointed region changed {name}, {shape}, which it had left alone in earlier calls. "
+    "Being large it was not copied, so the region cannot be recomputed as it was. From the next "
+    "call on it will be copied. To have it right from the start, change it outside of the region."
+)
+
+_RESIZED = (
+    "a checkpointed region changed the shape of {name} from {before} to {now}, which cannot be "
+    "undone for its recomputation. Give it its shape before the region runs, or assign a new "
+    "tensor instead of resizing this one."
+)

@@ -1,0 +1,100 @@
+"""Iterators can be used up once: whoever holds one gets a stand-in while code is run again."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from operator import is_not
+from types import MethodWrapperType
+from typing import Any
+
+from recollect.state.restorers import ATOMS, ITERATOR, is_made_in_python, restorers_of
+
+__all__ = ["StandIn", "exchanged", "is_used_up", "successor", "with_replaced"]
+
+#: The methods by which a generator is drawn from.
+_DRAWING = frozenset({"send", "throw", "close", "asend", "athrow", "aclose", "__anext__"})
+
+
+class StandIn:
+    """Raises what ``refusal`` gives if it is drawn from; None gives the item of the iterator."""
+
+    __slots__ = ("_iterator", "_refusal")
+
+    def __init__(self, iterator: Any, refusal: Callable[[], Exception | None]) -> None:
+        self._iterator = iterator
+        self._refusal = refusal
+
+    def __iter__(self) -> StandIn:
+        return self
+
+    def __next__(self) -> Any:
+        self._before_draw()
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DRAWING:
+            self._before_draw()
+        return getattr(self._iterator, name)
+
+    def _before_draw(self) -> None:
+        error = self._refusal()
+        if error is not None:
+            raise error
+
+
+def is_used_up(value: Any) -> bool:
+    """Whether ``value`` is an iterator whose position cannot be put back."""
+    cls = type(value)
+    return (
+        cls not in ATOMS
+        and cls is not StandIn
+        and restorers_of(cls) is ITERATOR
+        and not is_made_in_python(cls)
+    )
+
+
+def with_replaced(held: Any, replace: Callable[[Any], Any]) -> Any:
+    """What a restorer took, with ``replace`` applied to each item; the same object if none is."""
+    is_dict = isinstance(held, dict)
+    items = [*held.values()] if is_dict else held
+    replaced = [replace(item) for item in items]
+    if not any(map(is_not, replaced, items)):
+        return held
+    return dict(zip(held, replaced, strict=True)) if is_dict else replaced
+
+
+def exchanged(value: Any, others: dict[int, Any]) -> Any:
+    """``value``, or what ``others`` has for it, or for what it is a tuple, method or partial of."""
+    if id(value) in others:
+        return others[id(value)]
+    if type(value) is tuple:
+        items = with_replaced([*value], partial(exchanged, others=others))
+        return tuple(items) if any(map(is_not, items, value)) else value
+    if type(value) is MethodWrapperType and id(value.__self__) in others:
+        return getattr(others[id(value.__self__)], value.__name__)
+    if type(value) is partial:
+        args = exchanged(value.args, others)
+        keywords = with_replaced(value.keywords, partial(exchanged, others=others))
+        if args is not value.args or keywords is not value.keywords:
+            return partial(value.func, *args, **keywords)
+    return value
+
+
+_SEQUENCES: tuple[Any, ...] = ([], (), range(0), range(1 << 70), "", "\xe9", b"", bytearray())
+#: Iterators that can be copied, and the copies used up.
+_COPIED = frozenset([*(type(iter(each)) for each in _SEQUENCES), type(reversed([]))])
+
+
+def successor(value: Any) -> Any:
+    """A copy of an iterator, at the same position; None if there can be none."""
+    if type(value) is itertools.count:
+        try:
+            start = ast.literal_eval(repr(value).removeprefix("count"))
+        except (ValueError, SyntaxError):  # of fractions, say
+            return None
+        return itertools.count(*start) if isinstance(start, tuple) else itertools.count(start)
+    return copy.copy(value) if type(value) in _COPIED else None
