@@ -103,7 +103,7 @@ def test_every_name_of_torch_is_replaced_and_restored():
 def test_the_dispatch_modes_that_others_subclass_are_ours():
     with recollect.installed():
         assert torch_checkpoint._CachingTorchDispatchMode is selective.RecordMode
-        assert torch_checkpoint._CachedTorchDispatchMode is selective.ReplayMode
+        assert torch_checkpoint._CachedTorchDispatchMode is selective.RecomputeMode
 
 
 def test_nothing_else_changes_and_everything_is_put_back():

@@ -28,7 +28,7 @@ _NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_
 
 _OURS: dict[str, Any] = {name: getattr(compat, name) for name in _NAMES} | {
     "_CachingTorchDispatchMode": selective.RecordMode,
-    "_CachedTorchDispatchMode": selective.ReplayMode,
+    "_CachedTorchDispatchMode": selective.RecomputeMode,
 }
 _THEIRS: dict[str, Any] = {name: getattr(torch_checkpoint, name) for name in _OURS}
 

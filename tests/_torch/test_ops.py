@@ -7,44 +7,13 @@ import torch
 from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.ops import (
     argument_names,
+    arguments_of,
     bare_op,
-    dropout_of,
-    effects_of,
-    generator_position,
-    is_pointwise,
+    has_tag,
     metadata_ops,
-    offset_position,
     packet_of,
-    writes_unseen,
+    returned_aliases,
 )
-
-
-def test_arguments_are_found_by_schema():
-    aten = torch.ops.aten
-    assert generator_position(aten.poisson.default) == (1, "generator")
-    assert generator_position(aten.normal_.default) == (3, "generator")
-    assert generator_position(aten.mm.default) is None
-    assert generator_position(torch.ops.higher_order.cond) is None
-    assert offset_position(aten.as_strided.default) == (3, "storage_offset")
-    assert offset_position(aten.as_strided_.default) == (3, "storage_offset")
-    assert offset_position(aten.view.default) is None
-    place = dropout_of(aten._scaled_dot_product_flash_attention.default)
-    assert place == (3, "dropout_p")
-
-
-def test_pointwise_ops_are_known():
-    aten = torch.ops.aten
-    assert is_pointwise(aten.sin.default)
-    assert not is_pointwise(aten.mm.default)
-    assert not is_pointwise(aten.bernoulli.default)  # pointwise, and random
-    assert not is_pointwise(torch.ops.higher_order.cond)
-
-
-def test_ops_that_write_unseen_are_known():
-    assert writes_unseen(torch.ops.c10d.allreduce_.default)
-    assert writes_unseen(torch.ops.higher_order.cond)
-    assert not writes_unseen(torch.ops.higher_order.flex_attention)
-    assert not writes_unseen(torch.ops.aten.mul_.Tensor)
 
 
 def test_metadata_ops_are_those_that_torch_ignores():
@@ -52,14 +21,19 @@ def test_metadata_ops_are_those_that_torch_ignores():
     assert torch.ops.aten.sym_size.default in metadata_ops()
 
 
-def test_what_a_schema_says_an_op_does():
-    aten = torch.ops.aten
-    assert effects_of(aten.sin.default) == ([True], [])
-    assert effects_of(aten.add_.Tensor) == ([False], [(0, "self")])
-    assert effects_of(aten.sin.out) == ([False], [(1, "out")])
-    assert effects_of(aten.topk.default) == ([True, True], [])
-    assert effects_of(aten.view.default) == ([False], [])
-    assert effects_of(torch.ops.higher_order.cond) is None
+def test_schemas_and_tags_of_ops():
+    aten, cond = torch.ops.aten, torch.ops.higher_order.cond
+    (first, out) = arguments_of(aten.sin.out)
+    assert first == (0, "self", "Tensor", False, False)
+    assert out == (1, "out", "Tensor", True, True)
+    assert "Generator" in arguments_of(aten.normal_.default)[3].type
+    assert arguments_of(cond) == []
+    assert returned_aliases(aten.topk.default) == [False, False]
+    assert returned_aliases(aten.add_.Tensor) == [True]
+    assert returned_aliases(cond) is None
+    assert has_tag(aten.sin.default, torch.Tag.pointwise)
+    assert not has_tag(aten.mm.default, torch.Tag.pointwise)
+    assert not has_tag(cond, torch.Tag.pointwise)
 
 
 def test_an_op_is_known_by_itself():

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import policy
+from recollect.policy.op_info import op_info
 from recollect.replay import recording_cache as library
-from recollect.replay.kinds import kind_of
 from tests._support import assert_identical, gradients, leaf, measure
 from tests.explaining.test_run import (
     BYTES,
@@ -204,7 +204,7 @@ def test_results_that_are_not_to_be_repeated() -> None:
 
 
 def test_an_op_that_may_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kind_of(aten.exp.default), "is_nondeterministic", True)
+    monkeypatch.setattr(op_info(aten.exp.default), "is_nondeterministic", True)
     explanation = explained(lambda x: x.exp().sin().sin())
     assert saying(explanation, op="aten.exp") == ("kept", "must keep: nondeterministic")
 

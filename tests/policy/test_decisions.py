@@ -5,7 +5,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from recollect import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.policy.decisions import as_decision, check_ops, expand_packets
+from recollect.policy.decisions import as_decision, checked_ops
 
 aten = torch.ops.aten
 
@@ -36,16 +36,17 @@ def test_anything_else_is_refused_with_the_name_of_the_op(value):
 
 
 def test_packets_are_expanded_in_place():
-    expanded = expand_packets([aten.sin.default, aten.clamp, aten.mm.default])
+    expanded = checked_ops([aten.sin.default, aten.clamp, aten.mm.default], "policy")
     clamps = [getattr(aten.clamp, name) for name in aten.clamp.overloads()]
     assert aten.clamp.Tensor in clamps
     assert expanded == [aten.sin.default, *clamps, aten.mm.default]
 
 
 def test_ops_are_overloads_or_higher_order():
-    check_ops([aten.mm.default, torch.ops.higher_order.cond], "policy")
+    given = [aten.mm.default, torch.ops.higher_order.cond]
+    assert checked_ops(given, "policy", packets=False) == given
     with pytest.raises(ValueError, match=r"got: aten\.mm of type.*torch\.ops\.aten\.mm\.default"):
-        check_ops([aten.mm.default, aten.mm], "policy")
+        checked_ops([aten.mm.default, aten.mm], "policy", packets=False)
 
 
 def test_the_context_is_made_as_torch_makes_it():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recollect.policy.patterns import first_idle, fits, fits_any, listed
+from recollect.policy.patterns import first_unmatched, fits, fits_any, listed
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_one_of_several_patterns_may_fit():
 
 
 def test_the_first_pattern_that_fits_no_name():
-    assert first_idle(("wo", "up", "down"), ("attn.wo", "attn.wq")) == "up"
-    assert first_idle(("wo", "w?"), ("attn.wo", "attn.wq")) is None
-    assert first_idle(("wo",), ()) == "wo"
+    assert first_unmatched(("wo", "up", "down"), ("attn.wo", "attn.wq")) == "up"
+    assert first_unmatched(("wo", "w?"), ("attn.wo", "attn.wq")) is None
+    assert first_unmatched(("wo",), ()) == "wo"
 
 
 def test_names_are_listed_with_the_most_similar_first():

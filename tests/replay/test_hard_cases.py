@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.policy.facts import facts_of
+from recollect.policy.op_info import op_info
 from recollect.replay import record
 from recollect.replay.recording_cache import _slots
 from tests._support import assert_identical, collector_off
@@ -160,10 +160,10 @@ def test_dropout_of_a_library_is_known_by_its_arguments(dropout, train):
     args = [None] * len(op._schema.arguments)
     for position, argument in enumerate(op._schema.arguments):
         args[position] = {"dropout": dropout, "train": train}.get(argument.name, argument.name)
-    facts, draws = facts_of(op), bool(dropout) and train
-    assert facts.draws_alone(tuple(args)) == draws
+    info, draws = op_info(op), bool(dropout) and train
+    assert info.uses_library_rng(tuple(args)) == draws
     state = "dropout_state" if draws else None
-    assert facts.without_idle_state(tuple(args)) == (*args[:-1], state)
+    assert info.without_idle_state(tuple(args)) == (*args[:-1], state)
 
 
 def test_a_write_through_a_view_of_unknown_place():

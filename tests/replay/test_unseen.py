@@ -28,10 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recollect
 from recollect import policy
-from recollect._torch.ops import OpOverload, writes_unseen
+from recollect._torch.ops import OpOverload
 from recollect.errors import InputChanged
+from recollect.policy.op_info import op_info
 from recollect.replay.engine import LeftToRerun, replay_region
-from recollect.replay.kinds import kind_of
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.recording_cache import _slots
 from recollect.state.flags import read_flags
@@ -258,14 +258,14 @@ def test_every_op_of_torch_that_takes_a_generator_is_known_by_it() -> None:
         found += 1
         given = [OWN if "Generator" in str(each.type) else None for each in arguments]
         named = {each.name: value for each, value in zip(arguments, given, strict=True)}
-        kind = kind_of(op)
-        assert kind.facts.is_random, op
-        assert kind.generator((), named) is OWN, op
+        info = op_info(op)
+        assert info.is_random, op
+        assert info.generator((), named) is OWN, op
         # By position as far as the schema takes them so.
         count = sum(not each.kwarg_only for each in arguments)
         rest = dict([*named.items()][count:])
-        assert kind.generator(tuple(given[:count]), rest) is OWN, op
-        assert kind.generator((), {}) is None
+        assert info.generator(tuple(given[:count]), rest) is OWN, op
+        assert info.generator((), {}) is None
     assert found > 80
 
 
@@ -395,21 +395,21 @@ def test_attention_of_others_is_run_again_if_it_drops_nothing(monkeypatch: Any) 
     library = torch.library.Library("flash_attn", "FRAGMENT")
     library.define("_flash_attn_forward(Tensor q, float dropout_p) -> Tensor")
     try:
-        kind = kind_of(torch.ops.flash_attn._flash_attn_forward.default)
+        info = op_info(torch.ops.flash_attn._flash_attn_forward.default)
         q = torch.ones(2)
-        assert kind.is_function((q, 0.0), {})
-        assert not kind.is_function((q, 0.1), {})
-        assert not kind.is_function((q,), {"dropout_p": 0.1})
+        assert info.is_function((q, 0.0), {})
+        assert not info.is_function((q, 0.1), {})
+        assert not info.is_function((q,), {"dropout_p": 0.1})
     finally:
         library._destroy()
 
 
 def test_ops_that_write_without_a_word() -> None:
     """Collectives write to what they are given, and their schemas do not say so."""
-    assert writes_unseen(torch.ops.c10d.allreduce_.default)
-    assert not writes_unseen(torch.ops.aten.mm.default)
-    assert not writes_unseen(torch.ops.higher_order.flex_attention)
-    assert writes_unseen(torch.ops.higher_order.cond)
+    assert op_info(torch.ops.c10d.allreduce_.default).writes_unseen
+    assert not op_info(torch.ops.aten.mm.default).writes_unseen
+    assert not op_info(torch.ops.higher_order.flex_attention).writes_unseen
+    assert op_info(torch.ops.higher_order.cond).writes_unseen
 
 
 # --- writes that no op was seen to make -----------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
-from recollect.policy.facts import facts_of
+from recollect.policy.op_info import op_info
 from tests._support import (
     Counted,
     Memory,
@@ -95,7 +95,7 @@ def backward_ops(run: Any, function: Any, inputs: Any, call: int = 0) -> Counter
     with Ops() as ops:
         loss.backward()
     forget(function, inputs)
-    return Counter({o: n for o, n in ops.count.items() if not facts_of(o).is_view})
+    return Counter({o: n for o, n in ops.count.items() if not op_info(o).is_view})
 
 
 def again(function: Any, inputs: Any, call: int, **options: Any) -> Counter[Any]:

@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from recollect._torch.modes import DispatchMode
-from recollect._torch.ops import effects_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.checks.fingerprint import fingerprint
 from recollect.checks.place import Names, Place, Stack
+from recollect.policy.op_info import op_info
 
 __all__ = ["LoggedOp", "OpLog", "Row", "SavedPrint", "Strides", "align"]
 
@@ -215,14 +215,13 @@ def _results(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """New tensors, and those that were changed."""
-    effects = effects_of(op)
-    if effects is None:
+    info = op_info(op)
+    aliases = info.returned_aliases
+    if aliases is None:
         return tensors_in(out), []
-    new, written = effects
-    results = out if len(new) != 1 and isinstance(out, (tuple, list)) else (out,)
-    fresh = [result for result, is_new in zip(results, new, strict=False) if is_new]
-    changed = [args[n] if n < len(args) else kwargs.get(name) for n, name in written]
-    return tensors_in(fresh), tensors_in(changed)
+    results = out if len(aliases) != 1 and isinstance(out, (tuple, list)) else (out,)
+    new = [result for result, is_alias in zip(results, aliases, strict=False) if not is_alias]
+    return tensors_in(new), info.written(args, kwargs)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

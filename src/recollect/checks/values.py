@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from recollect._torch.ops import is_random
 from recollect.checks.causes import (
     FROM_OUTSIDE,
     OTHER_LAYOUT,
@@ -24,6 +23,7 @@ from recollect.checks.names import region_name
 from recollect.checks.oplog import LoggedOp, OpLog, SavedPrint, Strides, align
 from recollect.checks.trace import both, op_number, whereabouts
 from recollect.errors import RecomputeMismatch
+from recollect.policy.op_info import op_info
 
 __all__ = ["value_difference"]
 
@@ -116,7 +116,7 @@ def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]
     if first == values:
         yield f"{heading}: {_OTHER_VALUES}"
         yield from _described(entry)
-        yield str(likely_cause_of_values(random=is_random(entry.op)))
+        yield str(likely_cause_of_values(random=op_info(entry.op).is_random))
     elif first == layout:
         yield f"{heading}: {_other_strides(rows[first])}"
         yield from _described(entry)

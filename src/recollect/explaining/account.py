@@ -10,14 +10,11 @@ from torch.autograd.function import BackwardCFunction
 
 from recollect._torch.autograd import packed_by
 from recollect._torch.ops import op_name
-from recollect._torch.pytree import tree_leaves
 from recollect.explaining.storages import Region, TrackedStorage, storages_of, tensors_in
 from recollect.explaining.watcher import Watcher
 from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT
 from recollect.report.rows import TensorRow
-from recollect.rerun.selective.ledger import Entry, Kept
 from recollect.store.handles import Composite, OnDevice, OnHost
-from recollect.store.offload_batch import OffloadedTensor
 
 __all__ = ["rows_of"]
 
@@ -120,7 +117,7 @@ def _freed(storage: TrackedStorage) -> Iterator[TensorRow]:
     if not storage.regions:
         return
     region = storage.regions[-1][0]
-    unread = (why for why, entry in storage.entries if _is_unread(entry()))
+    unread = (why for why, kept in storage.entries if kept() is None)  # dropped after forward
     reason = storage.not_held or next((f"{why}, but nothing needs it" for why in unread), None)
     if reason is not None:
         yield _row(storage, "not held", reason, region)
@@ -128,12 +125,6 @@ def _freed(storage: TrackedStorage) -> Iterator[TensorRow]:
         is_spared = storage.saved or region.spares_all
         reason = storage.ruling or region.otherwise
         yield _row(storage, "recomputed", reason, region, storage.bytes if is_spared else 0)
-
-
-def _is_unread(entry: Entry | None) -> bool:
-    """Whether the region has found that nothing needs what it kept."""
-    places = [] if entry is None else tree_leaves(entry.results)
-    return not any(isinstance(place, (Kept, OffloadedTensor)) for place in places)
 
 
 # --- the graph of the result ----------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 
 from recollect._torch.ops import CAST
 from recollect.explaining.storages import Region, StorageTable, TrackedStorage
+from recollect.policy.op_info import op_info
 from recollect.replay.engine import Witness
 from recollect.replay.held_tensor import Held
-from recollect.replay.kinds import kind_of
 from recollect.replay.reasons import Reasons
 from recollect.replay.rematerialize import Recall
 from recollect.replay.tape import Buffer, Op
@@ -169,7 +169,7 @@ def _matched(ops: list[Op], part: _Part) -> Iterator[tuple[Op, int, list[Tracked
     """The ops of a tape, each with its number among those that ran, and what it made."""
     place = 0
     for func, number, made in part.ops:
-        if kind_of(func).is_view:
+        if op_info(func).runs_no_kernel:
             continue
         found = place
         # The casts of weights that autocast caches are on the tape, and were done before.

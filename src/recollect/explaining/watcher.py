@@ -21,7 +21,7 @@ from recollect.explaining.regions import ReentrantRegion, RerunRegion
 from recollect.explaining.replay import ReplayRegion
 from recollect.explaining.storages import Region, StorageTable, tensors_in
 from recollect.policy.rulings import Ruling
-from recollect.rerun.selective.ledger import Entry
+from recollect.rerun.selective.ledger import KeptCall
 from recollect.settings import is_recomputing
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
@@ -147,7 +147,7 @@ class Watcher(DispatchMode):
 
         return note_and_pack
 
-    def decided(self, op: Any, out: Any, ruling: Ruling, entry: Entry | None) -> None:
+    def decided(self, op: Any, out: Any, ruling: Ruling, entry: KeptCall | None) -> None:
         """A policy has decided."""
         if is_recomputing() or not self._running:
             return

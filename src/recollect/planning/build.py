@@ -11,7 +11,7 @@ from typing import Protocol
 
 from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
 from recollect.planning.trace import Event
-from recollect.replay.kinds import kind_of
+from recollect.policy.op_info import op_info
 from recollect.replay.plan import forced_in, holdable
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Pack
@@ -180,9 +180,9 @@ class _Builder:
         return wanted | {pack.view.buffer.number for pack in self._packs if pack.view is not None}
 
     def _can_keep(self, op: TapeOp) -> bool:
-        facts = kind_of(op.op).facts
+        info = op_info(op.op)
         wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
-        return (facts.can_be_kept or facts.writes) and all(
+        return (info.can_be_kept or info.writes) and all(
             buffer.number in self._holdable and buffer.is_last and buffer.unsure is None
             for buffer in wanted
         )

@@ -23,7 +23,7 @@ from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect.planning.timing import Timing, now, sampled, timing_of
-from recollect.replay.kinds import Kind, kind_of
+from recollect.policy.op_info import OpInfo, op_info
 
 __all__ = ["Call", "Rates", "allocated_by"]
 
@@ -85,7 +85,7 @@ class Rates:
         self._calls: dict[Any, Call] = {}
         self._ran: list[Call] = []
         #: What is still to be measured.
-        self._unmeasured: list[tuple[Call, Kind, Any, Any]] = []
+        self._unmeasured: list[tuple[Call, OpInfo, Any, Any]] = []
         #: Of what must not run twice: what each run took, and pairs of events whose distance is not
         #: known until the device has come so far; and whether it is simple, and the bytes it moves.
         self._samples: dict[int, list[float]] = {}
@@ -100,13 +100,13 @@ class Rates:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Run an op. Returns what it is, or None if it does nothing but look, and its result."""
-        kind = kind_of(func)
-        if (kind.is_view and not kind.facts.writes) or kind.gives_storage:
+        info = op_info(func)
+        if (info.runs_no_kernel and not info.writes) or info.sets_storage:
             return None, func(*args, **kwargs)
         key = (func, self.device, torch.get_num_threads(), _looks((args, kwargs)))
         call = self._calls.get(key)
         if call is None:
-            call, result = self._first_run(key, kind, func, args, kwargs)
+            call, result = self._first_run(key, info, func, args, kwargs)
         elif id(call) in self._once:
             with no_dispatch_modes():
                 result = self._run_once(call, func, args, kwargs)
@@ -116,7 +116,7 @@ class Rates:
         return call, result
 
     def _first_run(
-        self, key: Any, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Any, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, Any]:
         known = _known.get(key)
         if known is not None and known.is_good:
@@ -127,10 +127,10 @@ class Rates:
             if "_rnn" in op_name(func):
                 # How large its workspace is only its library knows.
                 raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
-            self._unmeasured.append((call, kind, func, _described((args, kwargs))))
+            self._unmeasured.append((call, info, func, _described((args, kwargs))))
             return call, func(*args, **kwargs)
         with no_dispatch_modes():
-            repeat = _repeatable(kind, func, args, kwargs)
+            repeat = _repeatable(info, func, args, kwargs)
             if repeat is None:
                 moved = _moved(_described((args, kwargs)))
                 self._once[id(call)] = call, _is_simple(func), moved
@@ -140,8 +140,8 @@ class Rates:
 
     def settle(self) -> None:
         """Measure what could not be before, and remember all of it."""
-        for call, kind, func, described in self._unmeasured:
-            self._measure_alone(call, kind, func, described)
+        for call, info, func, described in self._unmeasured:
+            self._measure_alone(call, info, func, described)
         self._unmeasured.clear()
         self._settle_once()
         for key, call in self._calls.items():
@@ -186,11 +186,11 @@ class Rates:
 
     # --- what may ---------------------------------------------------------------------------------
 
-    def _measure_alone(self, call: Call, kind: Kind, func: Any, described: Any) -> None:
+    def _measure_alone(self, call: Call, info: OpInfo, func: Any, described: Any) -> None:
         """Measure an op on tensors made for that."""
         try:
             args, kwargs = tree_map_only(_Described, partial(_make, device=self.device), described)
-            repeat = _repeatable(kind, func, args, kwargs)
+            repeat = _repeatable(info, func, args, kwargs)
             if repeat is not None:
                 repeat()
                 self._measure(call, func, repeat, described)
@@ -319,24 +319,24 @@ def _is_simple(func: Any) -> bool:
 
 
 def _repeatable(
-    kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
     """What runs the op once more and changes nothing; None if there is no such thing."""
     if type(func) is not OpOverload or func.namespace not in ("aten", "prims"):
         return None
-    if kind.facts.writes or kind.updates:
-        written = {id(tensor) for tensor in kind.written(args, kwargs)}
+    if info.writes or info.updates_statistics:
+        written = {id(tensor) for tensor in info.written(args, kwargs)}
         args, kwargs = tree_map_only(
             _Tensor, lambda leaf: leaf.clone() if id(leaf) in written else leaf, (args, kwargs)
         )
-    if not kind.facts.is_random:
+    if not info.is_random:
         return lambda: func(*args, **kwargs)
 
     def draw() -> Any:
         with torch.random.fork_rng():
             return func(*args, **kwargs)
 
-    return None if kind.generator(args, kwargs) is not None else draw
+    return None if info.generator(args, kwargs) is not None else draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from weakref import ref
 
 import torch
 
-from recollect._torch.ops import changes_memory, takes_number
 from recollect._torch.tensors import name_of_storage, storage_key
+from recollect.policy.op_info import op_info
 from recollect.replay.tape import tensors_of
 
 __all__ = ["SAME", "WHOLE", "Entry", "Look", "Ref", "Script", "Unknown", "look_of"]
@@ -129,7 +129,7 @@ class Script:
 
     def wrote(self, entry: Entry, out: Any, event: int, made: dict[_Path, int]) -> None:
         """It ran."""
-        if type(out) is _Tensor and changes_memory(entry.op):
+        if type(out) is _Tensor and op_info(entry.op).changes_memory:
             # It is on the memory of another one now, or on one that nobody was seen to make.
             self._ids.pop(id(out), None)
             number = self._number(out)
@@ -138,7 +138,7 @@ class Script:
         else:
             entry.outs = [(path, self._add(tensor)) for path, tensor in tensors_of(out)]
         entry.event, entry.made = event, made
-        if type(out) is int and takes_number(entry.op):
+        if type(out) is int and op_info(entry.op).reads_number:
             entry.number = out
         self.entries.append(entry)
 

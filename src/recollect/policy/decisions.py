@@ -1,7 +1,4 @@
-"""What to do with the result of an op: decisions, and the functions that take them.
-
-Pure: nothing here runs an op or holds a tensor.
-"""
+"""Decisions about the result of an op, and what a policy function takes and returns."""
 
 from __future__ import annotations
 
@@ -18,15 +15,14 @@ __all__ = [
     "PolicyFunction",
     "SelectiveCheckpointContext",
     "as_decision",
-    "check_ops",
-    "expand_packets",
+    "checked_ops",
 ]
 
 
 class CheckpointPolicy(enum.Enum):
     """What selective checkpointing does with the result of an op.
 
-    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` forgets it and runs the op again,
+    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` frees it and runs the op again,
     ``CPU_OFFLOAD`` keeps it in the memory of the host. ``MUST_`` binds the compiler and our own
     defaults as well; with ``PREFER_`` they may decide otherwise.
     """
@@ -40,11 +36,10 @@ class CheckpointPolicy(enum.Enum):
 
 
 class SelectiveCheckpointContext:
-    """Handed to a policy function with each op.
+    """Passed to a policy function with each op, and valid during that call.
 
-    ``op_output`` is what the op returned. A policy is asked in forward only, so ``is_recompute``
-    is always False; it is there for older policies that read it. The object is valid during the
-    call it is passed to.
+    ``op_output`` is what the op returned. A policy decides in forward only, so ``is_recompute`` is
+    always False; it is there for older policies that read it.
     """
 
     def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
@@ -59,12 +54,12 @@ PolicyFunction = Callable[..., Any]
 
 
 def as_decision(value: Any, op: Any) -> CheckpointPolicy:
-    """What a policy function returned, as a decision; anything else is refused."""
+    """The return value of a policy function as a decision; anything else is refused."""
     if type(value) is CheckpointPolicy:
         return value
     if value is True or value is False:
         return CheckpointPolicy.MUST_SAVE if value else CheckpointPolicy.PREFER_RECOMPUTE
-    # torch's own enum of the same name, from somebody who imported it there.
+    # torch's own enum of the same name.
     if type(value) is TorchCheckpointPolicy:
         return CheckpointPolicy[value.name]
     # No TypeError: ``x @ w`` would make "unsupported operand type(s)" of it.
@@ -74,30 +69,33 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
     )
 
 
-def check_ops(ops: Iterable[Any], name: str) -> None:
-    """Refuse whatever in ``ops`` (to the user: ``name``) is not an op with its overload."""
+def checked_ops(ops: Iterable[Any], name: str, *, packets: bool = True) -> list[Any]:
+    """``ops`` with every packet (``torch.ops.aten.mm``) replaced by all its overloads.
+
+    What is no op is refused, and so is a packet unless ``packets``. ``name``: what the user calls
+    the ops.
+    """
+    checked: list[Any] = []
     for op in ops:
         if isinstance(op, (OpOverload, HigherOrderOperator)):
-            continue
-        hint = ""
-        if isinstance(op, OpOverloadPacket):
-            hint = (
-                " Please update the OpOverloadPacket to a specific OpOverload: "
-                f"torch.ops.{op}.default rather than torch.ops.{op}."
-            )
-        elif (packet := packet_of(op)) is not None:
-            hint = f" A function of torch is no op: name torch.ops.{packet} instead."
-        raise ValueError(
-            f"Expected op in {name} to be an OpOverload but got: {op} of type {type(op)}.{hint}"
-        )
-
-
-def expand_packets(ops: Iterable[Any]) -> list[Any]:
-    """``ops`` with every packet (``torch.ops.aten.mm``) replaced by all its overloads."""
-    expanded: list[Any] = []
-    for op in ops:
-        if isinstance(op, OpOverloadPacket):
-            expanded += [getattr(op, name) for name in op.overloads()]
+            checked.append(op)
+        elif packets and isinstance(op, OpOverloadPacket):
+            checked += [getattr(op, overload) for overload in op.overloads()]
         else:
-            expanded.append(op)
-    return expanded
+            raise ValueError(
+                f"Expected op in {name} to be an OpOverload but got: {op} of type {type(op)}."
+                f"{_hint(op)}"
+            )
+    return checked
+
+
+def _hint(op: Any) -> str:
+    if isinstance(op, OpOverloadPacket):
+        return (
+            " Please update the OpOverloadPacket to a specific OpOverload: "
+            f"torch.ops.{op}.default rather than torch.ops.{op}."
+        )
+    packet = packet_of(op)
+    return (
+        "" if packet is None else f" A function of torch is no op: name torch.ops.{packet} instead."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect.policy.decisions import CheckpointPolicy, check_ops, expand_packets
+from recollect.policy.decisions import CheckpointPolicy, checked_ops
 from recollect.policy.op_sets import ATTENTION, MATMULS
 from recollect.policy.rules import AnyRule, ModuleRule, NameRule, NthRule, OpRule, Policy, written
 
@@ -32,17 +32,14 @@ _OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
 
 def ops(*packets: Any) -> list[Any]:
     """Each op of ``packets`` (``torch.ops.aten.mm``) with all its overloads."""
-    expanded = expand_packets(packets)
-    check_ops(expanded, "ops")
-    return expanded
+    return checked_ops(packets, "ops")
 
 
 def _op_policy(name: str, given: tuple[Any, ...], decision: CheckpointPolicy) -> Policy:
     if not given:
         raise TypeError(f"{name}() needs at least one op, such as torch.ops.aten.mm")
-    expanded = expand_packets(given)
-    check_ops(expanded, f"{name}()")
-    return Policy(OpRule(written(name, given), decision, expanded, frozenset()))
+    found = frozenset(checked_ops(given, f"{name}()"))
+    return Policy(OpRule(written(name, given), decision, found))
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -61,35 +58,34 @@ def offload_ops(*ops: Any) -> Policy:
 
 
 def every_nth(op: Any, n: int) -> Policy:
-    """Keep the ``n``-th, ``2n``-th, ... result of ``op``, counted anew in every call of a region.
+    """Keep the ``n``-th, ``2n``-th, ... result of ``op``, counted in every call of a region.
 
     The calls in between are left to the rules that follow. All overloads of a packet are counted
     together.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n should be a positive int, but got {n!r}")
-    expanded = expand_packets([op])
-    check_ops(expanded, "every_nth()")
-    return Policy(NthRule(f"every_nth({op}, {n})", _SAVE, expanded, frozenset(), n))
+    found = frozenset(checked_ops([op], "every_nth()"))
+    return Policy(NthRule(f"every_nth({op}, {n})", _SAVE, found, n=n))
 
 
 def matmuls() -> Policy:
     """Keep products of matrices: most of the time of a transformer, for a share of its memory."""
-    return Policy(OpRule("matmuls()", _SAVE, (), MATMULS))
+    return Policy(OpRule("matmuls()", _SAVE, frozenset(), MATMULS))
 
 
 def attention() -> Policy:
     """Keep the results of attention kernels (``scaled_dot_product_attention`` and its kind)."""
-    return Policy(OpRule("attention()", _SAVE, (), ATTENTION))
+    return Policy(OpRule("attention()", _SAVE, frozenset(), ATTENTION))
 
 
 def everything() -> Policy:
-    """Keep every result that backward needs, or that one which it needs is computed from."""
+    """Keep every result."""
     return Policy(AnyRule("everything()", _SAVE))
 
 
 def nothing() -> Policy:
-    """Keep nothing but what is not to be repeated: discrete choices, communication.
+    """Keep nothing but the results that are kept by default: discrete choices, communication.
 
     To recompute those as well, name them before: ``recompute_ops(...) | nothing()``.
     """

@@ -1,13 +1,13 @@
-"""Knowing, while a region runs, which of the policy's modules the current op is in.
+"""Which of the modules that rules match are being called while a region runs.
 
-For the time of the region the modules that a rule matches, and no others, get a pair of hooks. A
-model is left as it was found.
+For the time of the region those modules, and no others, get a pair of hooks. Afterwards the model
+is as it was.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -24,8 +24,6 @@ __all__ = ["InsideModules"]
 
 #: A module, and the ranks of the rules that match it.
 _Matched = list[tuple[nn.Module, tuple[int, ...]]]
-
-
 _Named = list[tuple[str, nn.Module]]
 
 
@@ -41,14 +39,14 @@ def _matched(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
     known = _known(rulebook, roots[0]) if len(roots) == 1 else None
     if known is not None:
         return known
-    names = _Names(roots)
-    ranks: dict[int, list[int]] = {}
+    inside = [pair for root in roots for pair in _visible(root)]
+    ranks: dict[int, set[int]] = {}
     for rank, rule in rulebook.modules.items():
         for pattern in rule.patterns:
-            for module in names.find(pattern, rule.title):
-                ranks.setdefault(id(module), []).append(rank)
-    modules = {id(module): module for _, module in names.near if id(module) in ranks}
-    matched = [(module, (*sorted(set(ranks[key])),)) for key, module in modules.items()]
+            for module in _find(pattern, rule.title, inside, roots):
+                ranks.setdefault(id(module), set()).add(rank)
+    modules = {id(module): module for _, module in inside if id(module) in ranks}
+    matched = [(module, (*sorted(ranks[key]),)) for key, module in modules.items()]
     if len(roots) == 1:
         # Weakly: the policy may outlive the model.
         weak = [(ref(module), own) for module, own in matched]
@@ -65,40 +63,31 @@ def _known(rulebook: Rulebook, root: nn.Module) -> _Matched | None:
     return None if any(module is None for module, _ in found) else found
 
 
-class _Names:
-    """The names of a region's modules: in the region, and in the whole model."""
+def _find(pattern: str, title: str, inside: _Named, roots: list[nn.Module]) -> list[nn.Module]:
+    """The modules inside of a region that ``pattern`` matches; an error if it matches none at all.
 
-    def __init__(self, roots: list[nn.Module]) -> None:
-        self._roots = roots
-        self.near: _Named = [pair for root in roots for pair in _visible(root)]
-
-    def find(self, pattern: str, title: str) -> list[nn.Module]:
-        """The region's modules that ``pattern`` matches; an error if it matches none anywhere."""
-        found = [module for name, module in self.near if fits(name, pattern)]
-        if found:
-            return found
-        # By the path in the whole model, which only a search through memory can tell.
-        models = [model_of(root) for root in self._roots]
-        far = [pair for model in {id(m): m for m in models}.values() for pair in _visible(model)]
-        elsewhere = [module for name, module in far if fits(name, pattern)]
-        if not elsewhere:
-            raise ValueError(
-                f"{title}: {pattern!r} matches no module (those in compiled code cannot be seen). "
-                f"There are: {listed([name for name, _ in self.near + far], pattern)}"
-            )
-        own = {id(module) for _, module in self.near}
-        return [module for module in elsewhere if id(module) in own]
-
-
-def _named(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from root.named_modules(remove_duplicate=False)
+    By the path in the region or, which only a search through memory can tell, in the whole model.
+    """
+    found = [module for name, module in inside if fits(name, pattern)]
+    if found:
+        return found
+    models = {id(model): model for model in map(model_of, roots)}
+    outside = [pair for model in models.values() for pair in _visible(model)]
+    found = [module for name, module in outside if fits(name, pattern)]
+    if not found:
+        raise ValueError(
+            f"{title}: {pattern!r} matches no module (those in compiled code cannot be seen). "
+            f"There are: {listed([name for name, _ in inside + outside], pattern)}"
+        )
+    own = {id(module) for _, module in inside}
+    return [module for module in found if id(module) in own]
 
 
 def _visible(root: nn.Module) -> _Named:
-    """Modules by name, but for those in compiled code: what runs there is not seen from here."""
+    """Modules by name, but for those in compiled code, whose ops are not seen."""
     hidden = {id(each) for module in root.modules() for each in compiled_in(module)}
-    pairs = ((plain_name(name), module) for name, module in _named(root))
-    return [(name, module) for name, module in pairs if id(module) not in hidden]
+    pairs = root.named_modules(remove_duplicate=False)
+    return [(plain_name(name), module) for name, module in pairs if id(module) not in hidden]
 
 
 class _Hook:
@@ -135,7 +124,7 @@ class InsideModules:
     ) -> None:
         self._matched = _matched(rulebook, _roots(function, values))
         self._counts = counts
-        #: Of the rules that match a module of the region.
+        #: The ranks of the rules that match a module of the region.
         self.ranks = {rank for _, ranks in self._matched for rank in ranks}
         # The region's own module may have been entered already, on the way to its forward.
         owner = getattr(function, "__self__", None)

@@ -1,4 +1,4 @@
-"""Patterns of names, and the error for one that matches nothing."""
+"""Patterns of names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-__all__ = ["first_idle", "fits", "fits_any", "listed"]
+__all__ = ["first_unmatched", "fits", "fits_any", "listed"]
 
 #: How many names an error shows.
 _SHOWN = 40
@@ -31,12 +31,12 @@ def fits(name: str, pattern: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def fits_any(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether one of ``patterns`` describes ``name``. The same is asked in every step."""
+    """Whether one of ``patterns`` describes ``name``."""
     return any(fits(name, pattern) for pattern in patterns)
 
 
 @lru_cache(maxsize=1024)
-def first_idle(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+def first_unmatched(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
     """The first of ``patterns`` that describes none of ``names``."""
     return next((p for p in patterns if not any(fits(name, p) for name in names)), None)
 

@@ -6,13 +6,14 @@ Pure: nothing here runs an op or holds a tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 
 from recollect._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
-from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, check_ops, expand_packets
+from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, checked_ops
 from recollect.policy.patterns import fits_any
 
 __all__ = [
@@ -30,42 +31,23 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """Says what becomes of the results that it matches.
+    """Decides about the results that it matches. ``title`` is how the user wrote it."""
 
-    ``title`` is how the user wrote it.
-    """
-
-    __slots__ = ("decision", "title")
-
-    def __init__(self, title: str, decision: CheckpointPolicy) -> None:
-        self.title = title
-        self.decision = decision
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._content() == other._content()
-
-    def __hash__(self) -> int:
-        return hash(self._content())
+    title: str
+    decision: CheckpointPolicy
 
     def __repr__(self) -> str:
         return self.title
 
-    def _content(self) -> tuple[Any, ...]:
-        return (self.title, self.decision)
 
-
+@dataclass(frozen=True, slots=True, repr=False)
 class OpRule(Rule):
     """Matches ops, by themselves or by name."""
 
-    __slots__ = ("names", "ops")
-
-    def __init__(
-        self, title: str, decision: CheckpointPolicy, ops: Iterable[Any], names: frozenset[str]
-    ) -> None:
-        super().__init__(title, decision)
-        self.ops = frozenset(ops)
-        self.names = names
+    ops: frozenset[Any]
+    names: frozenset[str] = frozenset()
 
     @property
     def is_empty(self) -> bool:
@@ -76,63 +58,37 @@ class OpRule(Rule):
         """Whether ``op`` is one of them."""
         return op in self.ops or op_name(op) in self.names
 
-    def _content(self) -> tuple[Any, ...]:
-        return (*super()._content(), self.ops, self.names)
-
     def __reduce__(self) -> Any:
         # Ops cannot be pickled, but have names.
-        return _unpickle, (type(self), self._state())
+        paths = [
+            f"higher_order.{op_name(op)}" if isinstance(op, HigherOrderOperator) else str(op)
+            for op in self.ops
+        ]
+        others = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _unpickle, (type(self), others | {"ops": sorted(paths)})
 
-    def _state(self) -> tuple[Any, ...]:
-        names = [op_name(op) if isinstance(op, HigherOrderOperator) else str(op) for op in self.ops]
-        return self.title, self.decision, sorted(names), self.names
+
+def _unpickle(cls: type[OpRule], values: dict[str, Any]) -> OpRule:
+    found = [reduce(getattr, path.split("."), torch.ops) for path in values["ops"]]
+    return cls(**values | {"ops": frozenset(found)})
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class NthRule(OpRule):
     """Matches every ``n``-th call of some ops in a run of the region."""
 
-    __slots__ = ("n",)
-
-    def __init__(
-        self,
-        title: str,
-        decision: CheckpointPolicy,
-        ops: Iterable[Any],
-        names: frozenset[str],
-        n: int,
-    ) -> None:
-        super().__init__(title, decision, ops, names)
-        self.n = n
-
-    def _content(self) -> tuple[Any, ...]:
-        return (*super()._content(), self.n)
-
-    def _state(self) -> tuple[Any, ...]:
-        return (*super()._state(), self.n)
+    n: int = 1
 
 
-def _unpickle(cls: type[OpRule], state: tuple[Any, ...]) -> OpRule:
-    title, decision, names, *rest = state
-    paths = [name if "." in name else f"higher_order.{name}" for name in names]
-    found = [reduce(getattr, path.split("."), torch.ops) for path in paths]
-    return cls(title, decision, found, *rest)
-
-
+@dataclass(frozen=True, slots=True, repr=False)
 class PatternRule(Rule):
     """Matches by patterns of names."""
 
-    __slots__ = ("patterns",)
-
-    def __init__(self, title: str, decision: CheckpointPolicy, patterns: tuple[str, ...]) -> None:
-        super().__init__(title, decision)
-        self.patterns = patterns
+    patterns: tuple[str, ...]
 
     def covers(self, name: str) -> bool:
         """Whether ``name`` fits one of the patterns."""
         return fits_any(name, self.patterns)
-
-    def _content(self) -> tuple[Any, ...]:
-        return (*super()._content(), self.patterns)
 
 
 class ModuleRule(PatternRule):
@@ -153,32 +109,26 @@ class AnyRule(Rule):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class FunctionRule(Rule):
-    """Asks a function of the user's, which has an answer for every op."""
+    """Calls a function of the user's, which decides about every op."""
 
-    __slots__ = ("function",)
-
-    def __init__(self, function: PolicyFunction) -> None:
-        super().__init__("policy function", CheckpointPolicy.PREFER_RECOMPUTE)
-        self.function = function
-
-    def _content(self) -> tuple[Any, ...]:
-        return (*super()._content(), self.function)
+    function: PolicyFunction
 
 
 class Policy:
-    """Rules in the order in which they are asked. Made by the functions of ``recollect.policy``."""
+    """Rules; the first that matches decides. Made by the functions of ``recollect.policy``."""
 
-    __slots__ = ("_hash", "_rules", "has_functions", "options", "rulebook")
+    __slots__ = ("_hash", "_rules", "has_functions", "options", "rulebooks")
 
     def __init__(self, *rules: Rule) -> None:
         self._rules = rules
         self._hash: int | None = None
-        #: What whoever applies the policy remembers of it.
-        self.rulebook: Any = None
-        #: Whether a function of the user's is asked, which may hold anything, and change.
+        #: A cache: the rules resolved for the ops that were met. See `rulebook_of`.
+        self.rulebooks: dict[bool, Any] = {}
+        #: Whether a function of the user's decides, which may hold anything, and change.
         self.has_functions = any(isinstance(rule, FunctionRule) for rule in rules)
-        #: What whoever is given it as an option remembers, by engine.
+        #: A cache: the options of a region that has only this policy, by engine.
         self.options: dict[str | None, Any] = {}
 
     @property
@@ -187,7 +137,7 @@ class Policy:
         return self._rules
 
     def __or__(self, other: Any) -> Policy:
-        """This policy, and ``other`` for what it has no answer to."""
+        """This policy, then ``other`` for what no rule of it matches."""
         return Policy(*self.rules, *as_policy(other, "the right side of |").rules)
 
     def __ror__(self, other: Any) -> Policy:
@@ -198,7 +148,7 @@ class Policy:
 
     def __hash__(self) -> int:
         if self._hash is None or self.has_functions:
-            self._hash = hash(self.rules)  # which takes a while, and regions are known by it
+            self._hash = hash(self.rules)  # slow, and needed in every call of a region
         return self._hash
 
     def __repr__(self) -> str:
@@ -219,7 +169,7 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
         try:
             return _of_ops(tuple(value), packets)
         except TypeError:  # not hashable, and hence no op
-            check_ops(value, "policy" if packets else "`op_list`")
+            checked_ops(value, "policy" if packets else "`op_list`")
             raise
     is_op = isinstance(value, (OpOverload, OpOverloadPacket))
     if getattr(value, "__module__", None) == _MAKERS:
@@ -228,7 +178,7 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
             f"{name}=policy.{value.__name__}(...)"
         )
     if callable(value) and not isinstance(value, type) and not is_op:
-        return Policy(FunctionRule(value))
+        return Policy(FunctionRule("policy function", CheckpointPolicy.PREFER_RECOMPUTE, value))
     raise TypeError(
         f"{name} must be either a function or a list of ops, or made by recollect.policy, such as "
         f"policy.save_ops(torch.ops.aten.mm). Got {value!r} of type {type(value).__name__} as the "
@@ -240,12 +190,11 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
 _MAKERS = "recollect.policy.makers"
 
 
-@lru_cache(maxsize=64)  # a list is given anew at every call of a region
+@lru_cache(maxsize=64)  # the same list is given in every call of a region
 def _of_ops(ops: tuple[Any, ...], packets: bool) -> Policy:
-    expanded = expand_packets(ops) if packets else list(ops)
-    check_ops(expanded, "policy" if packets else "`op_list`")
+    found = checked_ops(ops, "policy" if packets else "`op_list`", packets=packets)
     title = written("save_ops", ops)
-    return Policy(OpRule(title, CheckpointPolicy.MUST_SAVE, expanded, frozenset()))
+    return Policy(OpRule(title, CheckpointPolicy.MUST_SAVE, frozenset(found)))
 
 
 def written(name: str, values: Iterable[Any]) -> str:

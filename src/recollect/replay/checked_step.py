@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from recollect.replay.kinds import kind_of
+from recollect.policy.op_info import op_info
 from recollect.replay.recording import Recording
 from recollect.replay.steps import Constant, Items, Number, Step, equal_type
 from recollect.replay.tape import Buffer, Layout, Op, Tape, View
@@ -133,7 +133,7 @@ class Expected:
 def _heeds_switches(tape: Tape, op: Op) -> bool:
     """Whether a switch may decide how ``op`` computes, or in which dtype."""
     is_floating = any(tape.values[n].layout[3].is_floating_point for n in op.reads)
-    return not is_floating or kind_of(op.op).heeds_switches
+    return not is_floating or op_info(op.op).depends_on_flags
 
 
 def _catch(views: Iterable[View | None], recording: Recording, caught: set[int]) -> list[Catch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recollect._torch.modes import DispatchMode
-from recollect.replay.kinds import kind_of
+from recollect.policy.op_info import op_info
 from recollect.replay.rematerialize import Recall
 
 __all__ = ["Protector"]
@@ -21,9 +21,9 @@ class Protector(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kind = kind_of(func)
+        info = op_info(func)
         kwargs = kwargs or {}
-        if kind.facts.writes:
-            for tensor in kind.written(args, kwargs):
+        if info.writes:
+            for tensor in info.written(args, kwargs):
                 self._recall.before_write(tensor)
-        return kind.call(*args, **kwargs)
+        return info.call(*args, **kwargs)

@@ -38,13 +38,13 @@ from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
 from recollect.observer import observed_pack, observing
 from recollect.policy.makers import nothing
+from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
 from recollect.replay.checked_step import expected_of
 from recollect.replay.partial_recording import Rest
 from recollect.replay.planned_ops import Decisions, Directed
-from recollect.replay.policy_query import Consultation
 from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
 from recollect.replay.recording_cache import Slot, Strange, signature_of, slot_of
@@ -243,13 +243,13 @@ class _Call:
     def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
         """What records the call; or, if there were ``done`` ops ``earlier``, the rest of it."""
         is_whole = earlier is None
-        consultation: Consultation | Directed
+        consultation: PolicyCall | Directed
         if isinstance(self._policy, Decisions):
             before = () if earlier is None else earlier.tape.ops[:done]
             consultation = Directed(self._policy, self.function, before)
         else:
             values = (*self._args, *self._kwargs.values())
-            consultation = Consultation(self._policy, self.function, values, is_whole=is_whole)
+            consultation = PolicyCall(self._policy, self.function, values, checks=is_whole)
         # What the rest goes on from is hardly ever an input, and has been sent away if it is.
         return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
 

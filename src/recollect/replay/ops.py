@@ -12,11 +12,11 @@ from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
 from recollect.policy.decisions import CheckpointPolicy
+from recollect.policy.op_info import OpInfo, op_info
+from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rulings import Ruling
-from recollect.replay.kinds import Kind, kind_of
 from recollect.replay.memory_tracker import OPAQUE, Ground, Memory
 from recollect.replay.planned_ops import Directed
-from recollect.replay.policy_query import Consultation
 from recollect.replay.steps import tensors_in
 from recollect.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
 from recollect.state.devices import device_module
@@ -34,7 +34,7 @@ _Written = dict[Memory, _Tensor]
 class OpRecorder(DispatchMode):
     """Writes down what each op reads, makes and changes, and holds what is not to be made again."""
 
-    def __init__(self, ground: Ground, consultation: Consultation | Directed) -> None:
+    def __init__(self, ground: Ground, consultation: PolicyCall | Directed) -> None:
         super().__init__()
         self._ground = ground
         self._consultation = consultation
@@ -43,68 +43,68 @@ class OpRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
-        kind = kind_of(func)
+        info = op_info(func)
         ground = self._ground
         if ground.is_idle():
             kwargs = kwargs or {}
-            if kind.facts.writes:
-                for tensor in kind.written(args, kwargs):
+            if info.writes:
+                for tensor in info.written(args, kwargs):
                     ground.protect(tensor)
-            return kind.call(*args, **kwargs)
+            return info.call(*args, **kwargs)
         if ground.step is not None:
-            return self._note(kind, args, kwargs or {})
+            return self._note(info, args, kwargs or {})
         with no_function_modes():  # which is on outside of functions, and would see what we do
-            return self._note(kind, args, kwargs or {})
+            return self._note(info, args, kwargs or {})
 
-    def _note(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+    def _note(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         ground = self._ground
-        if kind.stops is not None:
-            if not self._is_look(kind, args):
-                ground.stop(kind.stops)
-            return kind.call(*args, **kwargs)
-        if kind.is_view:
-            if (ground.is_casting or ground.step is None) and kind.facts.is_alias:
+        if info.unrecordable is not None:
+            if not self._is_look(info, args):
+                ground.stop(info.unrecordable)
+            return info.call(*args, **kwargs)
+        if info.runs_no_kernel:
+            if (ground.is_casting or ground.step is None) and info.is_alias:
                 self._find_casts(args)
-            if kind.looks_anywhere(args, kwargs):
+            if info.has_absolute_offset(args, kwargs):
                 ground.note_place(args[0])
-            if kind.changes_looks:
+            if info.is_inplace_view:
                 ground.note_looks(args[0])
-            return kind.call(*args, **kwargs)
+            return info.call(*args, **kwargs)
         step = ground.step
         if step is not None:
             # The function goes on with a number that may be another one in another call.
-            step.is_opaque |= kind.takes_number
-            step.is_opaque |= step.own is not None and not is_form_of(kind.facts.op, step.own)
-            step.depends_on_data |= kind.has_dynamic_shape and _picks_by_mask(kind, args)
-        return self._run(kind, args, kwargs)
+            step.is_opaque |= info.reads_number
+            step.is_opaque |= step.own is not None and not is_form_of(info.op, step.own)
+            step.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
+        return self._run(info, args, kwargs)
 
-    def _run(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+    def _run(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         ground = self._ground
-        args = kind.facts.without_idle_state(args)
-        op = ground.new_op(kind.facts.op, kind.call)
+        args = info.without_idle_state(args)
+        op = ground.new_op(info.op, info.call)
         written: _Written = {}
-        if kind.facts.writes:
-            written = self._written(kind, args, kwargs)
+        if info.writes:
+            written = self._written(info, args, kwargs)
             for memory, tensor in written.items():
                 ground.before_change(memory, tensor)
-        if kind.writes_unseen:
+        if info.writes_unseen:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, _Tensor):
                     ground.expose(leaf)
         self._read(op, args, kwargs)
         if written:
-            self._note_overwritten(op, kind, written)
+            self._note_overwritten(op, info, written)
         if ground.is_idle():
-            return kind.call(*args, **kwargs)
-        if kind.facts.is_random and not kind.facts.is_recurrent:
-            out = self._draw(op, kind, args, kwargs)
+            return info.call(*args, **kwargs)
+        if info.is_random and not info.has_library_rng:
+            out = self._draw(op, info, args, kwargs)
         else:
-            out = kind.call(*args, **kwargs)
+            out = info.call(*args, **kwargs)
         ground.is_in_op = True
-        self._decide(op, kind, out, args, kwargs)
+        self._decide(op, info, out, args, kwargs)
         if written:
             self._write(op, written)
-        self._note_results(op, kind, out)
+        self._note_results(op, info, out)
         ground.arrivals += op.arrivals
         ground.is_in_op = False
         return out
@@ -115,20 +115,20 @@ class OpRecorder(DispatchMode):
             if self._ground.memory(tensor) is None:
                 self._ground.find(tensor)
 
-    def _is_look(self, kind: Kind, args: _Args) -> bool:
+    def _is_look(self, info: OpInfo, args: _Args) -> bool:
         """Whether an op makes of a new tensor a look at known memory.
 
         So recurrent layers of libraries look at all of their weights as one.
         """
-        if not kind.gives_storage or args[0].numel():
+        if not info.sets_storage or args[0].numel():
             return False
         return self._ground.memory_of(args[1]) is not None
 
     # --- what goes in -----------------------------------------------------------------------------
 
-    def _written(self, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> _Written:
+    def _written(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> _Written:
         found: _Written = {}
-        for tensor in kind.written(args, kwargs):
+        for tensor in info.written(args, kwargs):
             self._ground.protect(tensor)
             memory = self._ground.memory(tensor) or self._ground.find(tensor)
             if memory is not None:
@@ -155,16 +155,16 @@ class OpRecorder(DispatchMode):
                 return Views(items, type(value))
         return value
 
-    def _note_overwritten(self, op: Op, kind: Kind, written: _Written) -> None:
+    def _note_overwritten(self, op: Op, info: OpInfo, written: _Written) -> None:
         """Which of the buffers that ``op`` writes to it does not look at."""
         fresh = []
         for memory, tensor in written.items():
             view = self._ground.view_in(memory, tensor)
             buffer = view.buffer
             whole = view.layout is buffer.layout and is_whole(view.layout, buffer.nbytes)
-            if kind.updates:
+            if info.updates_statistics:
                 self._hold_saved(buffer)
-            if whole and (kind.updates or (kind.overwrites and _times(buffer, op) == 1)):
+            if whole and (info.updates_statistics or (info.overwrites and _times(buffer, op) == 1)):
                 fresh.append(buffer)
         op.fresh = frozenset(buffer.number for buffer in fresh)
         op.reads = [number for number in op.reads if number not in op.fresh]
@@ -178,13 +178,13 @@ class OpRecorder(DispatchMode):
 
     # --- what comes out ---------------------------------------------------------------------------
 
-    def _draw(self, op: Op, kind: Kind, args: _Args, kwargs: dict[str, Any]) -> Any:
+    def _draw(self, op: Op, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run an op that may draw random numbers."""
-        generator = kind.generator(args, kwargs) or _default_generator(args, kwargs)
+        generator = info.generator(args, kwargs) or _default_generator(args, kwargs)
         state = generator.get_state()
-        out = kind.call(*args, **kwargs)
+        out = info.call(*args, **kwargs)
         with no_dispatch_modes():
-            is_unmoved = kind.is_attention and torch.equal(generator.get_state(), state)
+            is_unmoved = info.is_attention and torch.equal(generator.get_state(), state)
         if is_unmoved:
             return out  # there is no dropout
         op.generator = generator
@@ -193,22 +193,26 @@ class OpRecorder(DispatchMode):
             self._ground.step.draws.append(op)
         return out
 
-    def _decide(self, op: Op, kind: Kind, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+    def _decide(self, op: Op, info: OpInfo, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
         """Say why the op is not to be run again, if it is not."""
         step = self._ground.step
-        if step is None or step.is_opaque or not kind.is_known or self._reads_unsure(op):
+        if step is None or step.is_opaque or not info.is_overload or self._reads_unsure(op):
             op.never_again(OPAQUE, None)
             return
-        ruling = op.ruling = self._consultation.decide(op, kind.facts, out, args, kwargs)
-        why_kept = "nondeterministic" if kind.is_nondeterministic else None
-        if kind.facts.draws_alone(args):
+        call = self._consultation
+        if isinstance(call, Directed):
+            ruling = op.ruling = call.decide(op, info)
+        else:
+            ruling = op.ruling = call.decide(info, out, args, kwargs)
+        why_kept = "nondeterministic" if info.is_nondeterministic else None
+        if info.uses_library_rng(args):
             why_kept = "random, by a state of its library"
         insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
-        if not insists and not kind.is_function(args, kwargs):
+        if not insists and not info.is_function(args, kwargs):
             why_kept = FOREIGN
         if op.key is not None and why_kept is None:
             return  # it may run again, for results that are not held
-        if ruling.keeps and kind.facts.can_be_kept:
+        if ruling.keeps and info.can_be_kept:
             op.never_again(ruling.reason, ruling)
         elif why_kept is not None:
             op.never_again(why_kept, ruling)
@@ -240,12 +244,12 @@ class OpRecorder(DispatchMode):
             elif old.number not in op.fresh:
                 new.unsure = old.unsure
 
-    def _note_results(self, op: Op, kind: Kind, out: Any) -> None:
+    def _note_results(self, op: Op, info: OpInfo, out: Any) -> None:
         ground = self._ground
         for path, tensor in tensors_of(out):
             known = ground.memory(tensor)
             if known is not None:  # an argument, a view of one, or a view of another result
-                if op.keep == FOREIGN and not kind.facts.is_alias:
+                if op.keep == FOREIGN and not info.is_alias:
                     # A memory of the library's own, that it has filled again.
                     ground.expose(tensor)
                 continue
@@ -259,7 +263,7 @@ class OpRecorder(DispatchMode):
                 ground.inner.add(memory)
             elif _holds(op, len(op.makes) - 1):
                 ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
-            elif kind.leaves_empty:
+            elif info.leaves_uninitialized:
                 memory.buffer.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
@@ -273,7 +277,7 @@ class OpRecorder(DispatchMode):
         op = ground.tape.maker_of(memory.buffer)
         if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
             return  # it is there anyway, or an earlier rule has it recomputed
-        if not kind_of(op.op).facts.can_be_kept:
+        if not op_info(op.op).can_be_kept:
             raise ValueError(
                 f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
                 "changed in place. Name the result of another op."
@@ -290,12 +294,12 @@ def _holds(op: Op, result: int | None) -> bool:
     return result is None or result in op.planned
 
 
-def _picks_by_mask(kind: Kind, args: _Args) -> bool:
+def _picks_by_mask(info: OpInfo, args: _Args) -> bool:
     """Whether the shape of the result depends on data, for an op of which it may.
 
     Indexing by numbers gives as many results as numbers, by truth values as many as are true.
     """
-    if not kind.is_index:
+    if not info.is_index:
         return True
     masks = (torch.bool, torch.uint8)
     return any(index is not None and index.dtype in masks for index in args[1])

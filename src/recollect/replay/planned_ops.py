@@ -20,7 +20,7 @@ from torch import nn
 from recollect._torch.modules import MODULE_CALL
 from recollect._torch.ops import op_name
 from recollect.policy.decisions import CheckpointPolicy
-from recollect.policy.facts import Facts
+from recollect.policy.op_info import OpInfo
 from recollect.policy.rulings import Ruling
 from recollect.replay.tape import Op
 from recollect.store.protocol import Store
@@ -148,7 +148,7 @@ _RECOMPUTED = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "planned", 0)
 
 
 class Directed:
-    """The decisions for one call of ``function``. Stands where a policy's `Consultation` does."""
+    """The decisions for one call of ``function``. Stands where a policy's `PolicyCall` does."""
 
     def __init__(
         self, decisions: Decisions, function: Callable[..., Any], before: Iterable[Op] = ()
@@ -164,6 +164,6 @@ class Directed:
     def __exit__(self, *exc: object) -> None:
         self.keep = None  # it was recorded, and that leads here
 
-    def decide(self, op: Op, facts: Facts, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
+    def decide(self, op: Op, info: OpInfo) -> Ruling:
         """What is to become of the result of an op."""
-        return self._decisions.decide(self._keys.next(facts.op, sys._getframe(1)), op)
+        return self._decisions.decide(self._keys.next(info.op, sys._getframe(1)), op)

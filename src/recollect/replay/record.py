@@ -26,13 +26,13 @@ from recollect._torch.modes import (
 from recollect._torch.ops import is_of_torch, is_op_of_others
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
+from recollect.policy.policy_call import PolicyCall
 from recollect.replay.call_mode import mood
 from recollect.replay.held_tensor import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, Ground, Memory, start_of
 from recollect.replay.ops import OpRecorder
 from recollect.replay.plan import saved_by
 from recollect.replay.planned_ops import Directed
-from recollect.replay.policy_query import Consultation
 from recollect.replay.recording import Recording
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import (
@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         recall: Recall,
-        consultation: Consultation | Directed,
+        consultation: PolicyCall | Directed,
         offload_inputs: bool,
         earlier: Recall | None = None,
     ) -> None:

@@ -133,8 +133,7 @@ class ForwardFrame:
         self.recomputed: dict[Any, RecomputedTensors] = {}
         self.locks: dict[Any, threading.RLock] = {}
         if contexts is not None and isinstance(contexts[0], RecordMode):
-            values, exact = (*args, *kwargs.values()), self.forward_log is not None
-            contexts[0].bind(function, values, stops_early=early_stop, exact=exact)
+            contexts[0].bind(function, (*args, *kwargs.values()), stops_early=early_stop)
 
     def make_log(self) -> OpLog | None:
         """A log for one run, if one is needed."""

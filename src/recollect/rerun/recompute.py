@@ -37,7 +37,7 @@ from recollect.checks.trace import explain
 from recollect.checks.values import value_difference
 from recollect.errors import CheckpointError, StopRecompute
 from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket, noting
-from recollect.rerun.selective import ReplayMode
+from recollect.rerun.selective import RecomputeMode
 from recollect.state.guards import UseOfChanged
 
 __all__ = ["Recomputation"]
@@ -77,7 +77,7 @@ class Recomputation:
         self._unwritten_by = -1
         self._raised: str | None = None
         #: The mode that returns kept results, if there are any.
-        self._replay: ReplayMode | None = None
+        self._replay: RecomputeMode | None = None
         #: Present if something that the function may use has changed. The function then runs to its
         #: end, so that every op is checked.
         self._changes: UseOfChanged | None = frame.surroundings.changes()
@@ -167,9 +167,9 @@ class Recomputation:
         """The contexts of the function, whose arguments are ``values``."""
         frame = self._frame
         contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
-        if contexts and isinstance(contexts[0], ReplayMode):
+        if contexts and isinstance(contexts[0], RecomputeMode):
             restores_rng = frame.surroundings.preserves_rng
-            replay = contexts[0].for_rerun(values, self._tensors, restores_rng=restores_rng)
+            replay = contexts[0].for_rerun(values, restores_rng=restores_rng)
             self._replay = contexts[0] = replay
         return contexts + [each for each in (self._changes, self._log) if each is not None]
 
@@ -217,7 +217,7 @@ class Recomputation:
         # An active dispatch mode (a tracer's, or one of the user's context) sees a detach for each
         # saved tensor, as it does with torch.
         contexts = self._frame.contexts
-        has_modes = contexts is not None and not isinstance(contexts[1], ReplayMode)
+        has_modes = contexts is not None and not isinstance(contexts[1], RecomputeMode)
         chosen = pack_with_care if dead or has_modes or dispatch_modes_active() else pack
         return noting(self._log, chosen) if self._frame.compares_values else chosen
 
@@ -276,7 +276,7 @@ class Recomputation:
     def _verify(self) -> None:
         frame = self._frame
         if self._replay is not None:
-            self._replay.check_saved(self._expected)
+            self._replay.check_end()
         if self._surplus:
             raise too_many_saved(self._expected, self._context())
         if len(self._tensors) < self._expected and not frame.running:

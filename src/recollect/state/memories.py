@@ -16,7 +16,6 @@ import torch
 
 from recollect._torch.autograd import set_version, view_base
 from recollect._torch.modes import DispatchMode, no_function_modes, unobserved
-from recollect._torch.ops import written_arguments
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import (
     inner_tensors,
@@ -27,6 +26,7 @@ from recollect._torch.tensors import (
     write_tensor_hooks,
 )
 from recollect.checks.fingerprint import fingerprint
+from recollect.policy.op_info import op_info
 
 __all__ = ["TensorSnapshot", "WriteLog", "Written"]
 
@@ -218,7 +218,7 @@ class WriteLog(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with no_function_modes():
-            for position, name in _written_by(func):
+            for position, name in op_info(func).written_arguments:
                 value = args[position] if position < len(args) else kwargs.get(name)
                 for tensor in _tensors_in(value):
                     self._snapshot.save_before_write(tensor, self._made)
@@ -232,17 +232,6 @@ class WriteLog(DispatchMode):
 
     def _forget(self, key: int) -> Any:
         return lambda _: self._made.pop(key, None)
-
-
-#: By id: ops live for good, and hash slowly.
-_known: dict[int, list[tuple[int, str]]] = {}
-
-
-def _written_by(op: Any) -> list[tuple[int, str]]:
-    known = _known.get(id(op))
-    if known is None:
-        known = _known[id(op)] = written_arguments(op)
-    return known
 
 
 def _tensors_in(values: Any) -> Iterable[_Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.selective.ledger import Ledger
+from recollect.rerun.selective.recompute import RecomputeMode
 from recollect.rerun.selective.record import RecordMode
-from recollect.rerun.selective.replay import ReplayMode
 from recollect.store.offload_batch import OffloadBatch
 from recollect.store.protocol import Store
 
@@ -43,11 +43,11 @@ def selective_contexts(
     allow_mutation: bool = False,
     store: Store | None = None,
     as_torch: bool = False,
-) -> tuple[RecordMode, ReplayMode]:
+) -> tuple[RecordMode, RecomputeMode]:
     """The two modes for one region.
 
     ``as_torch``: with none of our own defaults, and what was kept is given out once.
     """
     ledger = Ledger(OffloadBatch(store))
     record = RecordMode(policy, ledger, as_torch=as_torch, allow_mutation=allow_mutation)
-    return record, ReplayMode(ledger, allow_mutation, once=as_torch)
+    return record, RecomputeMode(ledger, allow_mutation, once=as_torch)

@@ -1,10 +1,10 @@
-"""Results that are not kept, unless they are given a name for which they are.
+"""Results that a name may keep after their op has run.
 
-A name comes after the op has run, and often by way of a view: ``recollect.tag(linear(x), "q")``
-names a view of a product, and the product itself is gone. Until the region ends, each call is
-remembered with what it takes to keep it after all: its result, or once there are views of it its
-layout, in which it is found again in the memory of a view; and the other results of the op, which
-are small as a rule (a mean, a variance, a logarithm of a sum).
+A tensor gets its name after the op has run, and often by way of a view: ``recollect.tag(linear(x),
+"q")`` names a view of a product, and the product itself is gone. Its memory is not: it is known by
+its storage. Until the region ends, each call is remembered with what is needed to keep it after
+all: storage and layout of its result, and the other results of the op, which are usually small (a
+mean, a variance, a logarithm of a sum).
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ from weakref import ref
 import torch
 
 from recollect._torch.modes import detach_below_autograd
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import is_plain_tensor, storage_key
 from recollect.state.rng import RngState
 
-__all__ = ["Nameable"]
+__all__ = ["HELD", "Nameable", "NameableResults"]
+
+#: In place of a call: the tensor is held anyway, by an entry or from outside of the region.
+HELD = object()
 
 
 class Nameable:
     """One call of an op."""
-
-    # No slots: what is rarely set has its default here.
-
-    #: Whether the result was changed in place since.
-    is_spoilt = False
-    #: Whether it has been given such a name.
-    is_kept = False
-    saved = False
-    #: Of the result, if there are views of it: the type of its numbers, shape, strides and offset.
-    _layout: Any = None
-    #: How to put several results together.
-    _others: Any = None
 
     def __init__(
         self, step: int, out: Any, inputs: tuple[Any, ...], rng: RngState | None, rank: int
@@ -42,61 +33,71 @@ class Nameable:
         self.step = step
         self.inputs = inputs
         self.rng = rng
-        #: Of the rule by which the result is not kept.
+        #: The rank of the rule by which the result is not kept.
         self.rank = rank
-        #: The result, or the largest of several, weakly; and which memory it is.
-        self._result: Any = _nothing
-        self.memory: int | None = None
-        if type(out) is torch.Tensor:
-            self._result, self.memory = ref(out), storage_key(out)
-        elif isinstance(out, (list, tuple)):
-            self._take_apart(out)
+        #: Whether the result was changed in place since; whether a name has kept it.
+        self.is_spoilt = False
+        self.is_kept = False
+        #: Several results, with the largest left out, and where it belongs.
+        self._others: Any = None
+        self._main: int | None = None
+        result = out
+        if isinstance(out, (list, tuple)):
+            sizes = [(each.numel(), -n) for n, each in enumerate(out) if _is_plain(each)]
+            self._main = -max(sizes)[1] if sizes else None
+            result = None if self._main is None else out[self._main]
+            self._others = type(out)(_detached(each, each is result) for each in out)
+        #: The result, or the largest of several: its storage, weakly, dtype and layout.
+        self._result: Any = None
+        if _is_plain(result):
+            layout = result.storage_offset(), result.shape, result.stride()
+            self._result = ref(result.untyped_storage()), result.dtype, result.device, layout
 
-    def _take_apart(self, results: list[Any] | tuple[Any, ...]) -> None:
-        sizes = [(r.numel(), -n) for n, r in enumerate(results) if _is_memory(r)]
-        main = -max(sizes)[1] if sizes else None
-        if main is not None:
-            self._result, self.memory = ref(results[main]), storage_key(results[main])
-        others = [_detached(each, n == main) for n, each in enumerate(results)]
-        self._others = type(results), others, main
-
-    def note_view(self, tensor: torch.Tensor) -> None:
-        """Somebody makes a view of ``tensor``, which is a result or a view of one."""
-        if self._layout is None and self._result() is tensor and self._is_in_place(tensor):
-            self._layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def _is_in_place(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the memory of the result, which ``.data =`` may have replaced."""
-        return _is_memory(tensor) and storage_key(tensor) == self.memory
-
-    def note_use(self, step: int) -> None:
-        """Of no interest: what is named is not let go."""
-
-    def out(self, view: torch.Tensor) -> Any:
-        """What the op returned, of whose result ``view`` shows memory; None if it cannot be had."""
-        result = None if self.is_spoilt else self._found(view)
-        if self._others is None or result is None:
-            return result
-        kind, results, main = self._others
-        return kind(result if n == main else each for n, each in enumerate(results))
-
-    def _found(self, view: torch.Tensor) -> torch.Tensor | None:
-        """The result, made anew on the memory of ``view`` if it is gone."""
-        result: torch.Tensor | None = self._result()
-        if result is not None:
-            return result if self._is_in_place(result) else None
-        if self._layout is None or not self._is_in_place(view):
+    def out(self) -> Any:
+        """What the op returned; None if it is gone, or was changed."""
+        storage = None if self._result is None or self.is_spoilt else self._result[0]()
+        if storage is None:
             return None
-        dtype, *layout = self._layout
-        return view.as_strided(*layout) if view.dtype == dtype else None
+        _, dtype, device, layout = self._result
+        result = torch.empty(0, dtype=dtype, device=device).set_(storage, *layout)
+        if self._others is None:
+            return result
+        each = enumerate(self._others)
+        return type(self._others)(result if n == self._main else other for n, other in each)
 
 
-def _nothing() -> None:
-    """In the place of a reference."""
+class NameableResults:
+    """The memory that the ops of a region have allocated, and the calls that filled it."""
+
+    __slots__ = ("_sources",)
+
+    def __init__(self) -> None:
+        #: By key of a storage: that, weakly, and its call, `HELD`, or None: it cannot be kept.
+        self._sources: dict[int | None, tuple[Any, Any]] = {}
+
+    def source(self, tensor: torch.Tensor) -> Any:
+        """The call that computed ``tensor``, `HELD`, or None."""
+        key = storage_key(tensor)
+        if key is None:
+            return None
+        known = self._sources.get(key)
+        return HELD if known is None or known[0]() is not tensor.untyped_storage() else known[1]
+
+    def note(self, out: Any, source: Any) -> None:
+        """An op has returned ``out``, which is no view."""
+        for each in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(each, torch.Tensor) and (key := storage_key(each)) is not None:
+                self._sources[key] = ref(each.untyped_storage()), source
+
+    def before_write(self, memory: int | None) -> None:
+        """Results in ``memory`` are about to be changed in place."""
+        _, source = self._sources.get(memory, (None, None))
+        if type(source) is Nameable:
+            source.is_spoilt = True
 
 
-def _is_memory(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_plain_tensor(value)
 
 
 def _detached(value: Any, is_main: bool) -> Any:

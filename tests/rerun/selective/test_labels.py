@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recollect
@@ -510,6 +512,74 @@ def test_nested_tensors_are_right_with_kept_products():
         return torch.autograd.grad(total(out), [*parts, linear.weight], retain_graph=True)
 
     assert_identical(run(selective(policy.matmuls())), run(lambda f, *a: f(*a)))
+
+
+# --- objects of TorchScript, which refuse to be compared ------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def profiled(x, w):
+    with record_function("first"):
+        h = x @ w
+    with record_function("second"):
+        return (h.sin() @ w).cos()
+
+
+def communicating(x, w):
+    h = x @ w
+    dist.all_reduce(h.detach())
+    return (h.sin() @ w).cos()
+
+
+@pytest.mark.filterwarnings("ignore:the policy's")
+@policies
+@pytest.mark.parametrize("function", [profiled, communicating])
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"debug": True}], ids=str)
+def test_opaque_arguments(function, given, options, group):
+    assert_right(function, square(), given, **options)
+
+
+@policies
+def test_products_that_change_places_among_opaque_arguments_are_found(given):
+    def function(x, w1, w2):
+        a, b = turned(w1, w2)
+        with record_function("products"):
+            return (x @ a).sin() * (x @ b).cos()
+
+    with pytest.raises(KeptTensorError, match=SWAPPED):
+        total(selective(given)(function, *square(3))).backward()
+
+
+@policies
+def test_ranges_of_a_profiler_run_again(given):
+    def function(x, w):
+        with record_function("range"):
+            return (x @ w * 2 + x).sin().exp()
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        total(selective(given)(function, *square())).backward()
+    assert [event.name for event in profiler.events()].count("range") == 2
+
+
+def test_a_kept_result_is_copied_before_a_collective_writes_to_it(group):
+    made = []
+
+    def function(x, w):
+        made.append(x @ w)
+        dist.all_reduce(made[-1].detach())
+        return made[-1].sin()
+
+    contexts = recollect.create_selective_checkpoint_contexts(policy.matmuls())
+    out = recollect.checkpoint(function, *square(), context_fn=lambda: contexts)
+    (entry,) = contexts[0].ledger.entries.values()
+    assert entry.results.val.data_ptr() != made[0].data_ptr()
+    total(out).backward()
 
 
 # --- how tensors get in ---------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def test_after_the_region_it_is_refused_by_op_and_line(how):
         result.sum().backward()
     assert "aten.mm.default" in str(info.value)
     assert "in function" in str(info.value)
-    assert "test_in_place.py" in str(info.value)
+    assert "test_record.py" in str(info.value)
 
 
 def test_an_output_that_is_kept_may_be_changed_if_nobody_reads_it():

@@ -1,23 +1,23 @@
-"""Where a tensor comes from, in terms that hold in forward and in a recomputation.
+"""Labels that tell where a tensor comes from, the same in forward and in a recomputation.
 
-The tensors of two runs are different objects. What they have in common is how they came about, and
-that is a label: a number computed from the op and from the labels of what went in. What the region
-did not make is labelled as it is met: its arguments by their position, others (weights, masks) by
-what they are, since those are the same objects in both runs.
+The tensors of two runs are different objects. They have in common how they were computed: a label
+is a hash of the op and of the labels of its inputs. Tensors from outside of the region are labelled
+as they are met: arguments by position, others (weights, masks) by identity, since those are the
+same objects in both runs.
 
-A kept result is handed out if what goes in has the same labels: two products that change places are
+A kept result is handed out if the inputs have the same labels: two products that change places are
 noticed.
 
-What is detached has the label of what it is detached from. So has what shares its memory and its
-layout though no op has made it, as ``.data`` does.
+A detached tensor has the label of its source. So has a tensor that shares memory and layout with
+another although no op has made it, as ``.data`` does.
 
-In the recomputation a tensor may be of unknown origin: made by code that we do not see, or made
-anew. What comes from it has no label.
+In the recomputation a tensor may be of unknown origin: made by code that runs no ops, or a new
+object in each run. It has no label, and neither has what is computed from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any
 from weakref import ref
@@ -27,11 +27,10 @@ from torch import nn
 
 from recollect._torch.autograd import cast_weight
 
-__all__ = ["Made", "Origins", "differ", "note_results"]
+__all__ = ["Made", "Labels", "differ", "note_results"]
 
-#: By id of a tensor that was made: the tensor itself, weakly, since ids are used again; its label;
-#: and what holds its memory, if something does.
-Made = dict[int, tuple[Any, int | None, Any]]
+#: By id of a tensor: the tensor itself, weakly, since ids are used again; and its label.
+Made = dict[int, tuple[Any, int | None]]
 
 _Tensor = torch.Tensor
 _CONTAINERS = (list, tuple)
@@ -46,19 +45,15 @@ _CAST = "cast"
 _STRANGER = 0
 
 
-def note_results(made: Made, out: Any, label: int | None, holder: Any) -> list[Any]:
-    """Label the tensors among the results of an op, and return weak references to them."""
-    references: list[Any] = []
+def note_results(made: Made, out: Any, label: int | None) -> None:
+    """Label the tensors among the results of an op."""
     for number, result in enumerate(out if isinstance(out, _CONTAINERS) else (out,)):
         if isinstance(result, _Tensor):
-            references.append(ref(result))
-            own = None if label is None else label + number
-            made[id(result)] = (references[-1], own, holder)
-    return references
+            made[id(result)] = ref(result), None if label is None else label + number
 
 
-class Origins:
-    """The labels of what a region did not make."""
+class Labels:
+    """The labels of tensors from outside of a region."""
 
     __slots__ = ("_arguments", "_given", "_learns", "_next", "known")
 
@@ -68,9 +63,9 @@ class Origins:
         #: The labels of the arguments, by position.
         self._arguments: list[int | None] = []
         #: Those that are tensors, as in `Made`.
-        self._given: list[tuple[Any, int | None, Any]] = []
+        self._given: list[tuple[Any, int | None]] = []
         self._next = _FIRST
-        #: Whether what is met for the first time gets a label.
+        #: Whether a tensor that is met for the first time gets a label.
         self._learns = True
 
     def add_arguments(self, values: Iterable[Any]) -> None:
@@ -81,80 +76,74 @@ class Origins:
                 self._given.append(self.known[id(value)])
 
     def learn(self, tensor: _Tensor) -> int | None:
-        """The label of ``tensor``, which the region did not make."""
+        """The label of ``tensor``, which comes from outside."""
         known = self.known.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
         label = self._next
-        self.known[id(tensor)] = ref(tensor), label, None
+        self.known[id(tensor)] = ref(tensor), label
         self._next = label - 1
         return label
 
-    def label_alias(self, alias: _Tensor, value: Any, made: Made, holder: Any = None) -> None:
-        """Give ``alias``, which is ``value`` under another name, its label, if that has one."""
+    def label_alias(self, alias: _Tensor, value: Any, made: Made) -> None:
+        """Give ``alias`` the label of ``value``, if that has one."""
         known = made.get(id(value)) or self.known.get(id(value))
         if known is not None and known[0]() is value:
-            made[id(alias)] = ref(alias), known[1], holder
+            made[id(alias)] = ref(alias), known[1]
 
-    def for_rerun(self, values: Iterable[Any]) -> Origins:
+    def for_rerun(self, values: Iterable[Any]) -> Labels:
         """The same, but for the arguments, which a recomputation may have as other objects."""
-        origins = Origins()
-        origins._learns = False
-        origins.known = self.known.copy()
+        labels = Labels()
+        labels._learns = False
+        labels.known = self.known.copy()
         for value, label in zip(values, self._arguments, strict=False):
             if label is not None and isinstance(value, _Tensor):
-                origins.known[id(value)] = ref(value), label, None
-                origins._given.append(origins.known[id(value)])
-        return origins
+                labels.known[id(value)] = ref(value), label
+                labels._given.append(labels.known[id(value)])
+        return labels
 
     def label(self, value: Any, made: Made) -> Any:
-        """What stands in a label for an input: a number for a tensor, other values as they are.
+        """The label of an input: a number for a tensor; other values are their own labels.
 
-        None: it is a tensor of unknown origin.
+        None: its origin is unknown.
         """
         known = made.get(id(value)) or self.known.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
         if isinstance(value, _Tensor):
-            weight = cast_weight(value)
-            if weight is not None:
-                return hash((_CAST, self.label(weight, made), value.dtype))
-            label = self._label_of_memory(value, made)
-            if label is not None:
-                made[id(value)] = ref(value), label, None
-                return label
-            return self.learn(value) if self._learns else _stranger(value)
+            return self._label_of_new(value, made)
         if isinstance(value, _CONTAINERS):
             labels = tuple([self.label(each, made) for each in value])
             return None if None in labels else labels
         return _constant(value)
 
+    def _label_of_new(self, tensor: _Tensor, made: Made) -> int | None:
+        """The label of a tensor that is met for the first time."""
+        if self._learns and type(tensor) is nn.Parameter:
+            return self.learn(tensor)
+        weight = cast_weight(tensor)
+        if weight is not None:
+            return hash((_CAST, self.label(weight, made), tensor.dtype))
+        label = self._label_of_memory(tensor, made)
+        if label is not None:
+            made[id(tensor)] = ref(tensor), label
+            return label
+        return self.learn(tensor) if self._learns else _stranger(tensor)
+
     def _label_of_memory(self, value: _Tensor, made: Made) -> int | None:
         """The label of what ``value`` is an alias of: one of the latest results, or an argument."""
-        looks = _looks_of(value)
-        if looks is None or isinstance(value, nn.Parameter):
+        layout = _layout_of(value)
+        if layout is None or isinstance(value, nn.Parameter):
             return None
         latest = islice(reversed(made.values()), _LATEST)
-        for reference, label, _ in chain(latest, self._given):
+        for reference, label in chain(latest, self._given):
             tensor = reference()
-            if tensor is not None and label is not None and _looks_of(tensor) == looks:
+            if tensor is not None and label is not None and _layout_of(tensor) == layout:
                 return label
         return None
 
-    def inputs(
-        self,
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        made: Made,
-        stranger: Callable[[Any, int | None], Any],
-        reads_at: int | None = None,
-    ) -> tuple[Any, ...]:
-        """An op and what goes in, in labels; None for what is of unknown origin.
-
-        ``stranger`` labels what is neither known nor a plain constant. ``reads_at``: tell what
-        holds the memory of the inputs that the op reads them then.
-        """
+    def inputs(self, key: Any, args: tuple[Any, ...], kwargs: Any, made: Made) -> tuple[Any, ...]:
+        """An op and its inputs, in labels; None for those of unknown origin."""
         outside = self.known
         found: list[Any] = [key]
         for value in (*args, *kwargs, *kwargs.values()) if kwargs else args:
@@ -171,11 +160,9 @@ class Origins:
             else:
                 known = made.get(id(value)) or outside.get(id(value))
                 if known is None or known[0]() is not value:
-                    found.append(value if kind in _PLAIN else stranger(value, reads_at))
-                    continue
-                found.append(known[1])
-                if reads_at is not None and known[2] is not None:
-                    known[2].note_use(reads_at)
+                    found.append(value if kind in _PLAIN else self.label(value, made))
+                else:
+                    found.append(known[1])
         return tuple(found)
 
 
@@ -183,8 +170,8 @@ class Origins:
 _LATEST = 64
 
 
-def _looks_of(tensor: _Tensor) -> tuple[Any, ...] | None:
-    """Where the values of ``tensor`` are and how they are read; None if it has no plain memory."""
+def _layout_of(tensor: _Tensor) -> tuple[Any, ...] | None:
+    """Address and layout of ``tensor``; None if it has no plain memory."""
     if type(tensor) is not _Tensor or tensor.layout is not torch.strided:
         return None
     try:
@@ -197,23 +184,18 @@ def _looks_of(tensor: _Tensor) -> tuple[Any, ...] | None:
     return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, flags
 
 
-#: What stands for itself.
+#: Types of values that are their own labels.
 _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-#: In the place of None, which is for tensors of unknown origin.
+#: In place of None, which says that the origin is unknown.
 _NO_VALUE = "no value"
 
-#: In the place of -1, which has the hash of -2.
+#: In place of -1, which has the hash of -2.
 _MINUS_ONE = "-1"
 
 
-def _int_label(value: int) -> Any:
-    """What stands in a label for an int."""
-    return _MINUS_ONE if value == -1 else value
-
-
 def _stranger(tensor: _Tensor) -> int | None:
-    # A weight is the same object in both runs. Others may have been made anew: an alias, a piece
+    # A weight is the same object in both runs. Others may be new objects in each: an alias, a piece
     # of a flat parameter.
     is_weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
     return _STRANGER if is_weight else None
@@ -223,9 +205,13 @@ def _constant(value: Any) -> Any:
     if value is None:
         return _NO_VALUE
     if type(value) is int:
-        return _int_label(value)
+        return _MINUS_ONE if value == -1 else value
     if isinstance(value, (bool, float, complex)):
         return str(value)  # True is not 1, 0.0 is not -0.0, and nan is nan
+    if isinstance(value, torch.ScriptObject):
+        # A process group, the handle of a profiler's range: they refuse to be compared, and may be
+        # new objects in each run.
+        return None
     try:
         hash(value)
     except TypeError:

@@ -1,0 +1,92 @@
+"""A policy during one call of a region."""
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect import policy
+from recollect.policy.op_info import op_info
+from recollect.policy.policy_call import PolicyCall
+
+aten = torch.ops.aten
+MM, SIN = op_info(aten.mm.default), op_info(aten.sin.default)
+
+
+def keeps(call, info):
+    return call.decide(info, None, (), {}).keeps
+
+
+def test_calls_are_counted():
+    given = policy.every_nth(aten.mm, 3)
+    for _ in range(2):
+        call = PolicyCall(given)
+        assert [keeps(call, MM) for _ in range(6)] == [False, False, True] * 2
+
+
+def test_a_function_sees_the_result_during_its_call_only():
+    contexts = []
+
+    def function(context, op, *args, **kwargs):
+        contexts.append((context, context.op_output))
+        return op is aten.mm.default
+
+    call = PolicyCall(policy.attention() | function)
+    assert call.decide(MM, "out", (), None).keeps
+    assert not call.decide(SIN, "out", (), None).keeps
+    assert [(output, context.op_output) for context, output in contexts] == [("out", None)] * 2
+
+
+def test_a_module_counts_while_it_is_called():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Identity()
+            self.up.forward = lambda x: seen.append(keeps(call, MM)) or x
+
+        def forward(self, x):
+            seen.append(keeps(call, MM))
+            return self.up(x)
+
+    seen = []
+    model = Model()
+    call = PolicyCall(policy.save_modules("up"), model)
+    with call:
+        model(torch.ones(1))
+    assert seen == [False, True]
+    assert not model.up._forward_hooks
+
+
+def test_rules_about_modules_need_the_function():
+    with (
+        pytest.raises(ValueError, match="needs to know the region's modules"),
+        PolicyCall(policy.save_modules("up")),
+    ):
+        pass
+
+
+def test_named_tensors_are_kept_by_the_caller():
+    kept = []
+    call = PolicyCall(policy.save_named("q*"), print)
+    call.keep = lambda tensor, name, ruling: kept.append((tensor, name, ruling.reason))
+    x = torch.ones(1)
+    with call:
+        recollect.tag(x, "queries")
+        recollect.tag(x, "keys")
+    recollect.tag(x, "queries")
+    assert kept == [(x, "queries", "save_named('q*')")]
+
+
+def test_a_name_that_nothing_has_is_an_error():
+    call = PolicyCall(policy.save_named("q"), print)
+    with pytest.raises(ValueError, match="no tensor of the region was given a name like 'q'"), call:
+        pass
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_rules_that_match_nothing_are_reported(checks, recwarn):
+    with PolicyCall(policy.save_ops(aten.mm), print, checks=checks) as _:
+        pass
+    found = [str(each.message) for each in recwarn]
+    assert len(found) == checks
+    assert all("save_ops(aten.mm) matched nothing in the region" in each for each in found)
