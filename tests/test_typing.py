@@ -19,6 +19,8 @@ recollect.checkpoint(nn.ReLU(), engine="replay", determinism_check="values")
 recollect.checkpoint(nn.ReLU(), determinism_check=lambda tensor: tensor.shape)
 recollect.checkpointed(nn.ReLU(), engine="rerun", determinism_check="none")
 recollect.compat.checkpoint(nn.ReLU(), use_reentrant=False, determinism_check="none")
+recollect.plan(nn.ReLU(), 0, "1GiB", offload="auto", holds_output=False)
+recollect.fit(nn.ReLU(), 0, offload=True)
 """
 
 BAD = """\
@@ -30,6 +32,9 @@ recollect.checkpoint(nn.ReLU(), determinism_check="value")
 recollect.checkpointed(nn.ReLU(), engine="replya")
 recollect.checkpointed(nn.ReLU(), polcy=None)
 recollect.checkpoint_sequential([], 1, None, determinism_check="value")
+recollect.plan(nn.ReLU(), 0, "1GiB", offload="atuo")
+recollect.fit(nn.ReLU(), 0, offlaod=True)
+recollect.frontier(nn.ReLU(), 0, offload="yes")
 """
 
 
@@ -66,4 +71,4 @@ def test_mypy_catches_a_typo(tmp_path):
     )
     errors = [line for line in result.stdout.splitlines() if ": error:" in line]
     found = {tuple(line.split(":")[:2]) for line in errors}
-    assert found == {("bad.py", str(number)) for number in range(4, 9)}, result.stdout
+    assert found == {("bad.py", str(number)) for number in range(4, 12)}, result.stdout

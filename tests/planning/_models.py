@@ -16,7 +16,8 @@ from recollect.graph.simulate import Schedule
 from recollect.planning.choices import trimmed
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
-from recollect.planning.profile import Profile
+from recollect.planning.record import Profile
+from recollect.planning.trial import Candidate
 
 #: Tokens that there are.
 VOCABULARY = 96
@@ -487,9 +488,9 @@ def plan_that_keeps(
     planner = Planner(model, batch, loss)
     planner.solver = _NoSolver()
     vars(planner)["_alternatives"] = ()
-    planner.graph = planner.profile.graph  # what the engine costs is not measured
+    planner.trials.graph = planner.trials.profile.graph  # what the engine costs is not measured
     draw = random.Random(0)
     kept = frozenset(n for n in planner.graph.choices if draw.random() < part)
     schedule = trimmed(planner.graph, Schedule(kept))
-    plan = planner._plan(1 << 50, schedule, planner.plain_peak)
+    plan = planner.plan_of(1 << 50, Candidate(schedule, planner.plain_peak))
     return replace(plan, plain_peak=1 << 51)

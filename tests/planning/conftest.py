@@ -1,11 +1,13 @@
 """Set-up of the tests of plans."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
-from recollect.planning import planner, trial
+from recollect.planning import planner, prices, sampling, trial, ways
 from recollect.planning.solving import solve
+from tests.planning._clock import MS, Clock
 from tests.planning._models import with_fixed_times
 
 
@@ -23,12 +25,12 @@ def no_bound() -> Iterator[None]:
 def _no_blocks() -> Iterator[None]:
     """Have no plan depend on what happens to be quicker here: of blocks there are tests apart."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_NOTICEABLE", float("inf"))
+        patch.setattr(trial, "_NOTICEABLE", float("inf"))
         yield
 
 
 #: Where times are what is tested; and where the solver is.
-_OF_TIMES = ("test_times", "test_rescale", "test_cuda")
+_OF_TIMES = ("test_sampling", "test_prices", "test_trial", "test_rescale", "test_cuda")
 _OF_SOLVING = ("test_solve", "test_bound", "test_exact", "test_budgets", "test_cuda")
 
 
@@ -38,9 +40,9 @@ def _fixed_times(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not request.module.__name__.endswith(_OF_TIMES):
             # In place of what the engine costs, which is measured too.
-            patch.setattr(planner, "with_overhead", lambda profile, *_: with_fixed_times(profile))
-            patch.setattr(trial, "_LEAST", 2)
-            patch.setattr(trial, "_MOST", 2)
+            patch.setattr(trial, "with_overhead", lambda profile, *_: with_fixed_times(profile))
+            patch.setattr(ways, "_LEAST", 2)
+            patch.setattr(ways, "_MOST", 2)
         yield
 
 
@@ -51,3 +53,12 @@ def _little_solving(request: pytest.FixtureRequest) -> Iterator[None]:
         if not request.module.__name__.endswith(_OF_SOLVING):
             patch.setattr(solve, "_WORK", 10_000)
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Where everything takes a millisecond, and nothing was measured before."""
+    made = Clock(itertools.repeat(MS))
+    monkeypatch.setattr(sampling, "time", made)
+    monkeypatch.setattr(prices, "_known", {})
+    return made

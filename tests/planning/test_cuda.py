@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.graph.simulate import simulate, simulate_plain
-from recollect.planning import planner
+from recollect.planning import trial
 from recollect.planning.batch import split_batch, tensors_of_batch
 from recollect.planning.planner import Planner
-from recollect.planning.rates import Rates
+from recollect.planning.prices import Prices
 from recollect.planning.rescale import rescaled
-from recollect.planning.script import look_of
+from recollect.planning.trace import layout_of
 from tests.planning._models import (
     Case,
     ConvNet,
@@ -172,7 +172,7 @@ def test_the_simulator_knows_what_offload_takes(dropout: Made) -> None:
     assert sent
     for solution in sent[:: max(1, len(sent) // 4)]:
         simulated = simulate(planner.graph, solution.schedule).peak
-        assert planner._measured(solution.schedule) == pytest.approx(simulated, rel=0.03)
+        assert planner.trials.peak(solution.schedule) == pytest.approx(simulated, rel=0.03)
 
 
 def test_an_optimizer_counts_and_is_left_alone(dropout: Made) -> None:
@@ -243,9 +243,9 @@ LARGER: dict[str, Callable[[], Any]] = {
 def test_the_graph_for_a_larger_batch_is_the_recorded_one(name: str) -> None:
     case, larger = made(name), LARGER[name]()
     first, second = (Planner(case.model, each, case.loss) for each in (case.batch, larger))
-    looks = [look_of(tensor) for tensor in tensors_of_batch(*split_batch(larger))]
-    assert first.profile.script is not None
-    found = rescaled(first.graph, first.profile.script, looks).graph
+    looks = [layout_of(tensor) for tensor in tensors_of_batch(*split_batch(larger))]
+    assert first.trials.profile.trace is not None
+    found = rescaled(first.graph, first.trials.profile.trace, looks).graph
     assert found.memories == second.graph.memories
     assert found.values == second.graph.values
     simulated = simulate_plain(replace(found, base=second.graph.base)).peak
@@ -348,7 +348,7 @@ def test_what_steps_took_is_measured(dropout: Made) -> None:
 
 
 def test_ops_are_priced_by_the_time_of_the_device() -> None:
-    found = Rates(torch.device("cuda"))
+    found = Prices(torch.device("cuda"))
     wide = torch.ones(4096, 4096, device="cuda")
     calls = [
         found.run(torch.ops.aten.mm.default, (wide, wide), {})[0],
@@ -393,8 +393,8 @@ def test_the_budget_is_kept_in_loops_that_hold_the_output_and_that_do_not(holds:
 def test_every_block_checkpointed_is_a_plan(
     dropout: Made, monkeypatch: pytest.MonkeyPatch, reproducible: None
 ) -> None:
-    monkeypatch.setattr(planner, "_NOTICEABLE", -1.0)  # compared however quick it is
-    monkeypatch.setattr(planner, "_CLEARLY", -10.0)  # and taken
+    monkeypatch.setattr(trial, "_NOTICEABLE", -1.0)  # compared however quick it is
+    monkeypatch.setattr(trial, "_CLEARLY", -10.0)  # and taken
     plan = recollect.plan(dropout.model, dropout.batch, 0.7, loss=squares, offload=False)
     assert len(plan.choices.blocks) == 8
     twin = Made(fresh_copy(dropout.model), dropout.batch, dropout.loss)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.planning import planner
-from recollect.planning.profile import profile_step
+from recollect.planning import record
+from recollect.planning.record import profile_step
 from recollect.planning.step import Step
 from recollect.state import snapshot
 from tests._support import assert_identical, sampled
@@ -202,10 +202,10 @@ def test_a_model_that_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -
     planned = built([name])
     x = batch_of(planned)
     before = state(planned)
-    monkeypatch.setattr(planner, "profile_step", does_not_fit)
+    monkeypatch.setattr(record, "profile_step", does_not_fit)
     with pytest.MonkeyPatch.context() as patch:
         # On tensors without values most habits do not run: the step is predicted without them.
-        patch.setattr(planner, "predict_step", lambda *_: _profile_of_twin(name))
+        patch.setattr(record, "predict_step", lambda *_: _profile_of_twin(name))
         frontier = recollect.frontier(planned.model, x, loss=loss, optimizer=planned.optimizer)
     assert_same(state(planned), before, "frontier")
     assert frontier.least

@@ -120,7 +120,7 @@ class Study:
 
     @contextmanager
     def under(self, schedule: Schedule) -> Iterator[None]:
-        _, decisions = self.planner.choices(schedule)
+        _, decisions = self.planner.trials.choices(schedule)
         told: set[str] = set()
         model = self.made.model
         wrap_module(model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, told))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import json
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -22,8 +24,8 @@ from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
 from recollect.planning.choices import trimmed
 from recollect.planning.rescale import rescaled
-from recollect.planning.script import look_of
 from recollect.planning.solving import solve
+from recollect.planning.trace import layout_of
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -60,7 +62,7 @@ def test_what_takes_more_than_simulated_makes_no_larger_budget_slower(
         peak = simulate(made_by.graph, schedule).peak
         return round(1.05 * peak) if schedule == odd else peak
 
-    monkeypatch.setattr(made_by, "_try", tried)
+    monkeypatch.setattr(made_by.trials, "_try", tried)
     less, more = (frontier.plan_for(middle.outcome.peak - lack) for lack in (1, 0))
     assert more.predicted_time <= less.predicted_time
     assert more.predicted_peak <= more.budget
@@ -169,7 +171,7 @@ def test_its_alternatives_are_from_the_quickest_to_the_least(
     monkeypatch.setattr(solve, "_WORK", 1_000_000)  # as usual
     frontier = recollect.frontier(_model(), X, loss=squares)
     plan, graph = frontier.plan_for(0.7), frontier.graph
-    larger = rescaled(graph, plan.basis.script, [look_of(torch.cat([X, X]))]).graph
+    larger = rescaled(graph, plan.basis.trace, [layout_of(torch.cat([X, X]))]).graph
     assert 4 < len(plan.alternatives) <= 16
     peaks = [simulate(larger, each.schedule_in(larger)).peak for each in plan.alternatives]
     assert peaks == sorted(set(peaks), reverse=True)
@@ -182,6 +184,21 @@ def test_its_alternatives_are_from_the_quickest_to_the_least(
     least = plan.alternatives[-1].decisions()
     assert (plan.least_decisions.kept, plan.least_decisions.away) == (least.kept, least.away)
     assert plan.least_decisions is plan.least_decisions  # which recordings know it by
+
+
+def test_their_reprs_are_one_short_line(plan: recollect.Plan, frontier: recollect.Frontier) -> None:
+    assert re.fullmatch(r"<Plan for Decoder: .* of .*, [\d.<]+% slower than plain>", repr(plan))
+    assert re.fullmatch(r"<Frontier of Decoder: plain [\d.]+ \w+>", repr(frontier))
+
+
+def test_fit_takes_what_plan_takes() -> None:
+    planned, fitted = (
+        inspect.signature(each).parameters for each in (recollect.plan, recollect.fit)
+    )
+    assert [*planned] == [*fitted]
+    assert fitted["budget"].default == "auto"
+    options = [name for name, each in planned.items() if each.kind is each.KEYWORD_ONLY]
+    assert [planned[name] for name in options] == [fitted[name] for name in options]
 
 
 # --- files ----------------------------------------------------------------------------------------

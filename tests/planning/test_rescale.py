@@ -17,29 +17,28 @@ from torch import Tensor, nn
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import simulate_plain
 from recollect.planning.batch import split_batch, tensors_of_batch
-from recollect.planning.literals import dense_strides, is_dense
-from recollect.planning.profile import trace_step
-from recollect.planning.rates import Rates
+from recollect.planning.prices import Prices
+from recollect.planning.record import trace_step
 from recollect.planning.rescale import CannotPredict, Rescaled, rescaled
-from recollect.planning.script import Script, look_of
-from recollect.planning.sizes import Dims
+from recollect.planning.sizes import Dims, dense_strides, is_dense
 from recollect.planning.step import Step
+from recollect.planning.trace import StepTrace, layout_of
 from tests._support import sampled
 from tests.planning._models import VOCABULARY, Decoder, made, squares, tokens
 
 Loss = Callable[[Any], Tensor]
 
 
-def traced(model: nn.Module, batch: Any, loss: Loss | None = squares) -> tuple[Graph, Script]:
+def traced(model: nn.Module, batch: Any, loss: Loss | None = squares) -> tuple[Graph, StepTrace]:
     step = Step(model, *split_batch(batch), loss)
     with step.undone():
         step.run()
-        return trace_step(step, Rates(step.device))
+        return trace_step(step, Prices(step.device))
 
 
 def rescaled_for(model: nn.Module, batch: Any, other: Any, loss: Loss | None = squares) -> Rescaled:
-    graph, script = traced(model, batch, loss)
-    return rescaled(graph, script, [look_of(t) for t in tensors_of_batch(*split_batch(other))])
+    graph, trace = traced(model, batch, loss)
+    return rescaled(graph, trace, [layout_of(t) for t in tensors_of_batch(*split_batch(other))])
 
 
 def without_workspace(graph: Graph) -> Graph:
@@ -104,8 +103,8 @@ def test_the_graph_is_the_recorded_one(name: str, other: Callable[[], Any]) -> N
 
 def test_with_a_batch_of_the_same_shape_it_is_the_same() -> None:
     case = made("decoder")
-    graph, script = traced(case.model, case.batch, case.loss)
-    assert rescaled(graph, script, [look_of(case.batch)]) == Rescaled(graph, 0)
+    graph, trace = traced(case.model, case.batch, case.loss)
+    assert rescaled(graph, trace, [layout_of(case.batch)]) == Rescaled(graph, 0)
 
 
 def test_with_an_optimizer() -> None:
@@ -116,9 +115,9 @@ def test_with_an_optimizer() -> None:
         step = Step(model, (batch,), {}, squares, optimizer)
         with step.undone():
             step.run()
-            graphs.append(trace_step(step, Rates(step.device)))
-    (graph, script), (recorded, _) = graphs
-    found = rescaled(graph, script, [look_of(tokens(6, 50))]).graph
+            graphs.append(trace_step(step, Prices(step.device)))
+    (graph, trace), (recorded, _) = graphs
+    found = rescaled(graph, trace, [layout_of(tokens(6, 50))]).graph
     assert without_workspace(found) == without_workspace(recorded)
 
 
@@ -461,11 +460,11 @@ def test_a_size_that_was_read_from_a_tensor() -> None:
 
 def test_a_batch_of_other_kinds() -> None:
     case = made("decoder")
-    graph, script = traced(case.model, case.batch, case.loss)
+    graph, trace = traced(case.model, case.batch, case.loss)
     with pytest.raises(CannotPredict, match="tensors of another kind"):
-        rescaled(graph, script, [look_of(torch.randn(4, 48))])
+        rescaled(graph, trace, [layout_of(torch.randn(4, 48))])
     with pytest.raises(CannotPredict, match="tensors of another kind"):
-        rescaled(graph, script, [look_of(tokens(4, 48)[0])])
+        rescaled(graph, trace, [layout_of(tokens(4, 48)[0])])
 
 
 # --- what it leaves alone -------------------------------------------------------------------------
@@ -473,13 +472,13 @@ def test_a_batch_of_other_kinds() -> None:
 
 def test_nothing_is_drawn_and_no_tensor_held() -> None:
     case = made("decoder_dropout")
-    graph, script = traced(case.model, case.batch, case.loss)
-    look = look_of(tokens(6, 50))
+    graph, trace = traced(case.model, case.batch, case.loss)
+    look = layout_of(tokens(6, 50))
     before = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
-        rescaled(graph, script, [look])
+        rescaled(graph, trace, [look])
     assert torch.equal(torch.get_rng_state(), before)
-    assert not _tensors_in(script)
+    assert not _tensors_in(trace)
 
 
 def _tensors_in(thing: Any, depth: int = 8) -> list[Tensor]:

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from recollect.graph.graph import Graph
 from recollect.planning.budget import check_budget, resolve_budget
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, Progress
+from recollect.planning.planner import Offload, Planner
 from recollect.planning.step import Loss
+from recollect.planning.trial import Progress
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
+from recollect.report.units import bytes_text
 
 __all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]
 
@@ -29,14 +31,14 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
-    offload: bool | str = "auto",
+    offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Plan:
     """Choose what to keep, recompute and offload for a training step to stay within a budget.
 
     Runs the step a few times: plain, to record it, and under the plan, to measure it. Nothing is
-    left changed: parameters, gradients, buffers, optimizers in hooks, what hooks and closures
-    remember, random streams. What cannot be put back is an error that names it.
+    left changed: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
+    random streams. What cannot be restored is an error that names it.
 
     Args:
         model: What is trained. Its forward is called once in a step.
@@ -67,9 +69,30 @@ def plan(
     return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
 
 
-def fit(model: M, batch: Any, budget: float | str = "auto", **options: Any) -> M:
-    """Plan for a budget and apply the plan: `plan` in one call. Returns the model."""
-    return plan(model, batch, budget, **options).apply(model)
+def fit(
+    model: M,
+    batch: Any,
+    budget: float | str = "auto",
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    offload: Offload = "auto",
+    holds_output: bool = True,
+) -> M:
+    """Plan for a budget and apply the plan, in one call. Arguments as of `plan`. Returns the model.
+
+    The default budget is what the device has.
+    """
+    made = plan(
+        model,
+        batch,
+        budget,
+        loss=loss,
+        optimizer=optimizer,
+        offload=offload,
+        holds_output=holds_output,
+    )
+    return made.apply(model)
 
 
 def frontier(
@@ -78,15 +101,15 @@ def frontier(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
-    offload: bool | str = "auto",
+    offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Frontier:
-    """All that can be had in trade of memory for time, to choose from. Arguments as of `plan`."""
+    """The trade-off of memory for time of a step, to choose from. Arguments as of `plan`."""
     return Frontier(Planner(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 
 def planner_of(model: nn.Module, batch: Any, progress: Progress, **options: Any) -> Planner:
-    """For those who show how far the work has got."""
+    """A planner that reports its progress."""
     return Planner(model, batch, progress=progress, **options)
 
 
@@ -98,7 +121,7 @@ class Frontier:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """What there is to choose from, plain, and the usual ways of checkpointing."""
+        """All trade-offs, the plain step, and the usual ways of checkpointing."""
         return tuple(self._planner.points())
 
     @property
@@ -121,6 +144,10 @@ class Frontier:
         planner = self._planner
         return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
 
+    def __repr__(self) -> str:
+        name = type(self._planner.step.model).__name__
+        return f"<Frontier of {name}: plain {bytes_text(self.plain_peak)}>"
+
     def __str__(self) -> str:
         return frontier_table(self.picture)
 
@@ -130,5 +157,5 @@ class Frontier:
 
     @property
     def picture(self) -> PlanReport:
-        """What there is to show, as data."""
+        """What is shown, as data."""
         return self._planner.overview()

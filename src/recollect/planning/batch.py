@@ -1,4 +1,4 @@
-"""What a model is called with: the arguments in a batch, and what tells batches apart."""
+"""The batch: the arguments of the model, and the signature that tells batches apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _Tensor = torch.Tensor
-#: How deep, and at how many objects of others, a batch is looked at for tensors.
+#: How deep, and in how many objects of other classes, tensors are searched in a batch.
 _DEPTH = 6
 _OBJECTS = 1000
 
@@ -45,7 +45,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_batch(batch: Any) -> None:
-    """Refuse what gives batches one after the other, and is none."""
+    """Refuse what gives batches one after the other."""
     if isinstance(batch, DataLoader):
         raise TypeError("batch is a DataLoader: pass what it gives, batch=next(iter(loader))")
     args, kwargs = split_batch(batch)
@@ -59,7 +59,7 @@ def check_batch(batch: Any) -> None:
 
 
 def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells batches apart that take different memory: names, shapes, types."""
+    """Names, shapes and types: batches that take different memory differ in them."""
     found: list[Any] = []
     walk = _Walk(found)
     for value in args:
@@ -97,7 +97,7 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
 
 
 def told_apart(signature: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """What there is first in a batch where another, which is not alike, has something else."""
+    """The first difference between batches that are not alike."""
     for mine, theirs in zip_longest(signature, other, fillvalue="nothing more"):
         if not _is_alike(mine, theirs):
             return f"there is {_in_words(mine)}, and was {_in_words(theirs)}"
@@ -116,14 +116,17 @@ class _Walk:
     def __init__(self, found: list[Any]) -> None:
         self._found = found
         self.tensors: list[_Tensor] = []
-        #: The objects of others that were looked into: they may refer to each other.
+        #: The objects of other classes that were visited: they may refer to each other.
         self._objects: dict[int, Any] = {}
 
-    def see(self, value: Any, depth: int) -> None:
-        """Note a value: a tensor by its shape and dtype, others by their type or as they are."""
-        found = self._found
+    def see(self, value: Any, depth: int, *, is_inside: bool = False) -> None:
+        """Note a value: a tensor by its shape and dtype, others by their type or as they are.
+
+        ``is_inside``: of an object of some class only tensors are noted: the rest may change.
+        """
+        found: list[Any] = [] if is_inside else self._found
         if isinstance(value, _Tensor):
-            found.append((tuple(value.shape), str(value.dtype)))
+            self._found.append((tuple(value.shape), str(value.dtype)))
             self.tensors.append(value)
         elif isinstance(value, (str, bool, type(None))):
             found.append(repr(value))
@@ -133,42 +136,26 @@ class _Walk:
         elif isinstance(value, (list, tuple, set, frozenset)):
             found.append(len(value))
             for each in value:
-                self.see(each, depth - 1)
+                self.see(each, depth - 1, is_inside=is_inside)
         elif isinstance(value, Mapping):
             for name in value:
                 found.append(str(name))
-                self.see(value[name], depth - 1)
+                self.see(value[name], depth - 1, is_inside=is_inside)
         else:
             found.append(type(value).__name__)
             self._see_inside(value, depth)
 
     def _see_inside(self, value: Any, depth: int) -> None:
         """Note the tensors in an object: a dataclass, or one of any class."""
-        objects = self._objects
-        if id(value) in objects or len(objects) >= _OBJECTS:
+        if id(value) in self._objects or len(self._objects) >= _OBJECTS:
             return
-        objects[id(value)] = value
+        self._objects[id(value)] = value
         for name, each in _attributes(value):
             if isinstance(each, _Tensor):
                 self._found.append(name)
                 self.see(each, depth)
-            elif not isinstance(each, _BARE) and depth > 1:
-                self._see_parts(each, depth - 1)
-
-    def _see_parts(self, value: Any, depth: int) -> None:
-        """Note the tensors in what an object has: not whatever else there is, which may change."""
-        if isinstance(value, _Tensor):
-            self.see(value, depth)
-        elif isinstance(value, _BARE) or not depth:
-            pass
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for each in value:
-                self._see_parts(each, depth - 1)
-        elif isinstance(value, Mapping):
-            for each in value.values():
-                self._see_parts(each, depth - 1)
-        else:
-            self._see_inside(value, depth)
+            else:
+                self.see(each, depth - 1, is_inside=True)
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:

@@ -6,6 +6,7 @@ wrapped for as long as the plan is applied, and checkpointed while the plan says
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Schedule
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS
 from recollect.region import run_region
 from recollect.replay.planned_ops import Decisions
 
-__all__ = ["Blocks", "unwrap_blocks", "wrap_blocks"]
+__all__ = ["Blocks", "block_paths", "block_schedule", "unwrap_blocks", "wrap_blocks"]
+
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
 
 class _Active(threading.local):
@@ -30,7 +35,7 @@ _active = _Active()
 
 
 class _Block:
-    """What is called in the place of the forward of a block."""
+    """Called in the place of the forward of a block."""
 
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,3 +87,33 @@ def unwrap_blocks(model: nn.Module) -> None:
     for module in [*model.modules()]:
         if isinstance(vars(module).get(OPTIONS), _Block):
             unwrap_module(module)
+
+
+def block_paths(graph: Graph, model: nn.Module) -> tuple[str, ...]:
+    """The blocks of ``model``: its outermost modules with a number for a name that are called."""
+    lists = {n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        parts = op.path.split(".")
+        prefixes = [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdecimal()]
+        found |= dict.fromkeys([each for each in prefixes if each not in lists][:1])
+    return tuple(found)
+
+
+def block_schedule(graph: Graph) -> Schedule | None:
+    """What is kept if every block is checkpointed: what goes from one to another; None: no blocks.
+
+    Blocks are told apart by the first number in their path: ``layers.3`` of ``layers.3.mlp.0``.
+    """
+    found = [_NUMBER.search(op.path) for op in graph.ops]
+    blocks = ["" if each is None else each.string[: each.end()].rstrip(".") for each in found]
+    if len(set(blocks)) <= 2:
+        return None
+    makers = {
+        graph.values[value].op
+        for number, op in enumerate(graph.ops)
+        for value in op.reads
+        if blocks[graph.values[value].op] != blocks[number]
+    }
+    crossing = makers.intersection(graph.choices)
+    return Schedule(frozenset(crossing)) if crossing else None

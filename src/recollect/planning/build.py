@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
-from recollect.planning.trace import Event
+from recollect.planning.trace import StepTrace
 from recollect.policy.op_info import op_info
 from recollect.replay.plan import forced_in, holdable
 from recollect.replay.recording import Recording
@@ -26,24 +25,15 @@ _BLOCK = 512
 _SMALLEST_TO_SEND = 1 << 20
 
 
-class Seen(Protocol):
-    """A step that was watched, or what stands for one: as `Trace`."""
-
-    events: list[Event]
-    sizes: list[int]
-    saved: list[int | None]
-    ends: list[int]
-
-
 def build_graph(
-    trace: Seen, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
+    trace: StepTrace, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
 ) -> Graph:
     """The graph of a step: ``trace`` saw all of it, ``recording`` is of the region."""
     return _Builder(trace, recording, on_device).graph(base, link)
 
 
 class _Builder:
-    def __init__(self, trace: Seen, recording: Recording, on_device: bool) -> None:
+    def __init__(self, trace: StepTrace, recording: Recording, on_device: bool) -> None:
         self._trace = trace
         self._recording = recording
         self._tape = recording.tape
@@ -129,7 +119,7 @@ class _Builder:
         key = op.key
         path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
         moment = self._moments.get(op.number)
-        call = None if moment is None else self._trace.events[moment].call
+        event = None if moment is None else self._trace.events[moment]
         values = self._values
         writes = tuple(
             (None if old in op.fresh else values.get(old), values[new])
@@ -142,12 +132,12 @@ class _Builder:
             name=name,
             path=path,
             key=key or "",
-            seconds=0.0 if call is None else call.seconds,
+            seconds=0.0 if event is None else event.seconds,
             reads=self._numbers(op.reads),
             makes=self._numbers(op.makes),
             places=tuple(n for n, value in enumerate(op.makes) if value in self._values),
             writes=writes,
-            workspace=0 if call is None else call.workspace,
+            workspace=0 if event is None else event.workspace,
             state=self._state(op),
             can_keep=can_keep,
             can_send=can_keep and self._can_send(op),
@@ -268,7 +258,7 @@ class _Builder:
             tuple(number for number, _ in self._memories),
             tuple(made),
             tuple(freed),
-            tuple(event.call.workspace for event in events),
+            tuple(event.workspace for event in events),
             self._block,
         )
 
@@ -290,7 +280,7 @@ class _Builder:
         for number, (event, (before, during)) in enumerate(zip(trace.events, levels, strict=True)):
             asks = tuple(numbers[saved] for saved in event.asks if saved in numbers)
             moments.append(
-                Moment(event.call.seconds, before, during, event.op, asks, tuple(ends[number]))
+                Moment(event.seconds, before, during, event.op, asks, tuple(ends[number]))
             )
         return moments
 

@@ -1,4 +1,8 @@
-"""Running the forward of a model under a plan."""
+"""Running the forward of a model under a plan.
+
+Each call is one of a `Variant`: calls with batches of one shape, of the model in one state. A call
+that is not the planned one gets a variant of its own, whose decisions suit it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,81 +26,30 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import is_alike, is_smaller, signature_of_batch, told_apart
 from recollect.planning.blocks import Blocks, unwrap_blocks
-from recollect.planning.choices import Choices
-from recollect.planning.conditions import Conditions, Differences, differences, facts_of
-from recollect.planning.footprint import Footprint
-from recollect.planning.identity import Identity
-from recollect.planning.output import at_end_of_backward_of, tell_of_output, watch_output
+from recollect.planning.model_state import Differences, differences, facts_of
+from recollect.planning.planned import PlannedStep
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
+from recollect.planning.watch import PeakWatch, tell_of_output, watch_output
 from recollect.replay.engine import LeftToRerun, Witness, replay_region
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.rematerialize import Recall
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Runner", "Told", "run_planned"]
+__all__ = ["Runner", "WarnOnce", "run_planned"]
 
 
-#: For how many shapes of batches it is remembered what to do.
+#: For how many shapes of batches variants are remembered.
 _REMEMBERED = 64
-#: How many forwards are remembered whose backward has not been.
+#: How many forwards are remembered that still wait for their backward.
 _WAITING = 64
-#: In how many steps it is looked whether the loop holds the output of the model.
-_LOOKS = 3
+#: In how many steps it is checked whether the loop holds the output of the model.
+_CHECKS = 3
 
 
-class Planned(Protocol):
-    """What is needed of a plan to run by it."""
-
-    @property
-    def budget(self) -> int: ...
-
-    @property
-    def plain_peak(self) -> int: ...
-
-    @property
-    def predicted_peak(self) -> int: ...
-
-    @property
-    def base(self) -> int: ...
-
-    @property
-    def signature(self) -> tuple[Any, ...]: ...
-
-    @property
-    def conditions(self) -> Conditions: ...
-
-    @property
-    def identity(self) -> Identity: ...
-
-    @property
-    def footprint(self) -> Footprint: ...
-
-    @property
-    def choices(self) -> Choices: ...
-
-    @property
-    def alternatives(self) -> tuple[Choices, ...]: ...
-
-    @property
-    def decisions(self) -> Decisions: ...
-
-    @property
-    def least_decisions(self) -> Decisions: ...
-
-    def decisions_for(self, choices: Choices) -> Decisions:
-        """What the engine goes by for one of the alternatives."""
-
-    @property
-    def output_bytes(self) -> int | None: ...
-
-    def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan for another batch. Raises `CannotPredict`."""
-
-
-class Told:
-    """What the user has been warned of. Once is enough."""
+class WarnOnce:
+    """Warns once for each cause."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
@@ -113,10 +66,10 @@ def run_planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     by: Decisions,
-    told: Told,
+    told: WarnOnce,
     witness: Witness | None = None,
 ) -> Any:
-    """Call ``function`` with what it makes kept, sent away or dropped as decided."""
+    """Call ``function`` with its results kept, offloaded or dropped as decided."""
     if isinstance(by, Blocks):
         return by.run(function, args, kwargs)
     deposit = OffloadBatch(host=by.store, last_first=True)
@@ -134,19 +87,19 @@ def run_planned(
 
 
 class Runner:
-    """What stands in the place of the forward of a model under ``plan``."""
+    """Called in the place of the forward of a model under ``plan``."""
 
-    def __init__(self, plan: Planned) -> None:
+    def __init__(self, plan: PlannedStep) -> None:
         self.plan = plan
         self._known: dict[Any, Variant] = {}
-        self.told = Told()
-        #: What the model was like at the last call, and how that differs from what was planned.
+        self.told = WarnOnce()
+        #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
-        #: Forwards whose backward may not have been yet: of which model, in which thread.
+        #: Forwards whose backward may not have run yet, with their model and thread.
         self._waiting: list[tuple[ReferenceType[Any] | None, int, ReferenceType[Recall]]] = []
-        self._peaks = _Peaks(plan.budget)
-        #: In how many calls as planned it is still to be looked who holds the output.
-        self._looks = 0 if plan.output_bytes is None else _LOOKS
+        self._peaks = PeakWatch(plan.budget)
+        #: In how many calls as planned it is still to be checked who holds the output.
+        self._checks = 0 if plan.output_bytes is None else _CHECKS
         self._as_planned: Variant | None = None
 
     def unwrapped(self, model: nn.Module) -> None:
@@ -170,7 +123,7 @@ class Runner:
             self._tell_of_compiler()
             return run_without_dynamo(self, _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
-        self._look_back()
+        self._tell_of_last_step()
         before = self._peaks.read(model)
         variant = self._variant(model, args, kwargs)
         is_crowded = self._is_waiting(model)
@@ -183,27 +136,28 @@ class Runner:
         witness = Witness()
         result = run_planned(function, args, kwargs, decisions, self.told, witness)
         if witness.recall is not None:
-            entry = _reference(model), threading.get_ident(), ref(witness.recall)
+            owner = None if model is None else ref(model)
+            entry = owner, threading.get_ident(), ref(witness.recall)
             self._waiting = [*self._waiting[1 - _WAITING :], entry]
         if witness.recording is not None or witness.is_unrecorded:
             variant.judge(witness)
-        if self._looks > 0 and variant is self._as_planned and not is_crowded:
-            self._looks -= 1
-            watch_output(result, self._reached)
+        if self._checks > 0 and variant is self._as_planned and not is_crowded:
+            self._checks -= 1
+            watch_output(result, self._check_output)
         if before is not None:
-            at_end_of_backward_of(result, partial(self._peaks.compare, before))
+            self._peaks.compare(result, before)
         return result
 
     # --- which variant ----------------------------------------------------------------------------
 
     def _variant(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """What is known of calls with such a batch, of the model as it is now."""
+        """The variant of calls with such a batch, of the model as it is now."""
         other = self._differences(model)
         signature = signature_of_batch(args, kwargs)
         key = signature, other
         variant = self._known.get(key)
         if variant is None:
-            variant = self._decide(signature, other, args, kwargs)
+            variant = self._new_variant(signature, other, args, kwargs)
             if signature == self.plan.signature and other is None:
                 self._as_planned = variant
             if len(self._known) >= _REMEMBERED:
@@ -212,39 +166,38 @@ class Runner:
         return variant
 
     def _differences(self, model: Any) -> Differences | None:
-        """How the model, and what is around it, differs from what was planned."""
+        """How the model and autocast differ from what was planned."""
         if not isinstance(model, nn.Module):
             return None
         facts, found = self._seen  # once: another thread may change it
         now = facts_of(model)
         if now != facts:
-            found = differences(self.plan.conditions, self.plan.identity, model)
+            found = differences(self.plan.state, model)
             self._seen = now, found
         return found
 
-    def _decide(
+    def _new_variant(
         self,
         signature: Any,
         other: Differences | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Variant:
-        """What to go by for a batch, and for the model as it is now."""
         plan, told = self.plan, self.told
         if other is not None:
-            return Variant.unknown(plan, other, told)
+            return Variant(plan, told, differences=other)
         if not is_alike(signature, plan.signature):
             text = f"in the batch {told_apart(signature, plan.signature)}"
             cure = "recollect.plan(...) with such a batch"
-            return Variant.unknown(plan, Differences((text,), (cure,)), told)
+            return Variant(plan, told, differences=Differences((text,), (cure,)))
         if is_smaller(signature, plan.signature):
-            return Variant.planned(plan, told)
+            return Variant(plan, told)
         try:
             larger = plan.for_batch(args, kwargs)
         except CannotPredict as error:
-            text = f"the batch is larger, and nobody could tell what it takes ({error})"
+            text = f"the batch is larger, and its memory cannot be predicted ({error})"
             cure = "recollect.plan(...) with the largest batch"
-            return Variant.unknown(plan, Differences((text,), (cure,)), told)
+            return Variant(plan, told, differences=Differences((text,), (cure,)))
         if larger.predicted_peak > plan.budget:
             told.tell(
                 f"larger: {larger.predicted_peak}",
@@ -252,12 +205,32 @@ class Runner:
                 f"{larger.predicted_peak:,} bytes at least, which is more than its budget of "
                 f"{plan.budget:,}. Make a plan with the largest batch that there is",
             )
-        return Variant.replanned(plan, larger, told)
+        return Variant(plan, told, larger=larger)
 
-    # --- what came of it --------------------------------------------------------------------------
+    # --- earlier calls ----------------------------------------------------------------------------
 
-    def _look_back(self) -> None:
-        """Tell of a step that went over the budget, now that the user's line can be named."""
+    def _is_waiting(self, model: Any) -> bool:
+        """Whether an earlier forward of the model still waits for its backward."""
+        thread = threading.get_ident()
+        self._waiting = [entry for entry in self._waiting if entry[2]() is not None]
+        for owner, where, reference in self._waiting:
+            recall = reference()
+            of = None if owner is None else owner()
+            if recall is not None and of is model and where == thread and recall.is_waiting():
+                return True
+        return False
+
+    def _check_output(self, alive: int, _: int) -> None:
+        """Backward has reached the output; ``alive`` bytes of it are in memory."""
+        planned = self.plan.output_bytes
+        if self._checks >= 0 and planned is not None:
+            is_told = tell_of_output(alive, planned, self.plan.budget)
+            self._checks = -1 if is_told else self._checks
+
+    # --- warnings ---------------------------------------------------------------------------------
+
+    def _tell_of_last_step(self) -> None:
+        """Tell of a step that exceeded the budget, now that the user's line can be named."""
         over, self._peaks.over = self._peaks.over, None
         if over is not None:
             budget = self.plan.budget
@@ -270,25 +243,6 @@ class Runner:
                 "batch of the training, recollect.plan(model, batch, budget, loss=..., "
                 "optimizer=...)",
             )
-
-    def _is_waiting(self, model: Any) -> bool:
-        """Whether an earlier forward of the model holds what its backward will ask for."""
-        thread = threading.get_ident()
-        alive = [entry for entry in self._waiting if entry[2]() is not None]
-        self._waiting = alive
-        for owner, where, reference in alive:
-            recall = reference()
-            of = None if owner is None else owner()
-            if recall is not None and of is model and where == thread and recall.is_waiting():
-                return True
-        return False
-
-    def _reached(self, alive: int, _: int) -> None:
-        """Backward has reached the output, of which ``alive`` bytes are in memory."""
-        planned = self.plan.output_bytes
-        if self._looks >= 0 and planned is not None:
-            is_told = tell_of_output(alive, planned, self.plan.budget)
-            self._looks = -1 if is_told else self._looks
 
     def _tell_of_compiler(self) -> None:
         self.told.tell(
@@ -312,10 +266,6 @@ class Runner:
         )
 
 
-def _reference(model: Any) -> ReferenceType[Any] | None:
-    return None if model is None else ref(model)
-
-
 def _run_uncompiled(
     runner: Runner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -324,7 +274,7 @@ def _run_uncompiled(
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model as a method, which is another thing while dynamo looks on."""
+    """The forward of a model as a method, which dynamo turns into a partial."""
     if isinstance(function, partial) and isinstance(function.args[0], nn.Module):
         return MethodType(function.func, function.args[0])
     return function
@@ -336,40 +286,3 @@ never_traced(
     "fullgraph=True, or plan.remove(model)",
 )
 hide_from_dynamo(Runner.__call__)
-
-
-class _Peaks:
-    """What CUDA's allocator counts from the beginning of a forward to the end of its backward.
-
-    What is done between steps (evaluation, other models) is none of the plan's. The statistics are
-    the user's, and are never reset: a step whose peak is below one from before is not noticed.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._device: torch.device | None = None
-        #: The peak of the last step, if that was above the budget.
-        self.over: int | None = None
-
-    def read(self, model: Any) -> int | None:
-        """The peak so far; None if there is nothing to read."""
-        if not torch.cuda.is_initialized() or not isinstance(model, nn.Module):
-            return None
-        if self._device is None:
-            devices = {parameter.device for parameter in model.parameters()}
-            on_cuda = [device for device in devices if device.type == "cuda"]
-            self._device = min(on_cuda, key=str, default=torch.device("cpu"))
-        return None if self._device.type != "cuda" else _peak_on(self._device)
-
-    def compare(self, before: int) -> None:
-        """Backward is over. ``before``: the peak when its forward began."""
-        assert self._device is not None
-        peak = _peak_on(self._device)
-        if peak > before and peak > self._budget:
-            self.over = peak
-
-
-def _peak_on(device: torch.device) -> int:
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    peak: int = stats["allocated_bytes"]["all"]["peak"]
-    return peak

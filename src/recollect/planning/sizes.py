@@ -1,10 +1,9 @@
-"""What becomes of the sizes that an op was given, when tensors take other shapes.
+"""Translating sizes: what they become when the tensors of the batch take other shapes.
 
-Code computes sizes from shapes, and of that only the result is seen: 192 was the batch times its
-length, or the width of a layer. Where the shapes of an op's arguments determine what the size
-must be, that is taken. Else it is what has become of other sizes of the same value, and a few
-simple sums of those of the batch; and if there are several such, all of them, the likeliest first.
-Whoever asks goes on to the next if one turns out not to fit. No torch here.
+Code computes sizes from shapes, and only the result is seen: 192 was the batch times its length, or
+the width of a layer. Where the shapes of an op's arguments determine a size, that is taken. Else it
+becomes what other sizes of the same value have become, or a simple sum or product of those of the
+batch: all of these, the likeliest first. The caller takes the next if one does not fit. No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
-__all__ = ["Dims", "Shape"]
+__all__ = ["Dims", "Shape", "dense_strides", "is_dense"]
 
 Shape = tuple[int, ...]
 
@@ -29,7 +28,7 @@ class Dims:
 
     Args:
         changes: The shapes of the tensors of the batch, before and now.
-        numbers: Those that code read from tensors: who knows what they are now.
+        numbers: Sizes that code read from the values of tensors, which cannot be known now.
     """
 
     def __init__(
@@ -37,11 +36,11 @@ class Dims:
     ) -> None:
         self._numbers = numbers
         self._seen: dict[int, dict[int, int]] = {}
-        #: How often each was seen, the last one last.
+        #: By shape: what it has become, how often that was seen; the last one is last.
         self._shapes: dict[Shape, dict[Shape, int]] = {}
-        #: The same of the first sizes of shapes, two or more, where one of them has changed.
+        #: The same for the first sizes of shapes, two or more, where one of them has changed.
         self._starts: dict[Shape, dict[Shape, int]] = {}
-        #: The same of how many elements there are, where that has changed.
+        #: The same for numbers of elements.
         self._totals: dict[int, dict[int, int]] = {}
         self._log: list[tuple[Shape, Shape]] = []
         pairs = {pair for old, new in changes for pair in zip(old, new, strict=True)}
@@ -53,16 +52,11 @@ class Dims:
 
     def note(self, old: Shape, new: Shape) -> None:
         """A tensor of the shape ``old`` has the shape ``new``."""
-        if len(old) != len(new):
-            return
-        self._log.append((old, new))
-        _more(self._shapes.setdefault(old, {}), new)
-        _more(self._totals.setdefault(math.prod(old), {}), math.prod(new))
-        for start, found in _starts(old, new):
-            _more(self._starts.setdefault(start, {}), found)
-        for before, now in zip(old, new, strict=True):
-            if before != now:
-                _more(self._seen.setdefault(before, {}), now)
+        if len(old) == len(new):
+            self._log.append((old, new))
+            for counts, before, now in self._counts(old, new):
+                found = counts.setdefault(before, {})
+                found[now] = found.pop(now, 0) + 1  # as the last one
 
     @property
     def mark(self) -> int:
@@ -72,19 +66,26 @@ class Dims:
     def undo(self, mark: int) -> None:
         """Forget what was noted since."""
         while len(self._log) > mark:
-            old, new = self._log.pop()
-            _less(self._shapes[old], new)
-            _less(self._totals[math.prod(old)], math.prod(new))
-            for start, found in _starts(old, new):
-                _less(self._starts[start], found)
-            for before, now in zip(old, new, strict=True):
-                if before != now:
-                    _less(self._seen[before], now)
+            for counts, before, now in self._counts(*self._log.pop()):
+                counts[before][now] -= 1
+                if not counts[before][now]:
+                    del counts[before][now]
+
+    def _counts(self, old: Shape, new: Shape) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+        """The counts in which a pair of shapes is noted, each with what is counted there."""
+        yield self._shapes, old, new
+        yield self._totals, math.prod(old), math.prod(new)
+        for end in range(2, len(old) + 1):
+            if old[:end] != new[:end]:
+                yield self._starts, old[:end], new[:end]
+        for before, now in zip(old, new, strict=True):
+            if before != now:
+                yield self._seen, before, now
 
     # --- single sizes -----------------------------------------------------------------------------
 
     def of(self, size: int, *, is_first: bool = True) -> list[int]:
-        """What a size may be now. A one that is not the first of several is rather a one."""
+        """What a size may be now. A one that is not the first of several likely stays one."""
         if size <= 0:
             return [size]
         counts = self._seen.get(size) or self._totals.get(size) or {}
@@ -99,7 +100,7 @@ class Dims:
         return list(dict.fromkeys(found))
 
     def _derived(self, size: int) -> tuple[list[int], list[int]]:
-        """What a size may be that is no tensor's: made from those of the batch."""
+        """What a size may be that no tensor has: computed from those of the batch."""
         likely: list[int] = []
         unlikely: list[int] = []
         changed = [(old, new) for old, new in self._batch if old != new and old > 1]
@@ -124,7 +125,7 @@ class Dims:
         yield from (found for found in islice(product(*each), _MOST) if found not in same)
 
     def of_view(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
-        """The same, of a view: ``old`` had as many elements as ``sizes``, and is ``new``."""
+        """The same for a view of a tensor whose shape was ``old`` and is ``new``."""
         groups = [self._of_group(*group) for group in _groups(old, new, sizes)]
         for found in _products(groups):
             yield tuple(size for group in found for size in group)
@@ -166,7 +167,7 @@ class Dims:
             yield from filling(self.of(sizes[n], is_first=not n) for n in free)
 
     def of_expanded(self, old: Shape, new: Shape, sizes: Shape) -> Iterator[Shape]:
-        """The same, of a tensor that is expanded."""
+        """The same for a tensor that is expanded."""
         more = len(sizes) - len(old)
         each = [self.of(size, is_first=not place) for place, size in enumerate(sizes[:more])]
         for before, now, size in zip(old, new, sizes[more:], strict=True):
@@ -180,10 +181,10 @@ class Dims:
     def of_index(
         self, length: int, now: int, index: int | None, *, of_table: bool
     ) -> list[int | None]:
-        """What the begin or end of a slice may be, of a dimension that was ``length`` long.
+        """What the start or end of a slice may be, of a dimension that was ``length`` long.
 
-        ``of_table``: of a tensor that is as before. Of such the first rows are taken, as many as
-        the batch is long. Others are cut within a layer, if not along what has changed.
+        ``of_table``: of a tensor that is as before. Its first rows are taken, as many as the batch
+        is long. Others are cut within a layer, if not along what has changed.
         """
         if index is None or index <= 0:
             return [index]
@@ -211,13 +212,6 @@ class Dims:
                 yield (*parts[:place], rest, *parts[place + 1 :])
 
 
-def _starts(old: Shape, new: Shape) -> Iterator[tuple[Shape, Shape]]:
-    """The first two and more sizes of a shape, as they were and are, if they have changed."""
-    for end in range(2, len(old) + 1):
-        if old[:end] != new[:end]:
-            yield old[:end], new[:end]
-
-
 def _with(sizes: Shape, others: dict[int, int]) -> Shape:
     return tuple(others.get(n, size) for n, size in enumerate(sizes))
 
@@ -231,16 +225,6 @@ def _products(options: Sequence[Iterator[Shape]]) -> Iterator[tuple[Shape, ...]]
     yield likeliest
     each = [dict.fromkeys((one, *rest)) for one, rest in zip(likeliest, options, strict=True)]
     yield from islice(product(*each), 1, _MOST)
-
-
-def _more(counts: dict[Any, int], key: Any) -> None:
-    counts[key] = counts.pop(key, 0) + 1  # as the last one
-
-
-def _less(counts: dict[Any, int], key: Any) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 def _groups(old: Shape, new: Shape, sizes: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
@@ -264,3 +248,33 @@ def _groups(old: Shape, new: Shape, sizes: Shape) -> Iterator[tuple[Shape, Shape
         if j == len(sizes):  # ones that the view does not have
             i = len(old)
         yield old[first:i], new[first:i], sizes[start:j]
+
+
+def is_dense(size: Shape, stride: Shape) -> bool:
+    """Whether a tensor fills its memory, in whatever order of dimensions."""
+    return _fills(sorted(zip(stride, size, strict=True)))
+
+
+def dense_strides(size: Shape, like: Shape, stride: Shape) -> Shape:
+    """The strides of a dense tensor with the order of dimensions of another one."""
+    order = list(range(len(like)))
+    is_contiguous = _fills([*zip(stride, like, strict=True)][::-1])
+    if not is_contiguous:
+        order.sort(key=lambda dim: (-stride[dim], dim))
+    found = [0] * len(size)
+    step = 1
+    for dim in reversed(order):
+        found[dim] = step
+        step *= max(size[dim], 1)
+    return tuple(found)
+
+
+def _fills(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether dimensions, each a stride and a length, fill memory from the innermost on."""
+    expected = 1
+    for step, length in dims:
+        if length != 1:
+            if step != expected:
+                return False
+            expected *= length
+    return True

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.devices import free_cuda_workspaces
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import signature_of_batch
-from recollect.planning.rates import allocated_by
-from recollect.planning.timing import Timing, now, sampled
+from recollect.planning.prices import allocated_by
+from recollect.planning.sampling import Timing, now, sampled
 from recollect.state.memories import Written
 from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
 
@@ -34,6 +35,7 @@ __all__ = [
     "Step",
     "check_loss",
     "default_loss",
+    "is_out_of_memory",
     "sizes",
 ]
 
@@ -68,8 +70,8 @@ def default_loss(output: Any) -> _Tensor:
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
     if not floating:
         raise ValueError(
-            f"loss: the model returned {type(output).__name__} without a floating tensor, of which "
-            "no loss can be taken. Pass one that can: plan(..., loss=lambda output: ...)"
+            f"loss: the model returned {type(output).__name__} without a floating tensor, so "
+            "there is no loss to take of it. Pass one: plan(..., loss=lambda output: ...)"
         )
     total = floating[0].sum()
     for leaf in floating[1:]:
@@ -114,7 +116,7 @@ class Step:
         #: Whether the output of the model is still there when backward runs.
         self.holds_output = holds_output
         self.device = _device_of(model)
-        #: What it was seen to write to; None if nobody has looked.
+        #: What it was seen to write to; None before the first run.
         self._written: list[Written] | None = None
         self._was_warned = False
         #: Bytes of gradients that are there: set aside while the step is run, they stay.
@@ -137,7 +139,7 @@ class Step:
 
     def _run(self, before_backward: Callable[[], None] | None) -> None:
         if any_autocast_enabled():
-            # Those who train enter it anew for every step, which makes casts of weights then.
+            # Training loops enter it for every step, and weights are cast again.
             torch.clear_autocast_cache()
         with torch.inference_mode(False), torch.enable_grad():
             output = self._forward()
@@ -152,7 +154,7 @@ class Step:
         if self.optimizer is not None:
             self.optimizer.step()
         if self.holds_output:
-            del output  # as by those who look at it afterwards
+            del output  # as in loops that read it afterwards
         self.clear()
 
     def _forward(self) -> Any:
@@ -170,7 +172,7 @@ class Step:
             ) from error
 
     def clear(self) -> None:
-        """Let go of the gradients."""
+        """Remove the gradients."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         others = [parameter for group in groups for parameter in group["params"]]
         inputs = tree_leaves((self.args, self.kwargs))
@@ -221,33 +223,28 @@ class Step:
             return torch.cuda.memory_allocated(self.device)
         return sum(sizes(self.static())) + self._gradients
 
+    def _weights(self) -> Iterable[_Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
     def static(self) -> Iterator[_Tensor]:
         """What is there throughout: parameters, buffers, the state of the optimizer."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
+        yield from self._weights()
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
                 yield from (each for each in tree_leaves(state) if isinstance(each, _Tensor))
 
     def measured_peak(self) -> int:
         """The most bytes that are allocated in a step."""
+        was_on = gc.isenabled()
         if self.on_cuda:
             gc.collect()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.run()
-            return torch.cuda.max_memory_allocated(self.device)
-        base = self.base()
-        was_on = gc.isenabled()
-        gc.disable()  # which would free at other times than it usually does
+        else:
+            gc.disable()  # which would free at other times than it usually does
         try:
-            total = peak = 0
-            for change in allocated_by(self.run):
-                total += change
-                peak = max(peak, total)
+            return self.base() + allocated_by(self.run, self.device)[0]
         finally:
             if was_on:
                 gc.enable()
-        return base + peak
 
     def spare_blocks(self) -> int:
         """By how much the peak of another step may be above that of the last."""
@@ -273,9 +270,21 @@ class Step:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
+    def free_memory(self) -> None:
+        """Free what earlier work has left on the device: garbage, caches, workspaces of cuBLAS."""
+        gc.collect()
+        if self.on_cuda:
+            free_cuda_workspaces()
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether there was no room for what was run."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
 
 def _refusal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why ``function`` cannot be called so; None if it can be, or nobody knows."""
+    """Why ``function`` cannot be called so; None if it can be, or if that is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # it does not say what it takes

@@ -1,9 +1,9 @@
-"""Calls under a plan that are alike: what they go by, and whether they are what was planned.
+"""Calls under a plan that are alike: their decisions, and whether they are what was planned.
 
-A forward under a plan is recorded now and then, always the first time, and every time if it is
-never twice the same. Each recording is compared with the forward that was planned. If it is more,
-the step is estimated from it; if that is above the budget, the user is told, and later calls go by
-the quickest of the plan's alternatives that is within it.
+A forward under a plan is recorded at its first call, and at every call if no two are the same. Each
+recording is compared with the planned forward. If it makes more, the step is estimated from it; if
+the estimate exceeds the budget, the user is warned, and later calls go by the quickest of the
+plan's alternatives that fits.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from recollect.graph.graph import Graph, Tally
 from recollect.planning.choices import Choices
-from recollect.planning.conditions import Differences
-from recollect.planning.footprint import Footprint, estimated, tally_of
-from recollect.planning.outline import outline_of
+from recollect.planning.estimate import Footprint, estimated, outline_of, tally_of
+from recollect.planning.model_state import Differences
+from recollect.planning.planned import PlannedStep
 from recollect.replay.engine import Witness
 from recollect.replay.planned_ops import Decisions
 from recollect.replay.recording import Recording
@@ -25,15 +25,15 @@ from recollect.report.units import bytes_text
 
 __all__ = ["Variant"]
 
-#: By how much the estimate for a larger batch has to be above what was predicted to be believed.
+#: By how much the estimate for a larger batch has to exceed the prediction to be believed.
 _ROUGH = 1.2
 #: The part of the budget up to which a step that was predicted to fit without a plan surely does.
 _FAR = 0.5
-#: The part of what a forward makes by which it may be above what was predicted to be the same.
+#: The part of its bytes by which a forward may exceed the prediction, and be the predicted one.
 _SAME = 0.01
 #: The part of a growth by which the estimate of its step may be too low.
 _EXACT = 8
-#: What is left free of the budget by choices that were not tried.
+#: The part of the budget that is left free by choices that were not tried.
 _SPARE = 0.02
 
 
@@ -42,77 +42,62 @@ class _Tells(Protocol):
 
 
 class Variant:
-    """Calls with batches of one shape, of a model in one state."""
+    """Calls with batches of one shape, of a model in one state.
+
+    Args:
+        plan: The plan that is applied.
+        told: Warns the user.
+        larger: The plan for their batch, if that is larger than the planned one.
+        differences: How they differ from the planned ones, if nothing else is known of them.
+    """
 
     def __init__(
         self,
-        plan: Any,
-        decisions: Decisions | None,
+        plan: PlannedStep,
         told: _Tells,
         *,
-        choices: Choices | None,
+        larger: PlannedStep | None = None,
         differences: Differences | None = None,
-        predicted: int | None = None,
-        expected: Footprint | None = None,
     ) -> None:
         self._plan = plan
         self._told = told
-        #: What to go by; None: as without a plan, which fits.
-        self.decisions = decisions
-        #: Whether it is predicted that one fits without a plan, and to be seen.
-        self._is_trial = False
-        #: The choices behind them; None: nothing is known of such calls yet.
-        self._choices = choices
+        self._larger = larger
         self._differences = differences
-        #: For a batch that is larger than planned: what is predicted of it.
-        self._predicted, self._expected = predicted, expected
-        #: What to compare with; and the growth over that which is known to be accounted for.
-        self._footprint: Footprint | None = None if predicted is not None else plan.footprint
-        self._accounted = 0.0
-
-    @classmethod
-    def planned(cls, plan: Any, told: _Tells) -> Variant:
-        """Calls that are those of the plan, or smaller."""
-        return cls(plan, _decisions_of(plan), told, choices=plan.choices)
-
-    @classmethod
-    def replanned(cls, plan: Any, other: Any, told: _Tells) -> Variant:
-        """Calls with another batch, for which ``other`` is the plan."""
-        variant = cls(
-            plan,
-            _decisions_of(other),
-            told,
-            choices=other.choices,
-            predicted=other.predicted_peak,
-            expected=other.footprint,
+        by = plan if larger is None else larger
+        #: What the engine goes by; None: the step fits without a plan.
+        self.decisions: Decisions | None = _decisions_of(by)
+        #: The choices behind them; None: nothing is known of such calls yet.
+        self._choices: Choices | None = by.choices
+        if differences is not None:  # the first goes by the least memory
+            self.decisions, self._choices = plan.least_decisions, None
+        #: Whether the first call is recorded only because the prediction may be wrong.
+        self._is_trial = (
+            larger is not None
+            and self.decisions is None
+            and larger.plain_peak > _FAR * plan.budget
+            and not larger.choices.blocks
         )
-        is_near = other.plain_peak > _FAR * plan.budget
-        if variant.decisions is None and is_near and not other.choices.blocks:
-            # The first is recorded, since what was predicted may be wrong.
-            variant.decisions, variant._is_trial = other.decisions, True
-        return variant
-
-    @classmethod
-    def unknown(cls, plan: Any, differences: Differences, told: _Tells) -> Variant:
-        """Calls that differ from those planned: the first goes by what takes least."""
-        return cls(plan, plan.least_decisions, told, choices=None, differences=differences)
+        if self._is_trial:
+            self.decisions = by.decisions
+        #: The forward to compare with, and the growth over it that has been accounted for.
+        self._footprint: Footprint | None = plan.footprint if larger is None else None
+        self._accounted = 0.0
 
     # --- after a call -----------------------------------------------------------------------------
 
     def judge(self, witness: Witness) -> None:
-        """A call was recorded, all of it or a part: see whether it is what was planned."""
+        """A call was recorded, all of it or a part: compare it with the planned one."""
         before = self.decisions
-        self._judge(witness)
+        if witness.difference is None:
+            assert witness.recording is not None
+            self._judge_whole(witness.recording)
+        else:
+            self._judge_rest(witness)
         if self._is_trial and self.decisions is before:
             self.decisions = None
         self._is_trial = False
 
-    def _judge(self, witness: Witness) -> None:
-        if witness.difference is not None:
-            self._judge_rest(witness)
-            return
-        recording = witness.recording
-        assert recording is not None
+    def _judge_whole(self, recording: Recording) -> None:
         tally = tally_of(recording)
         if self._footprint is None:
             self._footprint = self._first(recording, tally)
@@ -120,36 +105,34 @@ class Variant:
             self._tell_unrecorded(str(recording.reason))
         growth = self._footprint.growth(tally)
         if self._choices is None:
-            self._settle(outline_of(recording), tally)
+            self._choose(outline_of(recording), tally)
         elif growth > self._accounted:
             outline = outline_of(recording)
             rough = self._estimate(outline, self._choices) + growth / _EXACT
             if rough > self._plan.budget:
-                self._settle(outline, tally)
+                self._choose(outline, tally)
             self._accounted = max(self._accounted, growth)
 
     def _first(self, recording: Recording, tally: Tally) -> Footprint:
-        """A larger batch as it is first met: what later calls with it are compared with."""
-        predicted, expected = self._predicted, self._expected
-        assert predicted is not None
-        assert expected is not None
-        plan = self._plan
-        known: Footprint = plan.footprint
+        """The footprint of a larger batch that is met for the first time."""
+        plan, larger = self._plan, self._larger
+        assert larger is not None
+        known, predicted = plan.footprint, larger.predicted_peak
         outline = outline_of(recording)
         peak = self._estimate(outline, self._choices)
-        more = expected.made_more(tally)
-        is_wrong = more > _SAME * sum(size for _, size in expected.tally.made)
+        more = larger.footprint.made_more(tally)
+        is_wrong = more > _SAME * sum(size for _, size in larger.footprint.tally.made)
         if is_wrong and predicted + more > plan.budget:
-            self._settle(outline, tally, predicted + more)  # sizes were mistaken for others
+            self._choose(outline, tally, predicted + more)  # sizes were mistaken for others
             return known
         if peak > max(plan.budget, _ROUGH * predicted):
-            self._settle(outline, tally)  # there is more to it than the batch
+            self._choose(outline, tally)  # there is more to it than the batch
             return known
         scale = (predicted - plan.base) / max(1.0, peak - plan.base)
         return replace(known, tally=tally, factors=tuple(scale * each for each in known.factors))
 
-    def _settle(self, outline: Graph, tally: Tally, least: float = 0.0) -> None:
-        """Find what to go by from now on. Say so if it is not what was planned.
+    def _choose(self, outline: Graph, tally: Tally, least: float = 0.0) -> None:
+        """Choose among the alternatives for later calls. Warn if the plan's own do not fit.
 
         ``least``: bytes that the step is known to take, whatever is estimated.
         """
@@ -173,34 +156,34 @@ class Variant:
             self._accounted = growth
 
     def _estimate(self, outline: Graph, choices: Choices | None) -> float:
-        """Bytes that a step takes at its peak, by its outline."""
+        """The peak of a step in bytes, estimated from its outline."""
         plan = self._plan
         assert choices is not None
         options = (plan.choices, *plan.alternatives)
         number = options.index(choices) if choices in options else 0
-        factors = plan.footprint.factors if self._footprint is None else self._footprint.factors
+        factors = (self._footprint or plan.footprint).factors
         more = 0 if self._differences is None else self._differences.nbytes
-        guess = estimated(outline, choices, plan.footprint.alike)
-        return float(plan.base + factors[number] * guess + more)
+        return (
+            plan.base + factors[number] * estimated(outline, choices, plan.footprint.alike) + more
+        )
 
     def _judge_rest(self, witness: Witness) -> None:
-        """A call differed from what had been recorded, from somewhere on."""
+        """A call differed from its recording at some op; the rest of it was recorded."""
         if witness.is_unrecorded:
             self._tell_unrecorded(str(witness.difference))
         footprint, plan = self._footprint, self._plan
         if witness.recording is None or footprint is None:
             return
         tally = tally_of(witness.recording, witness.before, witness.steps)
-        known = footprint.tally
         # What comes from outside of the rest is not from outside of the call.
-        tally = Tally(tally.made, tally.saved, known.gradients, tally.is_whole)
+        tally = replace(tally, gradients=footprint.tally.gradients)
         growth = footprint.growth(tally)
-        predicted = plan.predicted_peak if self._predicted is None else self._predicted
+        predicted = (self._larger or plan).predicted_peak
         # What autograd saved is counted among what was made, too.
         if growth > self._accounted and predicted + growth > plan.budget:
             self._tell(predicted + growth / 2, tally)
 
-    # --- what there is to say ---------------------------------------------------------------------
+    # --- warnings ---------------------------------------------------------------------------------
 
     def _tell_unrecorded(self, reason: str) -> None:
         self._told.tell(
@@ -210,23 +193,21 @@ class Variant:
         )
 
     def _tell(self, peak: float, tally: Tally, then: float = 0.0) -> None:
-        """Warn of a step that takes ``peak``, while those that follow take ``then``."""
+        """Warn of a step that takes ``peak``; those that follow take ``then``."""
         plan = self._plan
-        footprint = self._footprint or plan.footprint
-        texts = [] if self._differences is None else [*self._differences.texts]
-        cures = [] if self._differences is None else [*self._differences.cures]
-        grown = footprint.grown(tally)
+        texts: list[str] = []
+        cures: tuple[str, ...] = ("make the plan with the largest step that there is",)
+        if self._differences is not None:
+            texts, cures = [*self._differences.texts], self._differences.cures or cures
+        grown = (self._footprint or plan.footprint).grown(tally)
         cause = "; ".join(texts)
-        if not texts and grown:
-            cause = re.sub(r"\d+", "*", grown[0][0])
         if grown:
             path, now, before = grown[0]
+            cause = cause or re.sub(r"\d+", "*", path)
             texts.append(
                 f"in {path or 'the model'} forward makes {bytes_text(now)}, and made "
                 f"{bytes_text(before)}"
             )
-        if not cures:
-            cures = ["make the plan with the largest step that there is"]
         is_over = then > plan.budget
         still = f", and take about {bytes_text(round(then))} still" if is_over else ""
         self._told.tell(
@@ -238,5 +219,5 @@ class Variant:
         )
 
 
-def _decisions_of(plan: Any) -> Decisions | None:
+def _decisions_of(plan: PlannedStep) -> Decisions | None:
     return None if plan.plain_peak <= plan.budget else plan.decisions

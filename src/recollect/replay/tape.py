@@ -276,7 +276,9 @@ class Op:
 
     def never_again(self, reason: str, ruling: Any) -> None:
         """Have its results kept."""
-        self.keep, self.ruling = reason, ruling
+        if ruling is not self.ruling:
+            self.ruling, self.planned = ruling, None
+        self.keep = reason
         self.args, self.kwargs = [], {}
 
 

@@ -1,117 +1,109 @@
-"""The calls that an op may get with tensors of other shapes: its sizes, translated.
+"""The size arguments of ops, translated to tensors of other shapes.
 
-Most ops are given no sizes. Of those that are, some make clear from their tensors what the sizes
-have to be; for the others `sizes` says what they may be.
+Most ops have none. Of those that have, some determine them from their tensors; for the others
+`sizes` says what they may be.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
 from recollect._torch.ops import argument_names, op_name
-from recollect.planning.script import Look
-from recollect.planning.sizes import Dims, Shape
+from recollect.planning.sizes import Dims, Shape, dense_strides, is_dense
+from recollect.planning.trace import Layout
 
-__all__ = ["Call", "Like", "dense_strides", "has_sizes", "is_dense", "translations"]
+__all__ = ["OpCall", "has_sizes", "translations"]
 
-#: For one op: so many ways.
+#: For one op: so many translations.
 _MOST = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """Stands for a tensor of a look among arguments."""
-
-    look: Look
-
-
 @dataclass(slots=True)
-class Call:
-    """The arguments of an op."""
+class OpCall:
+    """An op and its arguments, with a `Layout` for each tensor."""
 
+    op: Any
     args: list[Any]
     kwargs: dict[str, Any]
 
-
-class _Arguments:
-    """Those of a call by name."""
-
-    def __init__(self, op: Any, call: Call) -> None:
-        self._names = argument_names(op)
-        self._call = call
-
     def get(self, name: str) -> Any:
-        if name in self._call.kwargs:
-            return self._call.kwargs[name]
-        place = self._names.index(name) if name in self._names else len(self._names)
-        return self._call.args[place] if place < len(self._call.args) else None
+        """The argument of that name; None if there is none."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = _known_of(self.op)[1]
+        place = names.index(name) if name in names else len(names)
+        return self.args[place] if place < len(self.args) else None
 
     def shape(self, name: str) -> Shape:
-        """Of a tensor."""
+        """The shape of a tensor."""
         value = self.get(name)
-        assert type(value) is Like
-        return value.look[0]
+        assert type(value) is Layout
+        return value.size
 
-    def put(self, values: dict[str, Any]) -> Call:
+    def put(self, values: dict[str, Any]) -> OpCall:
         """The same call with other values."""
-        args, kwargs = list(self._call.args), dict(self._call.kwargs)
+        names = _known_of(self.op)[1]
+        args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in values.items():
-            place = self._names.index(name)
+            place = names.index(name)
             if name in kwargs or place >= len(args):
                 kwargs[name] = value
             else:
                 args[place] = value
-        return Call(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One call of an op to be translated: its arguments now and before, and what it made then."""
+    """A call to be translated: with its new tensors, as it was, and the results that it made."""
 
-    now: _Arguments
-    before: _Arguments
-    outs: Sequence[Look | None]
+    now: OpCall
+    before: OpCall
+    outs: Sequence[Layout | None]
     dims: Dims
+
+    def shapes(self, name: str = "self") -> tuple[Shape, Shape]:
+        """The shapes of a tensor, before and now."""
+        return self.before.shape(name), self.now.shape(name)
 
     @property
     def made(self) -> Shape:
-        """The shape that it made."""
+        """The shape of its result."""
         out = self.outs[0]
         assert out is not None
-        return out[0]
+        return out.size
 
 
-#: Gives the sizes to try, each as arguments by name.
+#: Gives the sizes to try, the likeliest first, as arguments by name.
 _Rule = Callable[[_Case], Iterator[dict[str, Any]]]
 
 
 def translations(
-    op: Any, now: Call, before: Call, outs: Sequence[Look | None], dims: Dims
-) -> Iterator[Call]:
-    """What ``op`` may be called with: the tensors of ``now``, and the likeliest sizes first."""
-    rule = _rule_of(op)
+    now: OpCall, before: OpCall, outs: Sequence[Layout | None], dims: Dims
+) -> Iterator[OpCall]:
+    """The calls that may stand for ``before``, with the tensors of ``now``, the likeliest first."""
+    rule = _known_of(now.op)[0]
     if rule is None:
         yield now
         return
-    case = _Case(_Arguments(op, now), _Arguments(op, before), outs, dims)
-    for values in islice(rule(case), _MOST):
-        yield case.now.put(values)
+    for values in islice(rule(_Case(now, before, outs, dims)), _MOST):
+        yield now.put(values)
 
 
 def has_sizes(op: Any) -> bool:
-    """Whether ``op`` is given sizes that may be others, with tensors that are as before."""
-    return _rule_of(op) is not None
+    """Whether ``op`` has size arguments, which may change where its tensors do not."""
+    return _known_of(op)[0] is not None
 
 
 # --- the rules ------------------------------------------------------------------------------------
 
 
 def _view(case: _Case) -> Iterator[dict[str, Any]]:
-    old, new = case.before.shape("self"), case.now.shape("self")
+    old, new = case.shapes()
     for found in case.dims.of_view(old, new, case.made):
         yield {"size": list(found)}
 
@@ -123,13 +115,13 @@ def _reshape_alias(case: _Case) -> Iterator[dict[str, Any]]:
 
 
 def _expand(case: _Case) -> Iterator[dict[str, Any]]:
-    old, new = case.before.shape("self"), case.now.shape("self")
+    old, new = case.shapes()
     for found in case.dims.of_expanded(old, new, case.made):
         yield {"size": list(found)}
 
 
 def _as_strided(case: _Case) -> Iterator[dict[str, Any]]:
-    old, new = case.before.shape("self"), case.now.shape("self")
+    old, new = case.shapes()
     size, stride = tuple(case.before.get("size")), tuple(case.before.get("stride"))
     if old == new:
         yield {}
@@ -147,12 +139,11 @@ def _strided(case: _Case) -> Iterator[dict[str, Any]]:
 
 
 def _slice(case: _Case) -> Iterator[dict[str, Any]]:
-    old, new = case.before.shape("self"), case.now.shape("self")
-    yield from _ends(case, old, new)
+    yield from _ends(case, *case.shapes())
 
 
 def _ends(case: _Case, old: Shape, new: Shape) -> Iterator[dict[str, Any]]:
-    """Begin and end, of a tensor of which a part is taken."""
+    """Start and end of a slice."""
     dim = case.now.get("dim") or 0
     before, now, dims = old[dim], new[dim], case.dims
     given = [case.now.get("start"), case.now.get("end")]
@@ -160,7 +151,7 @@ def _ends(case: _Case, old: Shape, new: Shape) -> Iterator[dict[str, Any]]:
     found: list[tuple[Any, Any]] = [*product(starts, ends)]
     inner = [index for index in given if type(index) is int and 0 < index < before]
     if now != before and len(inner) == 2:
-        # One of several parts, one after the other: as what they are put together from.
+        # One of several parts in a row: its length may be known, where its end is not.
         lengths = dims.of(inner[1] - inner[0])
         found += [(start, (start or 0) + length) for start, length in product(starts, lengths)]
     for both in dict.fromkeys(found):
@@ -179,7 +170,7 @@ def _slice_backward(case: _Case) -> Iterator[dict[str, Any]]:
 
 def _split(case: _Case) -> Iterator[dict[str, Any]]:
     dim = case.now.get("dim") or 0
-    old, new = case.before.shape("self")[dim], case.now.shape("self")[dim]
+    old, new = (shape[dim] for shape in case.shapes())
     size, count = case.now.get("split_size"), len(case.outs)
     found = [size] if old == new else [*case.dims.of(size), -(-new // count)]
     for each in dict.fromkeys(found):
@@ -189,7 +180,7 @@ def _split(case: _Case) -> Iterator[dict[str, Any]]:
 
 def _split_with_sizes(case: _Case) -> Iterator[dict[str, Any]]:
     dim = case.now.get("dim") or 0
-    old, new = case.before.shape("self")[dim], case.now.shape("self")[dim]
+    old, new = (shape[dim] for shape in case.shapes())
     for found in case.dims.of_parts(old, new, tuple(case.now.get("split_sizes"))):
         yield {"split_sizes": list(found)}
 
@@ -209,7 +200,7 @@ def _arange(case: _Case) -> Iterator[dict[str, Any]]:
         is_size = isinstance(value, (int, float)) and value == int(value) and value > 1
         return [type(value)(each) for each in dims.of(int(value))] if is_size else [value]
 
-    # What it goes by is hardly ever a size, and what it goes from only if the end is one too.
+    # The step is hardly ever a size, and the start only if the end is one too.
     steps = list(dict.fromkeys([step, *of(step)]))
     found = [{"end": each, "step": by} for by in steps for each in of(end)]
     if type(start) is int and type(end) is int and start > 0:
@@ -231,8 +222,8 @@ def _layer_norm(case: _Case) -> Iterator[dict[str, Any]]:
 
 def _pad(case: _Case) -> Iterator[dict[str, Any]]:
     yield {}
-    # Or what is padded is to be as long as it was.
-    old, new = case.before.shape("self"), case.now.shape("self")
+    # Or the result is to be as long as it was.
+    old, new = case.shapes()
     pad = list(case.now.get("pad"))
     for place in range(0, len(pad), 2):
         dim = len(old) - 1 - place // 2
@@ -243,7 +234,7 @@ def _pad(case: _Case) -> Iterator[dict[str, Any]]:
 
 
 def _upsample(case: _Case) -> Iterator[dict[str, Any]]:
-    old, new = case.before.shape("self")[2:], case.now.shape("self")[2:]
+    old, new = (shape[2:] for shape in case.shapes())
     sizes = tuple(case.now.get("output_size"))
     yield {
         "output_size": [
@@ -261,7 +252,7 @@ def _upsample_backward(case: _Case) -> Iterator[dict[str, Any]]:
 
 
 def _shapes(*names: str) -> _Rule:
-    """Lists of sizes of which nothing else is known."""
+    """Lists of sizes that nothing determines."""
 
     def rule(case: _Case) -> Iterator[dict[str, Any]]:
         lists = [tuple(case.now.get(name)) for name in names]
@@ -272,7 +263,7 @@ def _shapes(*names: str) -> _Rule:
 
 
 def _numbers(*names: str) -> _Rule:
-    """Sizes one by one."""
+    """Single sizes."""
 
     def rule(case: _Case) -> Iterator[dict[str, Any]]:
         values = {name: case.now.get(name) for name in names}
@@ -318,19 +309,20 @@ _RULES: dict[str, _Rule] = {
 _LISTS = ("size", "sizes", "input_sizes", "self_sizes", "output_size", "input_size")
 
 
-#: By id: ops live for good, and hash slowly.
-_known: dict[int, _Rule | None] = {}
+#: By id of an op, since ops live for good and hash slowly: its rule, the names of its arguments.
+_known: dict[int, tuple[_Rule | None, list[str]]] = {}
 
 
-def _rule_of(op: Any) -> _Rule | None:
-    if id(op) not in _known:
-        _known[id(op)] = _find_rule(op)
-    return _known[id(op)]
+def _known_of(op: Any) -> tuple[_Rule | None, list[str]]:
+    known = _known.get(id(op))
+    if known is None:
+        names = argument_names(op)
+        known = _known[id(op)] = _find_rule(op, names), names
+    return known
 
 
-def _find_rule(op: Any) -> _Rule | None:
+def _find_rule(op: Any, names: list[str]) -> _Rule | None:
     name = op_name(op).removeprefix("aten::")
-    names = argument_names(op)
     if name in _RULES:
         rule = _RULES[name]
         is_view = rule in (_view, _expand, _reshape_alias)
@@ -338,43 +330,6 @@ def _find_rule(op: Any) -> _Rule | None:
     if name.startswith(("upsample_", "_upsample_")):
         return _upsample_backward if "input_size" in names else _upsample
     if "adaptive" in name or "fractional" in name:
-        return None  # of which the sizes are those of a layer
+        return None  # their sizes belong to a layer
     lists = [each for each in _LISTS if each in argument_names(op, lists=True)]
     return _shapes(*lists) if lists else None
-
-
-# --- strides --------------------------------------------------------------------------------------
-
-
-def is_dense(size: Shape, stride: Shape) -> bool:
-    """Whether a tensor is all of its memory, in whatever order."""
-    expected = 1
-    for step, length in sorted(zip(stride, size, strict=True)):
-        if length != 1:
-            if step != expected:
-                return False
-            expected *= length
-    return True
-
-
-def dense_strides(size: Shape, like: Shape, stride: Shape) -> Shape:
-    """The strides of a dense tensor whose dimensions lie as those of another one do."""
-    order = sorted(range(len(like)), key=lambda dim: (-stride[dim], dim))
-    if _is_contiguous(like, stride):
-        order = list(range(len(like)))
-    found = [0] * len(size)
-    step = 1
-    for dim in reversed(order):
-        found[dim] = step
-        step *= max(size[dim], 1)
-    return tuple(found)
-
-
-def _is_contiguous(size: Shape, stride: Shape) -> bool:
-    expected = 1
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1:
-            if step != expected:
-                return False
-            expected *= length
-    return True

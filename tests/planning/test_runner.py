@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import runner
+from recollect.planning import watch
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import MoE, squares, static_bytes
 
@@ -642,8 +642,8 @@ def test_outputs_that_are_kept_without_a_backward() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What an allocator counts at most; as if the model were on its device."""
     found = [0]
-    monkeypatch.setattr(runner._Peaks, "read", lambda self, _: found[0])
-    monkeypatch.setattr(runner, "_peak_on", lambda _: found[0])
+    monkeypatch.setattr(watch.PeakWatch, "read", lambda self, _: found[0])
+    monkeypatch.setattr(watch, "_peak_on", lambda _: found[0])
     return found
 
 

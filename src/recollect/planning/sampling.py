@@ -23,7 +23,7 @@ _AGREE = 0.05
 _TICK = 1e-6
 #: Seconds for which a figure is good: clocks, caches and other processes change.
 _FRESH = 300.0
-#: The spread of a single sample, of which nothing is known.
+#: The spread of a single sample.
 _UNKNOWN = 1.0
 
 
@@ -34,17 +34,12 @@ def now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What something takes.
+    """What something takes."""
 
-    Args:
-        seconds: The lowest sample; of a device a low quantile.
-        spread: How far the next sample, or that in the middle, is above it, as a fraction of it.
-        at: When it was measured.
-    """
-
-    seconds: float
+    seconds: float  #: the lowest sample; of a device a low quantile
+    #: How far the next sample, or that in the middle, is above it, as a fraction of it.
     spread: float
-    at: float
+    at: float  #: when it was measured
 
     @property
     def is_steady(self) -> bool:

@@ -1,10 +1,10 @@
-"""Seeing to it that no tensor without values outlives the look for which it was made.
+"""A step on fake tensors, and the check that none of them is left afterwards.
 
 Code memoizes: in a ``functools.lru_cache``, a global dict, a closure. What it memoizes while a step
-is recorded on fake tensors is fake, and would take the place of a real one in training. What the
-model can get at is put back by others (see `Step.undone`). Here the rest is found, by asking the
-garbage collector: caches of ``functools`` are cleared, for anything else there is an error that
-says who holds it. Should one still be overlooked, using it is an error: see `fake_tensors`.
+runs on fake tensors is fake, and would be used in training in the place of a real one.
+`Step.undone` restores what the model can reach. The rest is found by the garbage collector: caches
+of ``functools`` are cleared, anything else is an error that names the holder. Using a fake tensor
+that was overlooked is an error as well: see `fake_tensors`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,88 @@ from contextlib import contextmanager
 from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
+from torch.optim import Optimizer
 
-from recollect._torch.tensors import fakes_left
+from recollect._torch.pytree import tree_map_only
+from recollect._torch.tensors import fake_on, fakes_left
 from recollect.errors import CheckpointError
+from recollect.planning.step import Step, sizes
 
-__all__ = ["nothing_fake_left"]
+__all__ = ["FakeStep", "nothing_fake_left"]
 
+_Tensor = torch.Tensor
 _Cache = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-#: How far to go from a tensor to who holds it, and how many to look at on the way.
+#: How many references to follow from a tensor to its holder, and how many holders to visit.
 _DEPTH = 6
 _MOST = 1000
+
+
+class FakeStep(Step):
+    """``step`` with fake tensors in the place of its own."""
+
+    def __init__(self, step: Step, mode: Any) -> None:
+        self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
+        self.device = step.device
+        if step.device.type == "meta":
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+        def fake(tensor: _Tensor) -> _Tensor:
+            if tensor.device.type == "meta":
+                return fake_on(mode, tensor, self.device)
+            return mode.from_tensor(tensor)  # type: ignore[no-any-return]
+
+        named = [*step.model.named_parameters(), *step.model.named_buffers()]
+        known = {id(tensor): fake(tensor) for _, tensor in named}
+        self._fakes = {name: known[id(tensor)] for name, tensor in named}
+        self.args = tree_map_only(_Tensor, fake, step.args)
+        self.kwargs = tree_map_only(_Tensor, fake, step.kwargs)
+        self.optimizer = _twin(step.optimizer, known)
+        if self.optimizer is not None:
+            self.run()  # its state is there before the step, as in all but the first
+
+    def _forward(self) -> Any:
+        return functional_call(self.model, self._fakes, self.args, self.kwargs)
+
+    def _weights(self) -> Iterable[_Tensor]:
+        return self._fakes.values()
+
+    def clear(self) -> None:
+        """Remove the gradients."""
+        for tensor in self._fakes.values():
+            tensor.grad = None
+
+    def base(self) -> int:
+        """Bytes that are allocated before the step begins."""
+        return sum(sizes(self.static()))
+
+
+def _twin(optimizer: Optimizer | None, fakes: dict[int, _Tensor]) -> Optimizer | None:
+    """An optimizer like another, of the fake parameters."""
+    if optimizer is None:
+        return None
+    groups = [
+        {**group, "params": [fakes[id(p)] for p in group["params"] if id(p) in fakes]}
+        for group in optimizer.param_groups
+    ]
+    try:
+        return type(optimizer)(groups)  # type: ignore[call-arg]
+    except TypeError:
+        return None  # it takes other arguments; its state counts if it is there
+
+
+# --- what is left of them -------------------------------------------------------------------------
 
 
 @contextmanager
 def nothing_fake_left(caches: Callable[[], Iterable[Any]] = list) -> Iterator[None]:
     """A context after which no tensor is left that `fake_tensors` made in it.
 
-    ``caches``: gives those of ``functools`` that are known. Of what is frozen (``gc.freeze``) the
-    collector does not tell.
+    ``caches``: gives those of ``functools`` that are known, since the collector does not find every
+    holder, and none that is frozen (``gc.freeze``).
     """
     before = {id(fake) for fake in fakes_left()}
     try:
@@ -74,7 +136,7 @@ def _clear_caches(before: set[int], known: Iterable[Any]) -> None:
 
 
 def _leads_to(cache: Any, ids: set[int]) -> bool:
-    """Whether one of some things is among what a cache holds, or inside of that."""
+    """Whether a cache holds one of some objects, or a container of one."""
     things = gc.get_referents(cache)
     for _ in range(_DEPTH):
         if any(id(each) in ids for each in things):
@@ -84,35 +146,32 @@ def _leads_to(cache: Any, ids: set[int]) -> bool:
 
 
 def _holders(things: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Who holds some things, from near to far, each with what it holds of them."""
+    """The holders of some objects, from near to far, each with the object that it holds."""
     seen = {id(things)}
     near = list(things)
     for _ in range(_DEPTH):
         seen |= {id(each) for each in near} | {id(near)}
-        far = [each for each in gc.get_referrers(*near) if _may_hold(each, seen)]
+        far = [
+            each
+            for each in gc.get_referrers(*near)
+            if id(each) not in seen and type(each) not in (FrameType, GeneratorType)
+        ]
         found = []
         for holder in far[:_MOST]:
             held = [each for each in near if any(part is each for part in gc.get_referents(holder))]
             if held:
                 yield holder, held[0]
                 found.append(holder)
-        if not found:
+        # Whoever holds one of these holds much else, and is not to blame.
+        ends = (_Cache, FunctionType, type, nn.Module)
+        near = [each for each in found if not isinstance(each, ends) and not _is_namespace(each)]
+        if not near:
             return
-        near = [each for each in found if not _is_end(each)]
-
-
-def _is_end(holder: Any) -> bool:
-    """Whether those who hold it hold much else, and are not to be blamed."""
-    return isinstance(holder, (_Cache, FunctionType, type, nn.Module)) or _is_namespace(holder)
 
 
 def _is_namespace(holder: Any) -> bool:
     """Whether it has the global variables of a module."""
     return type(holder) is dict and str(holder.get("__name__")) in sys.modules
-
-
-def _may_hold(thing: Any, seen: set[int]) -> bool:
-    return id(thing) not in seen and type(thing) not in (FrameType, GeneratorType)
 
 
 def _holder(left: list[Any]) -> str:
@@ -130,11 +189,10 @@ def _holder(left: list[Any]) -> str:
         if isinstance(holder, type):
             return f"the class {holder.__qualname__}"
         if hasattr(holder, "__dict__") and not isinstance(holder, _CONTAINERS):
-            attributes = getattr(holder, "__dict__", {})
-            names = [key for key, value in attributes.items() if value is held]
+            names = [key for key, value in vars(holder).items() if value is held]
             what = f"the attribute {names[0]!r} of " if names else ""
             return f"{what}a {type(holder).__name__}"
         if type(holder) is CellType:
             cells.add(id(holder))
         container = container or f"a {type(holder).__name__}"
-    return container or "somebody"
+    return container or "an object"

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.graph.simulate import simulate_plain
-from recollect.planning.fake import predict_step
-from recollect.planning.output import watch_output
 from recollect.planning.planner import Planner
-from recollect.planning.profile import profile_step
+from recollect.planning.record import predict_step, profile_step
 from recollect.planning.step import Step
+from recollect.planning.watch import watch_output
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import static_bytes
 

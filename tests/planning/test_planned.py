@@ -24,8 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 import recollect
 from recollect._torch.tensors import fakes_left
 from recollect.modules import OPTIONS
-from recollect.planning import fake, planner, replan
-from recollect.planning.leftovers import nothing_fake_left
+from recollect.planning import planned as planned_step
+from recollect.planning import record
+from recollect.planning.fakes import nothing_fake_left
+from recollect.planning.record import predict_step
 from recollect.planning.rescale import Rescaled, rescaled
 from recollect.planning.solving.solve import Solver
 from tests._support import assert_identical, gradients, measure
@@ -259,7 +261,7 @@ def test_a_prediction_that_was_too_low_is_found_out(monkeypatch, budget, part):
         values = [replace(v, nbytes=sizes[v.memory]) for v in found.graph.values]
         return replace(found, graph=replace(found.graph, memories=memories, values=values))
 
-    monkeypatch.setattr(replan, "rescaled", mistaken)
+    monkeypatch.setattr(planned_step, "rescaled", mistaken)
     told = []
     for case.batch in (tokens(5, 48), tokens(5, 52), tokens(4, 62), tokens(5, 56)):
         peaks = []
@@ -299,8 +301,8 @@ def test_nothing_is_solved_timed_or_run_on_fakes_in_a_step(model, monkeypatch):
         raise AssertionError("in the middle of a step")
 
     monkeypatch.setattr(Solver, "__init__", never)
-    monkeypatch.setattr(fake, "fake_tensors", never)
-    monkeypatch.setattr("recollect.planning.rates.Rates.__init__", never)
+    monkeypatch.setattr(record, "fake_tensors", never)
+    monkeypatch.setattr("recollect.planning.prices.Prices.__init__", never)
     assert_as_plain(model, torch.randn(300, 32))
 
 
@@ -479,7 +481,7 @@ def test_who_holds_a_tensor_without_values_is_told() -> None:
     with (
         pytest.raises(recollect.CheckpointError, match=message),
         nothing_fake_left(),
-        fake.fake_tensors(),
+        record.fake_tensors(),
     ):
         holder.table = torch.ones(3)
     with pytest.raises(RuntimeError, match="Clear that cache"):
@@ -499,14 +501,14 @@ def test_a_step_that_does_not_fit_is_traced_with_little_kept(monkeypatch):
     def never(*_: object, **__: object) -> None:
         raise AssertionError("no need for tensors without values")
 
-    monkeypatch.setattr(planner, "profile_step", full)
-    monkeypatch.setattr(planner, "predict_step", never)
+    monkeypatch.setattr(record, "profile_step", full)
+    monkeypatch.setattr(record, "predict_step", never)
     plan = recollect.plan(case.model, case.batch, expected.budget, loss=case.loss)
     assert plan.plain_peak == expected.plain_peak
     assert plan.predicted_peak <= plan.budget
     assert "There was no room for the plain step" in str(plan.picture.notes)
-    monkeypatch.setattr(planner, "predict_step", fake.predict_step)
-    monkeypatch.setattr(planner, "trace_in_little", full)
+    monkeypatch.setattr(record, "predict_step", predict_step)
+    monkeypatch.setattr(record, "profile_with_least", full)
     predicted = recollect.plan(case.model, case.batch, expected.budget, loss=case.loss)
     assert predicted.predicted_peak <= predicted.budget
     assert not fakes_left()

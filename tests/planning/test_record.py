@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.graph.simulate import Schedule, simulate, simulate_plain
-from recollect.planning import rates
+from recollect.planning import prices
 from recollect.planning.batch import split_batch
-from recollect.planning.fake import CannotPredict, predict_step, trace_fake
 from recollect.planning.planner import Planner
-from recollect.planning.profile import profile_step
+from recollect.planning.record import predict_step, profile_step
+from recollect.planning.rescale import CannotPredict
 from recollect.planning.step import Step, default_loss
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import (
@@ -84,7 +84,7 @@ def test_nothing_is_left_changed(name: str, optimizer: str, has_state: bool) -> 
     identities = [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()]
     before = _seen(model, optim)
     made_by = Planner(model, case.batch, case.loss, optim)
-    made_by._measured(Schedule(frozenset()))  # as plans are tried out
+    made_by.trials.peak(Schedule(frozenset()))  # as plans are tried out
     assert_identical(_seen(model, optim), before)
     assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities
 
@@ -391,7 +391,7 @@ def test_predicting_leaves_nothing_changed() -> None:
     before = _seen(case.model, optimizer)
     step = Step(case.model, case.batch, {}, case.loss, optimizer)
     with step.undone():
-        trace_fake(step)
+        predict_step(step)
     assert_identical(_seen(case.model, optimizer), before)
 
 
@@ -427,7 +427,7 @@ def test_what_depends_on_data_or_a_librarys_workspace_cannot_be_predicted(name: 
         pytest.raises(CannotPredict, match="cannot be recorded without running it"),
         torch.random.fork_rng(),
     ):
-        trace_fake(Step(case.model, case.batch, {}, case.loss))
+        predict_step(Step(case.model, case.batch, {}, case.loss))
     case.step()  # and nothing is broken after that
     assert all(p.grad is not None and not p.grad.is_meta for p in case.model.parameters())
 
@@ -444,7 +444,7 @@ def test_a_model_without_memory_that_depends_on_data_says_that_it_cannot_be_plan
 
 def test_the_times_of_the_graph_add_up_to_the_measured_step() -> None:
     case = made("decoder")
-    profile = Planner(case.model, case.batch, case.loss).profile  # as it was measured
+    profile = Planner(case.model, case.batch, case.loss).trials.profile  # as it was measured
     assert profile.seconds > 0
     assert profile.graph.plain_seconds == pytest.approx(profile.seconds)
     assert simulate_plain(profile.graph).seconds == pytest.approx(profile.seconds)
@@ -456,7 +456,7 @@ def test_a_memory_that_an_op_is_given_is_not_read_to_know_it_again() -> None:
         def __repr__(self) -> str:
             raise AssertionError("would take minutes on a device")
 
-    assert rates._looks((Memory(64), 2)) == (64, "2")
+    assert prices._described((Memory(64), 2)) == (64, "2")
 
 
 def test_a_model_whose_forward_runs_twice_is_refused() -> None:
