@@ -21,7 +21,7 @@ from torch import Tensor
 import recollect
 from recollect.planning import record
 from recollect.planning.record import profile_step
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.state import snapshot
 from tests._support import assert_identical, sampled
 from tests.planning._habits import HABITS, TRAINING, Net, Trained
@@ -215,7 +215,7 @@ def test_a_model_that_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -
 def _profile_of_twin(name: str) -> Any:
     with torch.random.fork_rng():
         twin = built([name])
-        step = Step(twin.model, (batch_of(twin),), {}, loss, twin.optimizer)
+        step = TrainingStep(twin.model, (batch_of(twin),), {}, loss, twin.optimizer)
         with step.undone(rehearses=True):
             return profile_step(step)
 
@@ -223,7 +223,7 @@ def _profile_of_twin(name: str) -> Any:
 def test_parameters_that_nobody_writes_to_are_not_copied() -> None:
     trained = built([], optimizer=None)
     x = batch_of(trained)
-    step = Step(trained.model, (x,), {}, loss, None)
+    step = TrainingStep(trained.model, (x,), {}, loss, None)
     with step.undone(rehearses=True):
         step.rehearse()
         storages = step._snapshot._memory._storages

@@ -17,7 +17,7 @@ from recollect.planning.planner import Planner
 from recollect.planning.prices import OpPrice, Prices
 from recollect.planning.record import profile_step
 from recollect.planning.sampling import Timing
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from tests.planning._clock import MS, TICK, Clock, outliers
 from tests.planning._models import Decoder, squares
 
@@ -157,7 +157,7 @@ def test_absurd_prices_are_measured_again(clock: Clock, monkeypatch: pytest.Monk
         return Timing(100.0 if self is seen[0] else 1e-6, 0.0, sampling.now())
 
     monkeypatch.setattr(Prices, "_timing", odd)
-    step = Step(_model(), (X,), {}, squares)
+    step = TrainingStep(_model(), (X,), {}, squares)
     with step.undone():
         profile = profile_step(step)
     assert len(seen) == 2

@@ -21,7 +21,7 @@ from recollect.planning.batch import split_batch
 from recollect.planning.planner import Planner
 from recollect.planning.record import predict_step, profile_step
 from recollect.planning.rescale import CannotPredict
-from recollect.planning.step import Step, default_loss
+from recollect.planning.step import TrainingStep, default_loss
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import (
     CASES,
@@ -356,7 +356,9 @@ _PREDICTABLE = [
 @pytest.mark.parametrize("name", sampled(_PREDICTABLE, usual=("decoder", "conv", "custom", "cast")))
 def test_a_predicted_step_is_the_real_one_in_bytes(name: str, optimizer: str) -> None:
     case = made(name)
-    step = Step(case.model, *split_batch(case.batch), case.loss, OPTIMIZERS[optimizer](case.model))
+    step = TrainingStep(
+        case.model, *split_batch(case.batch), case.loss, OPTIMIZERS[optimizer](case.model)
+    )
     with step.undone():
         predicted = predict_step(step).graph
     with step.undone():
@@ -374,7 +376,7 @@ def test_a_predicted_step_is_the_real_one_in_bytes(name: str, optimizer: str) ->
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_predicted_step_counts_the_optimizers_state_once(optimizer: str) -> None:
     model = nn.Linear(128, 128)
-    step = Step(model, (torch.randn(2, 128),), {}, squares, OPTIMIZERS[optimizer](model))
+    step = TrainingStep(model, (torch.randn(2, 128),), {}, squares, OPTIMIZERS[optimizer](model))
     with step.undone():
         predicted = predict_step(step)
     with step.undone():
@@ -389,7 +391,7 @@ def test_predicting_leaves_nothing_changed() -> None:
     case.step()
     optimizer.step()
     before = _seen(case.model, optimizer)
-    step = Step(case.model, case.batch, {}, case.loss, optimizer)
+    step = TrainingStep(case.model, case.batch, {}, case.loss, optimizer)
     with step.undone():
         predict_step(step)
     assert_identical(_seen(case.model, optimizer), before)
@@ -427,7 +429,7 @@ def test_what_depends_on_data_or_a_librarys_workspace_cannot_be_predicted(name: 
         pytest.raises(CannotPredict, match="cannot be recorded without running it"),
         torch.random.fork_rng(),
     ):
-        predict_step(Step(case.model, case.batch, {}, case.loss))
+        predict_step(TrainingStep(case.model, case.batch, {}, case.loss))
     case.step()  # and nothing is broken after that
     assert all(p.grad is not None and not p.grad.is_meta for p in case.model.parameters())
 

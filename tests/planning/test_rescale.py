@@ -21,7 +21,7 @@ from recollect.planning.prices import Prices
 from recollect.planning.record import trace_step
 from recollect.planning.rescale import CannotPredict, Rescaled, rescaled
 from recollect.planning.sizes import Dims, dense_strides, is_dense
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.planning.trace import StepTrace, layout_of
 from tests._support import sampled
 from tests.planning._models import VOCABULARY, Decoder, made, squares, tokens
@@ -30,7 +30,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def traced(model: nn.Module, batch: Any, loss: Loss | None = squares) -> tuple[Graph, StepTrace]:
-    step = Step(model, *split_batch(batch), loss)
+    step = TrainingStep(model, *split_batch(batch), loss)
     with step.undone():
         step.run()
         return trace_step(step, Prices(step.device))
@@ -112,7 +112,7 @@ def test_with_an_optimizer() -> None:
     for batch in (tokens(), tokens(6, 50)):
         model = Decoder(2)
         optimizer = torch.optim.AdamW(model.parameters())
-        step = Step(model, (batch,), {}, squares, optimizer)
+        step = TrainingStep(model, (batch,), {}, squares, optimizer)
         with step.undone():
             step.run()
             graphs.append(trace_step(step, Prices(step.device)))

@@ -28,7 +28,7 @@ from recollect.planning import record, trial, ways
 from recollect.planning.blocks import _Block
 from recollect.planning.planner import Planner
 from recollect.planning.sampling import Timing
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.report.units import bytes_text
 from tests._support import assert_identical, gradients, measure
 from tests.planning._clock import MS, Clock, noisy
@@ -82,7 +82,7 @@ def _step_takes(
     """Have steps take as long as it says. Returns what was timed."""
     timed: list[str] = []
 
-    def seconds(step: Step) -> float:
+    def seconds(step: TrainingStep) -> float:
         step.run()
         if any(isinstance(vars(m).get(OPTIONS), _Block) for m in step.model.modules()):
             timed.append("blocks")
@@ -90,7 +90,7 @@ def _step_takes(
         timed.append("planned" if OPTIONS in vars(step.model) else "plain")
         return planned if timed[-1] == "planned" else plain
 
-    monkeypatch.setattr(Step, "seconds", seconds)
+    monkeypatch.setattr(TrainingStep, "seconds", seconds)
     return timed
 
 
@@ -131,13 +131,13 @@ def test_steps_that_are_timed_in_turn_draw_the_same_numbers(
     case = made("decoder_dropout")
     seen: list[Any] = []
 
-    def seconds(step: Step) -> float:
+    def seconds(step: TrainingStep) -> float:
         seen.append((torch.get_rng_state().sum().item(), random.getstate()))
         step.run()
         random.random()
         return 1.0
 
-    monkeypatch.setattr(Step, "seconds", seconds)
+    monkeypatch.setattr(TrainingStep, "seconds", seconds)
     made_by = Planner(case.model, case.batch, case.loss)
     made_by.plan_for(int(0.8 * made_by.plain_peak))
     del seen[:3]  # of the plain step, one after the other
@@ -165,7 +165,7 @@ def test_of_a_model_without_memory_nothing_is_measured() -> None:
 def test_where_plain_does_not_fit_the_plan_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = _step_takes(monkeypatch, plain=1.0, planned=1.25)
 
-    def no_room(step: Step, link: Any) -> Any:
+    def no_room(step: TrainingStep, link: Any) -> Any:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(record, "profile_step", no_room)

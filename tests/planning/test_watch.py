@@ -21,7 +21,7 @@ import recollect
 from recollect.graph.simulate import simulate_plain
 from recollect.planning.planner import Planner
 from recollect.planning.record import predict_step, profile_step
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.planning.watch import watch_output
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import static_bytes
@@ -141,7 +141,7 @@ def test_the_budget_is_kept_in_the_loop_that_was_planned_for(model: Model, holds
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_predicted_step_is_the_real_one(model: Model, holds: bool, optimizer: bool) -> None:
     adam = torch.optim.AdamW(model.parameters()) if optimizer else None
-    step = Step(model, (X,), {}, loss_of, adam, holds_output=holds)
+    step = TrainingStep(model, (X,), {}, loss_of, adam, holds_output=holds)
     with step.undone():
         predicted = predict_step(step)
     with step.undone():

@@ -10,7 +10,7 @@ from torch import nn
 
 import recollect
 from recollect.planning import ways
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.replay.engine import Witness
 
 pytestmark = pytest.mark.usefixtures("no_bound")
@@ -31,6 +31,6 @@ def test_a_step_holds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ways, "run_planned", run)
     witnesses: list[Witness] = []
-    step = Step(model, (batch,), {})
+    step = TrainingStep(model, (batch,), {})
     ways.peaks_under(ways.Way(by), step, ways.WarnOnce(), lambda _: None, witnesses)
     assert len(held) == len(witnesses) > 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recollect.cli.screen import Status, UsageError, say
 from recollect.planning.api import Frontier, planner_of
 from recollect.planning.plan import Plan
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
 from recollect.report.words import longer_text
@@ -111,7 +111,7 @@ class _Training:
 
     def measured_step(self) -> None:
         """Take a step, and count its bytes."""
-        step = Step(self.model, (self.batch,), {}, optimizer=self.optimizer)
+        step = TrainingStep(self.model, (self.batch,), {}, optimizer=self.optimizer)
         self.peak = max(self.peak, step.measured_peak())
 
     def timed_step(self) -> None:

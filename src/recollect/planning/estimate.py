@@ -107,11 +107,11 @@ def tally_of(recording: Recording, before: Tape | None = None, steps: Iterable[S
 
 def outline_of(recording: Recording) -> Graph:
     """The graph of a step with this forward, without times."""
-    trace = _Guess(recording).trace
+    trace = _GuessedStep(recording).trace
     return build_graph(trace, recording, base=0, on_device=False, link=_LINK)
 
 
-class _Guess:
+class _GuessedStep:
     """The trace of a step, guessed."""
 
     def __init__(self, recording: Recording) -> None:

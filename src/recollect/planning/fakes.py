@@ -2,9 +2,9 @@
 
 Code memoizes: in a ``functools.lru_cache``, a global dict, a closure. What it memoizes while a step
 runs on fake tensors is fake, and would be used in training in the place of a real one.
-`Step.undone` restores what the model can reach. The rest is found by the garbage collector: caches
-of ``functools`` are cleared, anything else is an error that names the holder. Using a fake tensor
-that was overlooked is an error as well: see `fake_tensors`.
+`TrainingStep.undone` restores what the model can reach. The rest is found by the garbage collector:
+caches of ``functools`` are cleared, anything else is an error that names the holder. Using a fake
+tensor that was overlooked is an error as well: see `fake_tensors`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from recollect._torch.pytree import tree_map_only
 from recollect._torch.tensors import fake_on, fakes_left
 from recollect.errors import CheckpointError
-from recollect.planning.step import Step, sizes
+from recollect.planning.step import TrainingStep, sizes
 
 __all__ = ["FakeStep", "nothing_fake_left"]
 
@@ -38,10 +38,10 @@ _DEPTH = 6
 _MOST = 1000
 
 
-class FakeStep(Step):
+class FakeStep(TrainingStep):
     """``step`` with fake tensors in the place of its own."""
 
-    def __init__(self, step: Step, mode: Any) -> None:
+    def __init__(self, step: TrainingStep, mode: Any) -> None:
         self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
         self.device = step.device
         if step.device.type == "meta":

@@ -23,7 +23,7 @@ from recollect.planning.estimate import Footprint
 from recollect.planning.model_state import ModelState
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.sizes import dense_strides
-from recollect.planning.trace import Layout, StepTrace, layout_of
+from recollect.planning.trace import StepTrace, TensorLayout, layout_of
 from recollect.replay.planned_ops import Decisions
 
 __all__ = ["Basis", "PlannedStep", "with_larger_batch"]
@@ -56,7 +56,7 @@ class Basis:
         step = rescaled(self.graph, self.trace, layouts)
         return step.graph, step.more + self._growth(layouts)
 
-    def _growth(self, batch: Sequence[Layout]) -> int:
+    def _growth(self, batch: Sequence[TensorLayout]) -> int:
         """How many bytes more the batch has, where the planned one was counted: on a device."""
         origins = self.graph.origins
         if origins is None or origins.block == 1:
@@ -176,7 +176,7 @@ def with_larger_batch(graph: Graph, trace: StepTrace) -> Graph | None:
         if layout is not None:
             size, stride, dtype = layout
             shape = (size[0] * _LARGER, *size[1:]) if size else size
-            batch.append(Layout(shape, dense_strides(shape, size, stride), dtype))
+            batch.append(TensorLayout(shape, dense_strides(shape, size, stride), dtype))
     try:
         return rescaled(graph, trace, batch).graph
     except CannotPredict:

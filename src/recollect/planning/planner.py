@@ -36,7 +36,7 @@ from recollect.planning.prices import measured_link
 from recollect.planning.record import record_step
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.solve import Solution, Solver
-from recollect.planning.step import Loss, Step
+from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Times, Trials
 from recollect.planning.ways import Peaks
 from recollect.report.plan_report import PlanReport, Point
@@ -75,7 +75,9 @@ class Planner:
             raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
         _check_unplanned(model)
         check_batch(batch)
-        self.step = Step(model, *split_batch(batch), loss, optimizer, holds_output=holds_output)
+        self.step = TrainingStep(
+            model, *split_batch(batch), loss, optimizer, holds_output=holds_output
+        )
         self._progress = progress
         link = measured_link(self.step.device) if offload else None
         if offload is True and link is None:

@@ -24,7 +24,7 @@ from recollect.planning.fakes import FakeStep, nothing_fake_left
 from recollect.planning.prices import Prices
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.sampling import Timing
-from recollect.planning.step import Step, is_out_of_memory
+from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.trace import StepTrace, Trace
 from recollect.replay.engine import Hooks, observe_region
 from recollect.replay.record import Recorder
@@ -59,7 +59,7 @@ class Profile:
         return self.graph if self.untimed is None else _timed(self.untimed, seconds)
 
 
-def record_step(step: Step, link: Link | None) -> Profile:
+def record_step(step: TrainingStep, link: Link | None) -> Profile:
     """Record the step in the best way that there is room for."""
     for record in (profile_step, profile_with_least):
         if step.device.type == "meta":
@@ -75,7 +75,7 @@ def record_step(step: Step, link: Link | None) -> Profile:
         return predict_step(step, link)
 
 
-def profile_step(step: Step, link: Link | None = None) -> Profile:
+def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
     """Run the plain step a few times, measure and record it."""
     # What is allocated once (optimizer state, workspaces of libraries) is there afterwards.
     step.rehearse()
@@ -100,14 +100,14 @@ def profile_step(step: Step, link: Link | None = None) -> Profile:
     )
 
 
-def profile_with_least(step: Step, link: Link | None = None) -> Profile:
+def profile_with_least(step: TrainingStep, link: Link | None = None) -> Profile:
     """Record a step that does not fit plain: it runs with as little kept as possible."""
     prices = Prices(step.device)
     trace_step(step, prices, link)  # what is allocated once is there afterwards
     return _simulated(*trace_step(step, prices, link))
 
 
-def predict_step(step: Step, link: Link | None = None) -> Profile:
+def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
     """Record the step on fake tensors.
 
     Raises `CannotPredict` if its code depends on values.
@@ -132,7 +132,9 @@ def _simulated(graph: Graph, trace: StepTrace, *, can_run: bool = True) -> Profi
     return Profile(graph, plain.peak, plain.seconds, can_run, trace)
 
 
-def trace_step(step: Step, prices: Prices, link: Link | None = None) -> tuple[Graph, StepTrace]:
+def trace_step(
+    step: TrainingStep, prices: Prices, link: Link | None = None
+) -> tuple[Graph, StepTrace]:
     """Run the step once with as little kept as possible, and record all of it."""
     return _graph_of(_traced(step, prices, lambda recall: recall.unpack), link)
 
@@ -144,7 +146,7 @@ class _Traced:
     ``recordings``: of the forward of the model; ``base``: bytes before the step.
     """
 
-    step: Step
+    step: TrainingStep
     trace: StepTrace
     recordings: list[Recording]
     base: int
@@ -152,7 +154,7 @@ class _Traced:
 
 
 def _traced(
-    step: Step, prices: Prices, unpack_of: Callable[[Recall], Callable[[Any], _Tensor]]
+    step: TrainingStep, prices: Prices, unpack_of: Callable[[Recall], Callable[[Any], _Tensor]]
 ) -> _Traced:
     """Run the step once. ``unpack_of`` gives the function by which backward gets saved tensors."""
     trace = Trace(prices, tensors_of_batch(step.args, step.kwargs), step.static())

@@ -28,9 +28,9 @@ from recollect.planning.sizes import Dims, Shape, dense_strides, is_dense
 from recollect.planning.trace import (
     SAME,
     WHOLE,
-    Layout,
     Ref,
     StepTrace,
+    TensorLayout,
     TracedOp,
     Unknown,
     layout_of,
@@ -61,7 +61,7 @@ class Rescaled:
     more: int
 
 
-def rescaled(graph: Graph, trace: StepTrace, batch: Sequence[Layout]) -> Rescaled:
+def rescaled(graph: Graph, trace: StepTrace, batch: Sequence[TensorLayout]) -> Rescaled:
     """The step of ``graph`` and ``trace`` with a batch of tensors of other layouts.
 
     Raises `CannotPredict` if there is no translation that fits.
@@ -78,7 +78,7 @@ def rescaled(graph: Graph, trace: StepTrace, batch: Sequence[Layout]) -> Rescale
 
 
 #: Of each tensor in the result of an op: its place, its layout, and the bytes of its storage.
-_Results = tuple[tuple[tuple[int, ...], Layout, int], ...]
+_Results = tuple[tuple[tuple[int, ...], TensorLayout, int], ...]
 
 #: A call to try, and the recorded one; None: there is nothing to call.
 _Way = tuple[OpCall, OpCall] | None
@@ -104,7 +104,7 @@ def _run_on_meta(call: OpCall) -> _Results:
 
 def _on_meta(value: Any) -> Any:
     """Arguments with tensors in the place of layouts."""
-    if type(value) is Layout:
+    if type(value) is TensorLayout:
         return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=_META)
     if type(value) is list:
         return [_on_meta(each) for each in value]
@@ -115,7 +115,7 @@ def _on_meta(value: Any) -> Any:
 
 def _key(value: Any) -> Any:
     """What tells calls apart. Numbers that are equal may be of different types."""
-    if type(value) is Layout:
+    if type(value) is TensorLayout:
         return value
     if type(value) is list:
         return tuple([_key(each) for each in value])
@@ -130,7 +130,7 @@ def _key(value: Any) -> Any:
 class _Rescaling:
     """A trace with tensors of other shapes."""
 
-    def __init__(self, trace: StepTrace, batch: Sequence[Layout]) -> None:
+    def __init__(self, trace: StepTrace, batch: Sequence[TensorLayout]) -> None:
         self._trace = trace
         self._before = trace.layouts
         #: By number of a tensor: its layout now.
@@ -228,7 +228,7 @@ class _Rescaling:
             for call in translations(now, before, outs, self._dims):
                 yield call, before
 
-    def _call(self, op: TracedOp, layouts: list[Layout | None]) -> OpCall:
+    def _call(self, op: TracedOp, layouts: list[TensorLayout | None]) -> OpCall:
         def filled(value: Any) -> Any:
             if type(value) is Ref:
                 layout = layouts[value.number]
@@ -249,7 +249,7 @@ class _Rescaling:
         ((_, number),), (base,) = op.outs, op.reads
         if op.func == WHOLE:
             before, now = _nbytes(self._before[base]), _nbytes(self._layouts[base])
-            self._layouts[number] = Layout((now,), (1,), torch.uint8)
+            self._layouts[number] = TensorLayout((now,), (1,), torch.uint8)
             self._dims.note((before,), (now,))
         for memory in op.made.values():
             factor = self._factor(op.reads)
@@ -266,7 +266,7 @@ class _Rescaling:
         size, stride, dtype = before
         for found in self._shapes_of(number, size, dtype):
             strides = stride if found == size else dense_strides(found, size, stride)
-            self._layouts[number] = Layout(found, strides, dtype)
+            self._layouts[number] = TensorLayout(found, strides, dtype)
             self._dims.note(size, found)
             yield None
 
@@ -296,7 +296,9 @@ class _Rescaling:
             if path in op.made:
                 self.sizes[op.made[path]] = nbytes
 
-    def _result_of(self, op: TracedOp, place: int, now: Any, before: Any) -> tuple[Layout, int]:
+    def _result_of(
+        self, op: TracedOp, place: int, now: Any, before: Any
+    ) -> tuple[TensorLayout, int]:
         """The layout and bytes of a result, from what meta kernels say of it now and before.
 
         They are believed if they are right for the recorded call.
@@ -320,12 +322,12 @@ class _Rescaling:
             # foreseen, it becomes what others of that shape do.
             shape = layout.size if is_foreseen else next(self._dims.of_shape(size), None)
             if shape is not None:
-                found = Layout(shape, dense_strides(shape, size, stride), dtype)
+                found = TensorLayout(shape, dense_strides(shape, size, stride), dtype)
                 return found, found.nbytes
         if len(size) == dtype.itemsize == 1 and not is_foreseen:
             # Bytes that a library puts aside for its backward.
             factor = self._factor(op.reads)
-            found = Layout((math.ceil(size[0] * factor),), (1,), dtype)
+            found = TensorLayout((math.ceil(size[0] * factor),), (1,), dtype)
             return found, math.ceil(actual * factor)
         raise _Misfit("it made something else than could be predicted")
 
@@ -369,5 +371,5 @@ class _Rescaling:
         return sum(_nbytes(self._layouts[number]) for number in others)
 
 
-def _nbytes(layout: Layout | None) -> int:
+def _nbytes(layout: TensorLayout | None) -> int:
     return 0 if layout is None else layout.nbytes

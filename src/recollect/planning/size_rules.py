@@ -14,7 +14,7 @@ from typing import Any
 
 from recollect._torch.ops import argument_names, op_name
 from recollect.planning.sizes import Dims, Shape, dense_strides, is_dense
-from recollect.planning.trace import Layout
+from recollect.planning.trace import TensorLayout
 
 __all__ = ["OpCall", "has_sizes", "translations"]
 
@@ -24,7 +24,7 @@ _MOST = 64
 
 @dataclass(slots=True)
 class OpCall:
-    """An op and its arguments, with a `Layout` for each tensor."""
+    """An op and its arguments, with a `TensorLayout` for each tensor."""
 
     op: Any
     args: list[Any]
@@ -41,7 +41,7 @@ class OpCall:
     def shape(self, name: str) -> Shape:
         """The shape of a tensor."""
         value = self.get(name)
-        assert type(value) is Layout
+        assert type(value) is TensorLayout
         return value.size
 
     def put(self, values: dict[str, Any]) -> OpCall:
@@ -63,7 +63,7 @@ class _Case:
 
     now: OpCall
     before: OpCall
-    outs: Sequence[Layout | None]
+    outs: Sequence[TensorLayout | None]
     dims: Dims
 
     def shapes(self, name: str = "self") -> tuple[Shape, Shape]:
@@ -83,7 +83,7 @@ _Rule = Callable[[_Case], Iterator[dict[str, Any]]]
 
 
 def translations(
-    now: OpCall, before: OpCall, outs: Sequence[Layout | None], dims: Dims
+    now: OpCall, before: OpCall, outs: Sequence[TensorLayout | None], dims: Dims
 ) -> Iterator[OpCall]:
     """The calls that may stand for ``before``, with the tensors of ``now``, the likeliest first."""
     rule = _known_of(now.op)[0]

@@ -32,7 +32,7 @@ from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
 
 __all__ = [
     "Loss",
-    "Step",
+    "TrainingStep",
     "check_loss",
     "default_loss",
     "is_out_of_memory",
@@ -79,7 +79,7 @@ def default_loss(output: Any) -> _Tensor:
     return total
 
 
-class Step:
+class TrainingStep:
     """One training step, to be run as often as it takes."""
 
     def __init__(

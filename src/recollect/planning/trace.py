@@ -32,7 +32,7 @@ from recollect.replay.tape import tensors_of
 __all__ = [
     "SAME",
     "WHOLE",
-    "Layout",
+    "TensorLayout",
     "Ref",
     "StepTrace",
     "Trace",
@@ -55,7 +55,7 @@ _CONSTANTS = (
 )
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor without values."""
 
     size: tuple[int, ...]
@@ -127,18 +127,19 @@ class StepTrace:
     saved: list[int | None] = field(default_factory=list)
     #: The saved tensors that autograd released after the last op.
     ends: list[int] = field(default_factory=list)
-    layouts: list[Layout | None] = field(default_factory=list)  #: by number of a tensor: its layout
+    #: By number of a tensor: its layout.
+    layouts: list[TensorLayout | None] = field(default_factory=list)
     #: The numbers of the tensors of the batch, in their order.
     batch: list[int] = field(default_factory=list)
     #: The tensors that are neither made in the step nor of the batch, the model, the optimizer.
     outside: set[int] = field(default_factory=set)
 
 
-def layout_of(tensor: _Tensor) -> Layout | None:
+def layout_of(tensor: _Tensor) -> TensorLayout | None:
     """The layout of ``tensor``; None if it is no memory with strides."""
     if tensor.layout is not torch.strided:
         return None
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return TensorLayout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class SavedHandle:
@@ -344,7 +345,7 @@ class _Tensors:
         self._found.outside.add(number)
         return number
 
-    def _number_on(self, key: int | None, tensor: _Tensor, layout: Layout) -> int:
+    def _number_on(self, key: int | None, tensor: _Tensor, layout: TensorLayout) -> int:
         """The number of a tensor on a storage on which others are known."""
         on_storage, offset = self._storages[key], int(tensor.storage_offset())
         if (layout, offset) in on_storage:

@@ -18,7 +18,7 @@ from recollect.planning.model_state import ModelState, differences
 from recollect.planning.record import Profile
 from recollect.planning.runner import Runner, WarnOnce
 from recollect.planning.sampling import Timing
-from recollect.planning.step import Step, is_out_of_memory
+from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.ways import Peaks, Way, peaks_under, times_under, with_overhead
 from recollect.replay.engine import Witness
 from recollect.replay.planned_ops import Alike, Decisions
@@ -69,7 +69,9 @@ class Candidate:
 class Trials:
     """The recorded step, and what was measured of it."""
 
-    def __init__(self, step: Step, profile: Profile, state: ModelState, progress: Progress) -> None:
+    def __init__(
+        self, step: TrainingStep, profile: Profile, state: ModelState, progress: Progress
+    ) -> None:
         self.step = step
         self.profile = profile
         self._state = state

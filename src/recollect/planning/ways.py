@@ -23,7 +23,7 @@ from recollect.planning.choices import Choices, trimmed
 from recollect.planning.record import Profile
 from recollect.planning.runner import WarnOnce, run_planned
 from recollect.planning.sampling import Timing, timing_of
-from recollect.planning.step import Step
+from recollect.planning.step import TrainingStep
 from recollect.planning.watch import watch_output
 from recollect.policy.op_sets import ATTENTION, MATMULS
 from recollect.replay.engine import Witness
@@ -99,7 +99,7 @@ class Peaks:
 
 def peaks_under(
     way: Way,
-    step: Step,
+    step: TrainingStep,
     told: WarnOnce,
     progress: Callable[[float], None],
     witnesses: list[Witness] | None = None,
@@ -116,7 +116,9 @@ def peaks_under(
     return Peaks(max(measured), expected, max(output, default=None), tuple(measured))
 
 
-def times_under(ways: Sequence[Way], step: Step, told: WarnOnce, warm: int = 1) -> list[Timing]:
+def times_under(
+    ways: Sequence[Way], step: TrainingStep, told: WarnOnce, warm: int = 1
+) -> list[Timing]:
     """The time of a step in each of several ways, after ``warm`` steps in each.
 
     They take turns, so that what slows the machine down for a while slows all of them down. All
@@ -149,7 +151,7 @@ def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
 # --- the cost of the engine -----------------------------------------------------------------------
 
 
-def with_overhead(profile: Profile, step: Step, told: WarnOnce) -> Profile:
+def with_overhead(profile: Profile, step: TrainingStep, told: WarnOnce) -> Profile:
     """The profile with the costs of the engine in its graph."""
     graph = profile.graph
     if _PER_OP * len(graph.moments) < _LITTLE * profile.seconds or not graph.choices:
