@@ -136,7 +136,7 @@ class Frontier:
 
     @property
     def graph(self) -> Graph:
-        """The step as it was recorded, for solvers such as `recollect.planning.solving.exact`."""
+        """The step as it was recorded: ops, values and events."""
         return self._planner.graph
 
     def plan_for(self, budget: float | str) -> Plan:

@@ -266,7 +266,7 @@ class Planner:
 
     def _bound(self, budget: int, seconds: float) -> float:
         """A lower bound on the step time of any plan within the budget; ``seconds`` works."""
-        bound = min(seconds, lower_bound(self.graph, budget, offload=self._offload, known=seconds))
+        bound = min(seconds, lower_bound(self.graph, budget, offload=self._offload))
         for other, found in self._bounds.items():
             bound = min(bound, found) if other <= budget else max(bound, found)
         self._bounds[budget] = bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from functools import cached_property
 from itertools import accumulate
 
@@ -26,8 +25,6 @@ class Lives:
     def __init__(self, graph: Graph, *, offload: bool = False) -> None:
         self.graph = graph
         self._offload = offload
-        #: The ops that are not kept, besides those that cannot be.
-        self.dropped: frozenset[int] = frozenset()
         self.last = len(graph.moments) - 1
         asked: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -63,14 +60,6 @@ class Lives:
         self.of_memory: list[list[int]] = [[] for _ in graph.memories]
         for number, each in enumerate(graph.values):
             self.of_memory[each.memory].append(number)
-
-    def dropping(self, ops: Iterable[int]) -> Lives:
-        """The same if none of some ops is kept."""
-        result = copy(self)
-        for name in ("again", "readers", "is_wanted", "horizon", "first", "free", "least"):
-            result.__dict__.pop(name, None)
-        result.dropped = self.dropped | frozenset(ops)
-        return result
 
     @cached_property
     def _backwards(self) -> list[int]:
@@ -129,9 +118,8 @@ class Lives:
         if self._offload:
             return frozenset()
         for number in self._backwards:
-            can_keep = ops[number].can_keep and number not in self.dropped
             is_wanted = self.is_asked[number] or not found.isdisjoint(self.users[number])
-            if is_wanted and not can_keep and not ops[number].forced:
+            if is_wanted and not ops[number].can_keep and not ops[number].forced:
                 found.add(number)
         return frozenset(found)
 

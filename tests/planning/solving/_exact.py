@@ -6,21 +6,21 @@ where it does is added: for that point, which ops have run again by then, and so
 that had been added already, that one solution is ruled out. So the first solution that keeps to the
 budget is the best.
 
-Needs scipy, for HiGHS.
+An oracle for tests. Needs scipy, for HiGHS; tests that call it are skipped without.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any
+
+import pytest
 
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, _Run, simulate
 from recollect.planning.solving.liveness import Lives
 
-__all__ = ["NeedsScipy", "solve_exact"]
+__all__ = ["solve_exact"]
 
 #: Solvers stop at a gap that is an absolute number: how much a plain step is to be for that.
 _SCALE = 1e4
@@ -29,16 +29,6 @@ _AT_ONCE = 4
 _HALF = 0.5
 #: What scipy says of a program without solution.
 _INFEASIBLE = 2
-
-
-class NeedsScipy(ImportError):
-    """An extra is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "The exact solver needs scipy, which is not installed.\n"
-            "Install it:  pip install 'recollect[exact]'"
-        )
 
 
 def solve_exact(graph: Graph, budget: int, *, seconds: float = 60) -> Schedule | None:
@@ -50,7 +40,6 @@ def solve_exact(graph: Graph, budget: int, *, seconds: float = 60) -> Schedule |
         seconds: How long to try.
 
     Raises:
-        NeedsScipy: If scipy is not installed.
         TimeoutError: If the best has not been found in that time.
     """
     if budget <= 0:
@@ -284,7 +273,8 @@ class _Model:
 
     def solve(self, deadline: float) -> frozenset[int] | None:
         """What is best to keep, as far as the model goes; None if there is nothing."""
-        optimize, sparse = _scipy()
+        optimize = pytest.importorskip("scipy.optimize")
+        sparse = pytest.importorskip("scipy.sparse")
         rows, count = self._rows, len(self._costs)
         shape = (len(rows.at_least), count)
         matrix = sparse.csr_matrix((rows.factors, (rows.rows, rows.columns)), shape=shape)
@@ -301,10 +291,3 @@ class _Model:
         if result.status != 0 or left <= 0:
             raise TimeoutError(f"no exact solution in time: {result.message}")
         return frozenset(n for n, column in self._keep.items() if result.x[column] > _HALF)
-
-
-def _scipy() -> tuple[Any, Any]:
-    try:
-        return import_module("scipy.optimize"), import_module("scipy.sparse")
-    except ImportError as error:
-        raise NeedsScipy from error

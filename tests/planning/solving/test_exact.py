@@ -9,11 +9,10 @@ import pytest
 
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, simulate, simulate_plain
-from recollect.planning.solving import exact
 from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.exact import NeedsScipy, solve_exact
 from tests._support import sampled
 from tests.planning._graphs import decoder, random_dag
+from tests.planning.solving._exact import solve_exact
 
 
 def _by_trying(graph: Graph) -> list[tuple[int, float]]:
@@ -82,12 +81,3 @@ def test_there_is_an_end_to_trying() -> None:
     graph = decoder(8)
     with pytest.raises(TimeoutError):
         solve_exact(graph, round(0.7 * simulate_plain(graph).peak), seconds=0.05)
-
-
-def test_without_scipy_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(exact, "import_module", fail)
-    with pytest.raises(NeedsScipy, match=r"pip install 'recollect\[exact\]'"):
-        solve_exact(random_dag(0, 8), 1 << 20)

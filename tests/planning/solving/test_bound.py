@@ -14,7 +14,6 @@ from recollect.graph.flow import Network
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.branch import decided
 from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.solve import Solver
 from tests._support import sampled
@@ -66,24 +65,6 @@ def test_no_schedule_is_quicker_if_states_are_held(seed: int) -> None:
     graph = replace(graph, ops=ops)
     for each in _quickest(_outcomes(graph)):
         assert lower_bound(graph, each.peak) <= each.seconds * ROUNDING
-
-
-@pytest.mark.parametrize("seed", sampled(range(200, 220), usual=range(200, 220, 2)))
-def test_what_is_decided_is_so_in_any_schedule_that_fits(seed: int) -> None:
-    graph = random_dag(seed, 6 + seed % 5)
-    outcomes = list(_outcomes(graph))
-    budget = sorted(each.peak for each in outcomes)[len(outcomes) // 8]
-    lives = decided(graph, budget)
-    assert lives is not None
-    best = min(each.seconds for each in outcomes if each.peak <= budget)
-    kept = frozenset(lives.graph.forced & set(graph.choices))
-    again = frozenset(n for n in graph.choices if not lives.graph.ops[n].can_keep)
-    rest = [n for n in graph.choices if n not in kept | again]
-    found = [
-        simulate(graph, Schedule(kept | {n for n, on in zip(rest, chosen, strict=True) if on}))
-        for chosen in product((False, True), repeat=len(rest))
-    ]
-    assert min(each.seconds for each in found if each.peak <= budget) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", sampled(range(24), usual=range(0, 24, 3)))

@@ -1,0 +1,139 @@
+"""Prices for memory by moment, under which the cheapest choice is about within a budget.
+
+Whatever the prices, the cost of the cheapest choice, less what the budget is worth at them, is a
+lower bound on the seconds of recomputation (Lagrange). Better prices come from mixing the choices
+found so far so that the mixture is within the budget at the least cost, and solving for the prices
+of that mixture, until both agree (Dantzig and Wolfe).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from recollect.graph.graph import Graph
+from recollect.planning.solving.liveness import Lives
+from recollect.planning.solving.lp import best_mixture
+from recollect.planning.solving.relaxation import Cut, Relaxation
+
+__all__ = ["CLOSE", "PriceSearch"]
+
+#: Prices are improved until the bound is as close as this to the best that prices can do, or so
+#: often; less often the more ops there are.
+CLOSE = 2e-4
+_MOST_ROUNDS = 60
+_FEWEST_ROUNDS = 12
+_WORK = 120_000
+#: The part of a budget by which exceeding it does not count.
+_EXCESS = 1e-6
+#: The cost of the choice that mixing begins with, relative to recomputing everything.
+_EXPENSIVE = 1.25
+#: How many units of memory are tried.
+_MOST_UNITS = 8
+
+
+class PriceSearch:
+    """Finds the best prices for a budget. ``cuts``: the choices that were cheapest on the way."""
+
+    def __init__(self, lives: Lives, relaxation: Relaxation, budget: int) -> None:
+        self._relaxation = relaxation
+        self._least = lives.least
+        #: By moment: the bytes that may be allocated.
+        self._limits = _limits(lives, budget)
+        self._budget = budget
+        self._plain = lives.graph.plain_seconds
+        rounds = _WORK // max(1, len(lives.graph.needed))
+        self._rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, rounds))
+        #: The moments that have prices.
+        self._moments: list[int] = []
+        # Mixing begins with a choice that is within any budget, and slower than any schedule.
+        slowest = relaxation.most * _EXPENSIVE
+        self._found = [Cut(slowest, slowest, 0, lives.least)]
+        self._weights = [1.0]
+        self._prices = [0.0] * len(self._least)
+        self._send = 0.0
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """The choices that were found, those of the mixture first."""
+        pairs = zip(self._weights[1:], self._found[1:], strict=False)
+        return [cut for _, cut in sorted(pairs, key=lambda pair: -pair[0])]
+
+    def run(self, link: float = math.inf) -> float:
+        """A lower bound on the seconds of recomputation, if ``link`` bytes can be sent."""
+        best = 0.0
+        for _ in range(self._rounds):
+            cut = self._relaxation.solve(self._prices, self._send)
+            best = max(best, cut.cost - self._worth(link))
+            self._found.append(cut)
+            reached = self._mix(link)
+            while self._watch():
+                reached = self._mix(link)
+            if reached - best <= CLOSE * self._plain:
+                break
+        return best if best <= self._relaxation.most * (1 + _EXCESS) else math.inf
+
+    def _worth(self, link: float) -> float:
+        """What the budget and the link are worth at the prices."""
+        rest = sum([self._prices[n] * (self._limits[n] - self._least[n]) for n in self._moments])
+        return rest + self._send * link if self._send else rest
+
+    def _mix(self, link: float) -> float:
+        """The cost that a mixture reaches; sets its weights, and the prices at which it does."""
+        found, budget = self._found, self._budget
+        rows = [[each.memory[now] / budget for each in found] for now in self._moments]
+        limits = [self._limits[now] / budget for now in self._moments]
+        if link < math.inf:
+            rows.append([each.sent / link for each in found])
+            limits.append(1.0)
+        costs = [each.seconds for each in found]
+        reached, self._weights, worth = best_mixture(costs, rows, limits)
+        self._prices = [0.0] * len(self._least)
+        for now, each in zip(self._moments, worth, strict=False):
+            self._prices[now] = each / budget
+        self._send = worth[-1] / link if link < math.inf else 0.0
+        return reached
+
+    def _watch(self) -> bool:
+        """Price the moment at which the mixture exceeds the budget most; whether there is one."""
+        parts = zip(self._weights, self._found, strict=True)
+        scales = [(weight, cut.memory) for weight, cut in parts if weight > 0]
+        most, moment = 0.0, -1
+        for now, limit in enumerate(self._limits):
+            excess = sum([weight * memory[now] for weight, memory in scales]) - limit
+            if excess > most:
+                most, moment = excess, now
+        if most <= self._budget * _EXCESS or moment in self._moments:
+            return False
+        self._moments.append(moment)
+        return True
+
+
+def _limits(lives: Lives, budget: int) -> list[int]:
+    """By moment: the most bytes up to the budget that whole values can fill.
+
+    If the large ones are all multiples of some unit, what is left of the budget beyond the last
+    multiple is of use for small ones only.
+    """
+    units = _units(lives.graph)
+    limits = []
+    for least in lives.least:
+        room = budget - least
+        most = min(
+            (room - room % unit + min(room % unit, rest) for unit, rest in units), default=room
+        )
+        limits.append(least + most)
+    return limits
+
+
+def _units(graph: Graph) -> list[tuple[int, int]]:
+    """Units of which all values are multiples but for some; and the bytes of those, if not more."""
+    counts = Counter(graph.values[v].nbytes for n in graph.needed for v in graph.results[n])
+    rest = sum(nbytes * count for nbytes, count in counts.items())
+    unit, units = 0, []
+    for nbytes in sorted(counts, reverse=True):
+        unit = math.gcd(unit, nbytes)
+        rest -= nbytes * counts[nbytes]
+        if unit > rest:
+            units.append((unit, rest))
+    return units[-_MOST_UNITS:]
