@@ -1,1 +1,1 @@
-"""Solving: of all schedules for a graph, those worth having, and the time none can be below."""
+"""The solver: schedules for a graph on the memory/time frontier, and a lower bound."""
