@@ -359,7 +359,7 @@ def test_a_call_that_differs() -> None:
     assert explanation.held_bytes == measure(run, lambda out: None, warm_up=False).held
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support")
 def test_a_region_that_is_left_to_the_rerun_engine() -> None:
     explanation = explained(lambda x: torch.sparse.mm(x.sin().to_sparse(), WEIGHT).sin())
     (call,) = explanation.calls
@@ -369,7 +369,7 @@ def test_a_region_that_is_left_to_the_rerun_engine() -> None:
     assert call.notes[0] in str(explanation)
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support")
 def test_an_argument_that_is_not_understood() -> None:
     x = leaf(8, 8)
     explanation = recollect.explain(lambda: replay(lambda x: x.to_dense().sin(), x.to_sparse()))

@@ -262,7 +262,7 @@ class Scaling(Tensor):
         return out
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know how to replay:UserWarning")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support:UserWarning")
 def test_a_subclass_that_does_something_else():
     x = torch.randn(4, requires_grad=True)
 
@@ -338,7 +338,7 @@ def test_weights_that_autocast_has_converted_before():
                 replay(net, torch.randn(rows, 8, requires_grad=True))
     for slot in _slots[net].values():
         assert slot.recording is not None
-        assert slot.recording.plan.kept == frozenset()
+        assert slot.recording.schedule.kept == frozenset()
 
 
 def test_a_backward_inside_finds_what_another_one_made():

@@ -214,7 +214,7 @@ def test_fetching_begins_when_so_many_tickets_are_left(model, x):
     # Of each layer two tensors are asked for that are not here, eight in all.
     for begin, comes_before in ((None, True), (6, True), (5, False)):
         store = Store()
-        decisions = Decisions(BOUNDARIES, TANHS, store, None, begin)
+        decisions = Decisions(BOUNDARIES, TANHS, store, begin=begin)
         for _ in range(2):
             store.log.clear()
             store.held.clear()

@@ -927,7 +927,7 @@ class ByNumpy(Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know:UserWarning")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support:UserWarning")
 def test_a_custom_function_in_numpy() -> None:
     runs = []
 
@@ -1859,7 +1859,7 @@ def test_a_subclass_that_appears_in_the_region() -> None:
         check(Closed(), (4,))
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know:UserWarning")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support:UserWarning")
 def test_sparse_tensors_and_transforms_inside() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         s = torch.sparse.mm(x.sin().to_sparse(), w.exp())

@@ -1,21 +1,26 @@
-"""How much flows through a network at most, which is what its cheapest cut costs.
+"""Maximum flow and minimum cut.
 
-Of any flow that fits the amount is below the cost of any cut. So a bound that is read off a flow
-holds however the arithmetic was rounded, and when to stop is a matter of how close it has to be.
+The amount of any valid flow is a lower bound on the cost of every cut. So a bound that is read off
+a flow holds however the arithmetic was rounded; only its tightness depends on when to stop.
 """
 
 from __future__ import annotations
 
-__all__ = ["Network"]
+from collections.abc import Iterable, Mapping
 
-#: Room that is less than this part of the largest is none.
+__all__ = ["FOREVER", "Network", "minimum_cut"]
+
+#: Residual capacity below this fraction of the largest capacity counts as none.
 _NOTHING = 1e-13
+#: The cost of a node that a minimum cut takes only if there is no other way.
+FOREVER = 1 << 80
+_UNLIMITED = 1 << 120
 
 
 class Network:
-    """A network whose edges may be given other capacities, to be filled again.
+    """A flow network. Its edges can be given other capacities, to be filled again.
 
-    Node 0 is the source and node 1 the sink. Capacities that are whole numbers stay whole.
+    Node 0 is the source and node 1 the sink. Integer capacities stay integers.
     """
 
     def __init__(self) -> None:
@@ -25,12 +30,12 @@ class Network:
         self._nothing = 0.0
 
     def node(self) -> int:
-        """A new node."""
+        """Add a node."""
         self.edges.append([])
         return len(self.edges) - 1
 
     def edge(self, a: int, b: int, room: float = 0.0) -> int:
-        """A new edge; its number. The next one is the way back."""
+        """Add an edge and return its number. The next number is its reverse edge."""
         number = len(self.to)
         self.edges[a].append(number)
         self.edges[b].append(number + 1)
@@ -39,10 +44,10 @@ class Network:
         return number
 
     def fill(self, most: float = 0.0) -> float:
-        """Send as much as fits; the amount (Dinic's algorithm).
+        """Send the maximum flow and return its amount (Dinic's algorithm).
 
-        ``most``: the largest capacity that has a limit, by which to tell what is too little to
-        count; 0 if they are all whole numbers.
+        ``most``: the largest finite capacity, by which to tell rounding errors from residual
+        capacity; 0 if all capacities are integers.
         """
         self._nothing = most * _NOTHING
         total = 0.0
@@ -51,7 +56,7 @@ class Network:
         return total
 
     def is_behind(self) -> list[bool]:
-        """Of each node: whether more could be sent on from it to the sink."""
+        """By node: whether more flow could go from it to the sink."""
         room, to, nothing = self.room, self.to, self._nothing
         found = [False] * len(self.edges)
         found[1] = True
@@ -65,7 +70,7 @@ class Network:
         return found
 
     def levels(self) -> list[int]:
-        """How far each node is from the source; -1 if there is no room on the way."""
+        """By node: its distance from the source in the residual network; -1 if unreachable."""
         room, to, edges, nothing = self.room, self.to, self.edges, self._nothing
         levels = [-1] * len(edges)
         levels[0] = 0
@@ -82,7 +87,7 @@ class Network:
         return levels
 
     def _send(self, levels: list[int]) -> float:
-        """Fill all the ways down the levels."""
+        """Send a blocking flow down the levels."""
         room, to, edges, nothing = self.room, self.to, self.edges, self._nothing
         untried = [len(each) for each in edges]
         path: list[int] = []
@@ -114,3 +119,31 @@ class Network:
                 untried[node] -= 1
             else:
                 return total
+
+
+def minimum_cut(
+    costs: Mapping[int, int],
+    edges: Iterable[tuple[int, int]],
+    sources: Iterable[int],
+    sinks: Iterable[int],
+) -> frozenset[int]:
+    """The cheapest set of nodes without which no sink can be reached from a source.
+
+    Sources and sinks are nodes too, and may be taken. Of several cheapest sets it is the one
+    nearest to the sinks.
+    """
+    network = Network()
+    # A node becomes an edge, from where it is entered to where it is left.
+    entered = {node: network.node() for node in costs}
+    left = {node: network.node() for node in costs}
+    for node, cost in costs.items():
+        network.edge(entered[node], left[node], cost)
+    for before, after in edges:
+        network.edge(left[before], entered[after], _UNLIMITED)
+    for node in set(sources):
+        network.edge(0, entered[node], _UNLIMITED)
+    for node in set(sinks):
+        network.edge(left[node], 1, _UNLIMITED)
+    network.fill()
+    is_behind = network.is_behind()
+    return frozenset(n for n in costs if is_behind[left[n]] and not is_behind[entered[n]])

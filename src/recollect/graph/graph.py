@@ -1,12 +1,11 @@
-"""A training step as the planner sees it: ops, the memory they make, and when backward wants it.
+"""A training step as the planner sees it: ops, the values they make, and when backward uses them.
 
-A step is a row of `Moment`, one for each op that ran, forward and backward. The ops of the region
-that is planned (`Op`) make values; autograd saves some of them, and asks for them again in backward
-(`Ask`). What is to become of a value is decided by the op that makes it: its results are kept, go
-to the host, or are made again. Everything else that has memory (gradients, the loss, parameters)
-is not for the plan to change, and stands in the moments as a number of bytes.
+A step is a list of `Moment`, one for each op that ran, forward and backward. The ops of the planned
+region (`Op`) make values. Autograd saves some (`Ask`), and unpacks them in backward.
+A plan decides by op: the results of an op are kept, offloaded to the host, or recomputed. All other
+memory (gradients, the loss, parameters) is fixed, and appears in the events as a number of bytes.
 
-Pure data: no torch here, nor in what simulates and solves.
+Pure data: neither this package nor the solver imports torch.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from recollect.graph.release import find_needs
+
 __all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Origins", "Tally", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A piece of memory that ops of the region make in forward.
+    """A storage that ops of the region allocate in forward.
 
     Args:
         nbytes: As the allocator counts it.
-        born: The moment of the op that makes it.
-        dies: The last moment at which somebody besides autograd and the plan still holds it.
+        born: The event of the op that allocates it.
+        dies: The last event at which somebody besides autograd and the plan still holds it.
     """
 
     nbytes: int
@@ -35,12 +36,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a memory holds from one write to the next. An op makes it.
+    """The content of a storage from one write to the next. An op makes it.
 
     Args:
-        nbytes: Of its memory.
+        nbytes: Of its storage.
         op: The number of the op that makes it.
-        memory: The number of its memory in forward. Values made in place share one.
+        memory: The number of its storage in forward. Values made in place share one.
     """
 
     nbytes: int
@@ -55,19 +56,19 @@ class Op:
     Args:
         name: Such as ``aten::mm``.
         path: The module that called it.
-        key: What it is called in a plan; the same in every call of the model, whatever its shapes.
-        seconds: What it takes.
+        key: Its key in a plan: the same in every call of the model, whatever the shapes.
+        seconds: The time that it takes.
         reads: The values of the region that it reads.
-        makes: The values that it makes on new memory.
-        places: Which of its results each of them is.
-        writes: The values that it makes in place: of each what was there before (None if it does
-            not look at that), and what is there then.
-        workspace: The bytes that it allocates besides, while it runs.
-        state: The bytes that are held for it to run again: where a generator stood.
+        makes: The values that it makes on new storages.
+        places: The position of each of them among its results.
+        writes: The values that it makes in place: for each the value before (None if it does not
+            read that), and the value after.
+        workspace: The bytes that it allocates in addition while it runs.
+        state: The bytes of generator state that are held for it to run again.
         can_keep: Whether its results can be kept.
-        can_send: Whether they can go to the host.
-        forced: Whether they are, by any plan: it must not run again.
-        last: The number of the last op of its function, after which results go to the host; -1: it
+        can_send: Whether they can be offloaded.
+        forced: Whether every plan keeps them: it must not run again.
+        last: The number of the last op of its function, after which results are offloaded; -1: it
             is the last.
     """
 
@@ -89,11 +90,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A tensor that autograd saved, and asks for once in backward.
+    """A tensor that autograd saved, and unpacks once in backward.
 
     Args:
-        value: Which.
-        saved: The moment of forward in which it was saved.
+        value: Its value.
+        saved: The event of forward at which it was saved.
     """
 
     value: int
@@ -105,13 +106,12 @@ class Moment:
     """An op that ran in the step.
 
     Args:
-        seconds: What it took.
-        before: Bytes not for the plan to change that are allocated before it runs, counted from
-            `Graph.base`.
-        during: The most of them while it runs.
-        op: The number of the op of the region that it is; -1 if it is none.
-        asks: What backward asks for before it, by number.
-        ends: Which of the saved tensors are let go after it.
+        seconds: The time that it took.
+        before: Fixed bytes that are allocated before it runs, in addition to `Graph.base`.
+        during: The peak of them while it runs.
+        op: Its number among the ops of the region; -1 if it is not one of them.
+        asks: The saved tensors that autograd unpacks before it.
+        ends: The saved tensors that autograd frees after it.
     """
 
     seconds: float
@@ -124,11 +124,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to the memory of the host.
+    """The link between device and host.
 
     Args:
-        out_rate: Bytes a second to the host.
-        in_rate: Bytes a second from the host.
+        out_rate: Bytes per second to the host.
+        in_rate: Bytes per second from the host.
     """
 
     out_rate: float
@@ -137,14 +137,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """What the bytes of a graph are made of, for them to be found anew if memories take others.
+    """Which storages the bytes of a graph come from, to compute them for storages of other sizes.
 
     Args:
-        memories: By number of a memory of the graph: its number among all that the step made.
-        made: By moment: which memories are made in it that are not for the plan to change.
-        freed: By moment: which of them are let go before it.
-        workspaces: By moment: the bytes that its op allocates besides.
-        block: What the allocator hands out are multiples of this.
+        memories: By storage of the graph: its number among all storages of the step.
+        made: By event: the storages with fixed bytes that it allocates.
+        freed: By event: the storages with fixed bytes that are freed before it.
+        workspaces: By event: the bytes that its op allocates in addition.
+        block: The allocator rounds up to multiples of this.
     """
 
     memories: tuple[int, ...]
@@ -154,17 +154,17 @@ class Origins:
     block: int = 1
 
     def size(self, nbytes: int) -> int:
-        """As the allocator counts it."""
+        """``nbytes`` as the allocator counts them."""
         return -(-nbytes // self.block) * self.block
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What one forward came to.
+    """The bytes of one forward.
 
     Args:
-        made: By module: the bytes that its ops made. No mapping, which could be changed.
-        saved: The bytes of that which autograd saved.
+        made: By module: the bytes that its ops made. A tuple, which cannot be changed.
+        saved: How many of these autograd saved.
         gradients: The bytes of the tensors from outside that require a gradient.
         is_whole: Whether it was recorded to its end.
     """
@@ -181,20 +181,20 @@ class Graph:
 
     Args:
         ops: Those of the region, in the order of forward.
-        values: What they make.
-        memories: Where, in forward.
-        asks: What autograd saved of that, in the order of forward.
-        moments: The step: forward, from ``turn`` on backward, and what follows it.
-        turn: The number of the first moment of backward.
+        values: The values that they make.
+        memories: The storages of these in forward.
+        asks: The saved tensors among them, in the order of forward.
+        moments: The step: forward, backward from ``turn`` on, and what follows it.
+        turn: The number of the first event of backward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
-        rerun_cost: Seconds that it takes to run an op again, beside its own.
-        engine_cost: Seconds that the engine adds to a step that runs by a plan, whatever it keeps.
-        spread: By how much the times of ops may be off, as a fraction: samples differed so.
-        link: The way to the host, if there is one.
-        varies: Whether shapes depend on data, and may be others in the next step.
-        origins: What its bytes are made of, if that is known.
-        outline: The same step, as it is judged by the recording of its forward alone.
-        tally: What its forward came to.
+        rerun_cost: Seconds that running an op again costs, in addition to its own.
+        engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
+        spread: The relative error of the times of ops, by how much samples differed.
+        link: The link to the host, if there is one.
+        varies: Whether shapes depend on data, and may differ in the next step.
+        origins: Which storages its bytes come from, if that is known.
+        outline: The same step, as estimated from the recording of its forward alone.
+        tally: The bytes of its forward.
     """
 
     ops: Sequence[Op]
@@ -220,7 +220,7 @@ class Graph:
 
     @cached_property
     def plain_seconds(self) -> float:
-        """What the step takes if everything is kept."""
+        """The time of the step if everything is kept."""
         return sum(moment.seconds for moment in self.moments)
 
     @cached_property
@@ -230,20 +230,15 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """The ops that would run again if nothing were kept that need not be."""
+        """The ops whose results backward needs if only what is forced is kept."""
         return self.wanted(frozenset())
 
     def wanted(self, kept: frozenset[int]) -> frozenset[int]:
-        """The ops whose results are asked for, or read by others that run again."""
-        found: set[int] = set()
-        values = [ask.value for ask in self.asks]
-        while values:
-            number = self.values[values.pop()].op
-            if number not in found:
-                found.add(number)
-                if number not in kept and not self.ops[number].forced:
-                    values += self.ops[number].reads
-        return frozenset(found)
+        """The ops whose results are unpacked, or read by ops that run again."""
+        kept |= self.forced
+        held = {number for number, value in enumerate(self.values) if value.op in kept}
+        needs = find_needs(self, [ask.value for ask in self.asks], held)
+        return frozenset(needs.again).union(self.values[number].op for number, _ in needs.order)
 
     @cached_property
     def last_op(self) -> int:
@@ -252,6 +247,6 @@ class Graph:
 
     @cached_property
     def choices(self) -> list[int]:
-        """The ops for which there is something to decide, in the order of forward."""
+        """The ops that a plan can decide on, in the order of forward."""
         ops = self.ops
         return sorted(n for n in self.needed if ops[n].can_keep and not ops[n].forced)

@@ -3,12 +3,12 @@
 The replay engine runs this code on tensors, the simulator on bytes: what the simulator predicts is
 what the engine does.
 
-Forward drops values that are not held. Backward asks for saved tensors, roughly from the last to
-the first:
+Forward drops values that are not held. Backward unpacks saved tensors, roughly from the last to the
+first:
 
 1. A value that is not there is recomputed: the `missing_ops` lead to it from values that are.
 2. A recomputed value stays in the `WorkingSet` until its last use: a read by an op that runs again,
-   or a saved tensor that backward asks for.
+   or a saved tensor that autograd unpacks.
 3. A held value is released once every saved tensor that needs it is dead (`pop_unneeded`).
 """
 
@@ -31,7 +31,7 @@ class _Op(Protocol):
 class _Value(Protocol):
     @property
     def op(self) -> int:
-        """The op that makes it; -1 if it was there before."""
+        """The op that makes it; -1 if none does."""
 
 
 class Dataflow(Protocol):
@@ -43,16 +43,16 @@ class Dataflow(Protocol):
 
     @property
     def values(self) -> Sequence[_Value]:
-        """Everything that they read or make."""
+        """The values that they read or make."""
 
 
 class Needs(NamedTuple):
-    """What it takes to give all saved tensors back.
+    """What it takes to recompute all saved tensors.
 
     Args:
-        uses: By value: how many reads and saved tensors there are of it.
+        uses: By value: how often it is read or unpacked.
         again: The ops that run again.
-        order: The values that are there already and needed, each with the index of the first saved
+        order: The values that are needed and not recomputed, each with the index of the first saved
             tensor that needs it, in the order of that index.
     """
 
@@ -62,7 +62,7 @@ class Needs(NamedTuple):
 
 
 def find_needs(flow: Dataflow, saved: Iterable[int], held: Container[int]) -> Needs:
-    """What it takes to give back the ``saved`` values, if the ``held`` ones are there."""
+    """What it takes to recompute the ``saved`` values from the ``held`` ones."""
     ops, values = flow.ops, flow.values
     uses = [0] * len(values)
     again: set[int] = set()
@@ -97,17 +97,17 @@ def missing_ops(
             continue
         op = values[each].op
         if op not in found:
-            assert op >= 0, "a value that nothing makes, and nobody holds"
+            assert op >= 0, "a value that no op makes, and nobody holds"
             found.add(op)
             wanted += ops[op].reads
     return sorted(found)
 
 
 def pop_unneeded(order: list[tuple[int, int]], alive: int) -> list[int]:
-    """Remove from ``order`` the values that only dead saved tensors need: all but the first few.
+    """Remove from ``order`` the values that only dead saved tensors need, and return them.
 
-    Values are held before the tensors that need them are saved, and backward goes the other way
-    round. So when the saved tensors from index ``alive`` on are dead, what only they need is.
+    Alive are the first ``alive`` of the saved tensors: backward frees them from the last to the
+    first.
     """
     found = []
     while order and order[-1][1] >= alive:
@@ -119,7 +119,7 @@ class WorkingSet(Generic[T]):
     """What one backward has recomputed or fetched, and will still use.
 
     Args:
-        uses: By value: how often it will still be read or asked for.
+        uses: By value: how often it will still be read or unpacked.
     """
 
     __slots__ = ("given", "here", "uses")
@@ -128,28 +128,28 @@ class WorkingSet(Generic[T]):
         self.uses = uses
         #: By value.
         self.here: dict[int, T] = {}
-        #: The values that autograd was given: nobody may write to them.
+        #: The values that autograd has unpacked: nobody may write to them.
         self.given: set[int] = set()
 
     def use(self, value: int) -> None:
-        """A value was read, or given to autograd."""
+        """A value was read or unpacked."""
         left = self.uses[value] - 1
         self.uses[value] = left
         if left <= 0:
             self.here.pop(value, None)
 
     def give(self, value: int) -> None:
-        """A saved tensor is given back to autograd."""
+        """Autograd unpacks a saved tensor."""
         self.given.add(value)
         self.use(value)
 
     def use_up(self, value: int) -> bool:
-        """Use a value that an op writes to: whether its memory is free, and no copy is needed."""
+        """Use a value that an op writes to, and return whether that needs no copy."""
         self.use(value)
         return value not in self.here and value not in self.given
 
     def end_op(self, reads: Iterable[int], results: Iterable[tuple[int, T]]) -> None:
-        """An op has run again: keep the results that will be used, release what it read."""
+        """An op has run again: release what it read last, and keep results that will be used."""
         uses, here = self.uses, self.here
         for value in reads:
             left = uses[value] - 1

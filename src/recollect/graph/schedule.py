@@ -9,13 +9,13 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What becomes of the results of the ops of a graph. Those not named are recomputed.
+    """Decisions for the ops of a graph. The results of ops that are not named are recomputed.
 
     Args:
         kept: The ops whose results stay on the device.
         away: The ops whose results are offloaded to the host.
         limit: Bytes that may be on their way to the host.
-        ahead: Bytes that may be fetched ahead; None: as many.
+        ahead: Bytes that may be fetched ahead; None: ``limit``.
         begin: How many saved tensors that are not on the device are left when fetching ahead
             begins; None: it begins with backward.
     """

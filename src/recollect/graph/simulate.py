@@ -1,18 +1,18 @@
-"""What a schedule does to a step: the memory at every event of it, and the time it takes.
+"""Simulates a step under a schedule: the memory at every event, and the time.
 
-The judge of every solver. It does with bytes what the replay engine does with tensors, by the same
-rules (`release`):
+Every solver is judged by it. It does with bytes what the replay engine does with tensors, by the
+same rules (`release`):
 
-1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, as far as
-   the bound on copies under way allows. The rest is freed after its last use in forward.
-2. Backward asks for a saved tensor. If it is not there, the ops that lead to it from held values
-   run again, in the order of forward.
+1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, or until
+   the limit on copies in flight is reached. The rest is freed after its last use in forward.
+2. Backward unpacks a saved tensor. If it is not there, the ops that lead to it from held values run
+   again, in the order of forward.
 3. Tensors are fetched from the host in the order in which they will be needed, as many ahead as the
-   bound allows.
+   limit allows.
 
-Copies run beside the computation, one each way at a time. The allocator counts memory when work is
-issued, far ahead of a device that computes. So the engine cannot wait and see whether a copy is
-done: it is told after which op it will be, as found here, and has the device wait if it is not.
+Copies overlap with computation, one at a time in each direction. The allocator counts memory when
+work is issued, far ahead of the device. So the engine cannot wait until a copy is done: the plan
+tells it after which op the copy will be done, as simulated here, and the device waits if it is not.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["Outcome", "Schedule", "simulate", "simulate_plain", "uses_under"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a schedule comes to.
+    """The memory and time of a schedule.
 
     Args:
-        peak: The most bytes that are allocated at any moment.
-        seconds: What the step takes.
-        rerun: The seconds of that in which ops run again.
-        waits: The seconds of that in which the device waits for copies.
-        busiest: The number of the moment with the peak.
-        parts: What the peak is made of: what is there throughout, what the plan cannot change
-            (gradients, the loss, workspace), what it keeps, and what was made again or fetched.
-        arrivals: The ops after which what had been sent to the host is let go here, and how many of
-            those that were sent first.
-        curve: At the begin of every event that changes it, the seconds and the bytes, if asked for.
+        peak: The peak of allocated bytes.
+        seconds: The time of the step.
+        rerun: The part of it in which ops run again.
+        waits: The part of it in which the device waits for copies.
+        busiest: The number of the event with the peak.
+        parts: The parts of the peak: bytes that are there throughout, other fixed bytes (gradients,
+            the loss, workspace), what the plan keeps, and what was recomputed or fetched.
+        arrivals: The ops after which offloaded tensors are freed on the device, each with how many
+            of those that were offloaded first.
+        curve: The seconds and bytes whenever memory changes, if asked for.
     """
 
     peak: int
@@ -56,12 +56,12 @@ class Outcome:
 
 
 def simulate(graph: Graph, schedule: Schedule, *, curve: bool = False) -> Outcome:
-    """Run the step of ``graph`` under ``schedule``."""
+    """Simulate the step of ``graph`` under ``schedule``."""
     return _Run(graph, schedule, curve).run()
 
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
-    """Run the step without a plan: autograd holds what it saved."""
+    """Simulate the step without a plan: autograd holds what it saved."""
     run = _Run(graph, Schedule(frozenset(range(len(graph.ops)))), curve)
     run.clock = 0.0
     return run.run()
@@ -81,18 +81,18 @@ class _Run:
         self.is_away = [value.op in away and value.op not in kept for value in values]
         #: The values that are not recomputed.
         self.held = {n for n, value in enumerate(values) if value.op in kept or value.op in away}
-        #: By value: how many tensors of it autograd was given, and still holds.
+        #: By value: how many tensors of it autograd has unpacked, and still holds.
         self.given = [0] * len(values)
-        #: How many hold each memory of forward.
+        #: How many hold each storage of forward.
         self.holders = [0] * len(graph.memories)
-        #: Bytes that are there, and how many of them were made again or fetched.
+        #: Bytes that are not fixed, and how many of them were recomputed or fetched.
         self.here = 0
         self.made = 0
         self.parts = (0, 0, 0, 0)
         self.peak = 0
         self.busiest = 0
         self.now = 0
-        #: What the engine costs comes first: it is spent all over forward, and helps no copy.
+        #: The cost of the engine is spent all over forward. Counted first, it hides no copy.
         self.clock = graph.engine_cost
         self.rerun = 0.0
         self.waits = 0.0
@@ -102,12 +102,12 @@ class _Run:
     def _plan(self) -> None:
         graph, values = self.graph, self.graph.values
         self.dead = [False] * len(graph.asks)
-        #: The asks for what is not here, in the order in which they were saved.
+        #: The saved tensors that are not kept here, in the order of forward.
         self.tickets = [n for n, ask in enumerate(graph.asks) if not self.is_here[ask.value]]
         needs = find_needs(graph, [graph.asks[n].value for n in self.tickets], self.held)
         #: What backward has recomputed or fetched, in bytes.
         self.working = WorkingSet[int](needs.uses)
-        #: Bytes of states of generators, which are held until all is over.
+        #: Bytes of generator states, which are held until the end.
         self.states = sum(graph.ops[op].state for op in needs.again)
         self.born: list[list[int]] = [[] for _ in graph.moments]
         self.dies: list[list[int]] = [[] for _ in graph.moments]
@@ -118,11 +118,11 @@ class _Run:
         for ask in graph.asks:
             if self.is_here[ask.value]:
                 self.holders[values[ask.value].memory] += 1
-        #: What is kept for others to be recomputed from, with the first ticket that needs it.
+        #: The kept values that others are recomputed from, with the first ticket that needs each.
         self.order = [(value, index) for value, index in needs.order if self.is_here[value]]
         for held, _ in self.order:
             self.holders[values[held].memory] += 1
-        #: What has not arrived at the host; what goes there, by the last op of its function.
+        #: The copies to the host that are in flight.
         self.leaving: deque[tuple[int, int, float]] = deque()
         self.leaving_bytes = 0
         self.out_clock = self.in_clock = 0.0
@@ -132,6 +132,7 @@ class _Run:
         self.has_begun = False
         self.arrivals: list[tuple[int, int]] = []
         self.last_op = graph.last_op
+        #: The values to offload, by the last op of their function.
         self.sent: dict[int, list[int]] = {}
         if any(self.is_away):
             for number, value in enumerate(values):
@@ -174,7 +175,7 @@ class _Run:
         )
 
     def _note(self, more: int) -> None:
-        """So many bytes that are none of the plan's are there too."""
+        """Note the memory now, with ``more`` fixed bytes."""
         total = self.here + self.states + more + self.graph.base
         if total > self.peak:
             self.peak, self.busiest = total, self.now
@@ -189,7 +190,7 @@ class _Run:
             self.here -= self.graph.memories[memory].nbytes
 
     def _grow(self, value: int) -> None:
-        """A value was made again, or is being fetched."""
+        """A value was recomputed, or is being fetched."""
         nbytes = self.graph.values[value].nbytes
         self.here += nbytes
         self.made += nbytes
@@ -212,7 +213,7 @@ class _Run:
             if self.is_away[value]:
                 self._fetch_now(value, before)
             else:
-                working.uses[value] += 1  # not to be released before it is given
+                working.uses[value] += 1  # not to be released before it is unpacked
                 for op in missing_ops(self.graph, value, working.here, self.held):
                     self._run_op(op, before)
                 working.uses[value] -= 1
@@ -220,7 +221,7 @@ class _Run:
         working.give(value)
 
     def _end(self, ask: int) -> None:
-        """Autograd has freed a tensor that it had saved."""
+        """Autograd has freed a saved tensor."""
         self.dead[ask] = True
         value = self.graph.asks[ask].value
         if self.is_here[value]:
@@ -249,7 +250,7 @@ class _Run:
         written = [old for old, _ in op.writes if old is not None]
         for old in written:
             if working.use_up(old) and old in was_here:
-                self._shrink(old)  # it is written over
+                self._shrink(old)  # it is overwritten
                 was_here.remove(old)
         made = graph.results[number]
         for value in made:
@@ -280,14 +281,14 @@ class _Run:
             self.leaving_bytes += value.nbytes
 
     def _can_arrive_after(self, number: int) -> bool:
-        """Whether the engine can be told to: when a function is over, by an op that has a name."""
+        """Whether the engine can be told: only at the end of a function, by an op with a key."""
         op = self.graph.ops[number]
         return op.last <= number and (bool(op.key) or number == self.last_op)
 
     def _let_arrive(self, op: int) -> None:
-        """After ``op``: let go of the oldest if too much is leaving, and of what is copied by now.
+        """After ``op``: free what is copied by now, and the oldest if too much is in flight.
 
-        At the end of forward, of everything.
+        At the end of forward, everything.
         """
         before = len(self.leaving)
         while len(self.leaving) > 1 and self.leaving_bytes > self.limit:
@@ -298,7 +299,7 @@ class _Run:
             self.arrivals.append((op, before - len(self.leaving)))
 
     def _arrive(self) -> None:
-        """Wait until the oldest of what is leaving has arrived."""
+        """Wait for the oldest copy to the host, and free its storage."""
         memory, nbytes, done = self.leaving.popleft()
         self._wait(done)
         self.leaving_bytes -= nbytes
@@ -310,7 +311,7 @@ class _Run:
             self.clock = until
 
     def _begin(self) -> None:
-        """Backward has begun: start to fetch."""
+        """Start to fetch ahead."""
         if self.has_begun:
             return
         self.has_begun = True
@@ -320,7 +321,7 @@ class _Run:
         self._fetch_ahead()
 
     def _fetch_order(self) -> list[int]:
-        """What is away, in the reverse of the order in which it was sent."""
+        """The offloaded values, in the reverse of the order in which they were offloaded."""
         return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op][::-1]]
 
     def _fetch_ahead(self) -> None:
@@ -343,7 +344,7 @@ class _Run:
         self._grow(value)
 
     def _fetch_now(self, value: int, before: int) -> None:
-        """Have a value that is away here."""
+        """Fetch an offloaded value, and wait for it."""
         nbytes = self.graph.values[value].nbytes
         if value in self.fetched:
             self.ahead_bytes -= nbytes
@@ -358,5 +359,5 @@ class _Run:
 
 
 def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
-    """How often each value is read or asked for in backward, for what is not kept."""
+    """By value: how often backward reads or unpacks it, if it is not kept."""
     return _Run(graph, schedule).working.uses

@@ -52,8 +52,6 @@ class _Block:
 class Blocks(Decisions):
     """The decision to checkpoint the blocks that are wrapped, and nothing else."""
 
-    __slots__ = ()
-
     def __init__(self) -> None:
         super().__init__({})
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
 from recollect.planning.trace import StepTrace
 from recollect.policy.op_info import op_info
-from recollect.replay.plan import forced_in, holdable
 from recollect.replay.recording import Recording
+from recollect.replay.region_schedule import find_holdable, forced_values
 from recollect.replay.steps import Pack
 from recollect.replay.tape import Buffer, is_whole
 from recollect.replay.tape import Op as TapeOp
@@ -41,7 +41,7 @@ class _Builder:
         self._block = _BLOCK if on_device else 1
         #: By number of an op of the region: the moment in which it ran.
         self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
-        self._forced = forced_in(recording.tape, recording.steps)
+        self._forced = forced_values(recording.tape, recording.steps)
         #: The results of ops that must not run again, but for what opaque functions do not return.
         self._held = {
             buffer.number
@@ -162,7 +162,7 @@ class _Builder:
 
     @cached_property
     def _holdable(self) -> set[int]:
-        return holdable(self._recording.steps)
+        return find_holdable(self._tape, self._recording.steps)
 
     @cached_property
     def _wanted(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""What a function's ops depend on beside its arguments."""
+"""The modes, besides its arguments, that decide which ops a function runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from recollect.state.rng import HAS_ACCELERATOR
 __all__ = ["DEVICES", "casts", "mood"]
 
 _is_grad_enabled = torch.is_grad_enabled
-#: The types of devices for which autocast is looked at.
+#: The types of devices whose autocast is compared.
 DEVICES = ["cpu"]
 if HAS_ACCELERATOR:
     DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
 
 
 def casts() -> Any:
-    """For each type of device, whether autocast is on and to which dtype; None if it is off."""
+    """By type of device: whether autocast is on, and its dtype; None if it is off everywhere."""
     if not any_autocast_enabled():
         return None
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
 
 
 def mood(function: Any) -> Any:
-    """Grad mode and autocast; for one function, in which order it computes products."""
+    """Grad mode and autocast; for einsum, also how it orders products."""
     base: Any = _is_grad_enabled()
     if any_autocast_enabled():
         base = base, casts()

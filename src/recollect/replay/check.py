@@ -1,9 +1,9 @@
 """Checking: a later call runs as it is, and every function is compared with the recording.
 
-As long as functions, constants and wiring are those of the recording, the n-th tensor that autograd
-saves is known, and is dropped or kept as the plan says: after the function that saved it, when all
-has turned out as it was. From the first difference on the call is recorded, or else everything is
-held. What was dropped until then was verified, and can be had again.
+As long as functions, constants and tensors are those of the recording, the n-th tensor that
+autograd saves is known. It is dropped or held by the schedule once its function has ended as
+recorded. From the first difference on the call is recorded, or else everything is held. What was
+dropped until then was checked, and can be recomputed.
 
 This runs at every function of every step, and is written for speed.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
-from weakref import ReferenceType, ref
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import is_grad_enabled as grad_enabled
@@ -23,16 +23,16 @@ from torch.overrides import TorchFunctionMode
 
 from recollect._torch.autograd import is_in_custom_function, unpacks_by, without_history
 from recollect._torch.devices import current_stream_key, is_current_stream
+from recollect._torch.modes import DispatchMode, dispatch_mode_count, no_function_modes
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
-from recollect._torch.modes import dispatch_mode_count, no_function_modes
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key, version_of
+from recollect._torch.tensors import storage_key
+from recollect.policy.op_info import op_info
 from recollect.replay.call_mode import mood
 from recollect.replay.checked_step import Expected
-from recollect.replay.copy_on_write import Protector
 from recollect.replay.held_tensor import Held, Ticket, hold_for_good, saved_in
 from recollect.replay.memory_tracker import start_of
-from recollect.replay.partial_recording import Rest
+from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import (
@@ -42,11 +42,11 @@ from recollect.replay.steps import (
     Constant,
     Items,
     Number,
+    Objects,
     looks_of,
     same_constant,
     tensors_in,
 )
-from recollect.replay.tape import Buffer
 from recollect.state.flags import read_flags
 
 __all__ = ["Checker"]
@@ -63,37 +63,35 @@ class Checker(TorchFunctionMode):
         first: Expected | None,
         recall: Recall,
         offload_inputs: bool,
-        record_rest: Callable[[Recall, int], Rest | None],
+        record_rest: Callable[[Recall, int, ExitStack], Recorder | None],
     ) -> None:
         super().__init__()
         self._recording = recording
-        #: The step that comes next. None at the end, and after a difference.
+        #: The function that comes next. None at the end, and after a difference.
         self._next = first
         self._recall = recall
         self._offload_inputs = offload_inputs
-        #: The tensors, and how often each had been written to when it was first seen, by number;
-        #: the numbers by id, which says something as long as the tensor lives.
-        self._known: list[ReferenceType[_Tensor]] = []
-        self._versions: list[int | None] = []
-        self._numbers: dict[int, int] = {}
+        self._objects = Objects()
         #: Whether a function is running, and what autograd has saved in it.
         self._is_inside = False
         self._tickets: list[Ticket] = []
-        #: What is held and the last function wrote to: the write may not have been counted yet.
+        #: Held tensors that the last function wrote to: the write may not have been counted yet.
         self._written: list[Held] = []
         self._is_paused = False
+        #: By key of a storage: the first outside tensor on it, and its offset.
         self._memories: dict[int, tuple[int, int]] = {}
-        #: Why the call is not the recorded one, once it is not.
+        #: Why the call is not the recorded one, once it differs.
         self.difference: str | None = None
-        #: How many ops came before.
+        #: How many ops came before that.
         self.done = 0
-        #: What was recorded of the rest, and whether it could not be, and is held.
+        #: The recording of the rest, and whether it could not be recorded, and is held.
         self.recorded: Recording | None = None
         self.is_unrecorded = False
-        #: What makes the recording of what comes then, None once it was asked; and the recording.
-        self._record_rest: Callable[[Recall, int], Rest | None] | None = record_rest
-        self._rest: Rest | None = None
-        #: How many dispatch modes there are outside of functions.
+        #: What starts to record the rest, None once it was called; the recorder, and its end.
+        self._record_rest: Callable[[Recall, int, ExitStack], Recorder | None] | None = record_rest
+        self._rest: Recorder | None = None
+        self._end_rest: ExitStack | None = None
+        #: How many dispatch modes are active outside of functions.
         self._modes = dispatch_mode_count()
         self._stream = current_stream_key()
         recall.pause = self._pause
@@ -102,8 +100,8 @@ class Checker(TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._recall.pause = None
         self._record_rest = None
-        if self._rest is not None:
-            self._rest.__exit__(*exc)
+        if self._end_rest is not None:
+            self._end_rest.__exit__(*exc)
 
     @contextmanager
     def _pause(self) -> Any:
@@ -131,7 +129,7 @@ class Checker(TorchFunctionMode):
         return self.difference
 
     def _differ(self, how: str, *, is_over: bool = False) -> None:
-        """From here on there is nothing to compare with. ``is_over``: after the next function."""
+        """Stop comparing, before the next function or, if it ``is_over``, after it."""
         if self.difference is None:
             ops = self._recording.tape.ops
             self.done = len(ops) if self._next is None else self._next.step.ops[is_over]
@@ -147,13 +145,15 @@ class Checker(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         expected = self._next
         if expected is None or not (func is expected.function or func == expected.function):
-            return self._run_other(func, args, kwargs or {})
+            if func in METADATA:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return self._run_unchecked(func, args, kwargs or {})
         if self._written:
             self._count_versions()
         values = (*args, *kwargs.values()) if kwargs else args
-        is_mood = grad_enabled() is expected.mood and not autocast_enabled()
+        is_usual = grad_enabled() is expected.mood and not autocast_enabled()
         if not (
-            (is_mood or mood(func) == expected.mood)
+            (is_usual or mood(func) == expected.mood)
             and (list(kwargs) if kwargs else None) == expected.keys
             and dispatch_mode_count() == self._modes
             and (self._stream is None or is_current_stream(self._stream))
@@ -181,14 +181,8 @@ class Checker(TorchFunctionMode):
             self._note_writes(expected, values)
         return out
 
-    def _run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that is not the next one of the recording."""
-        if func in METADATA:
-            return func(*args, **kwargs)
-        return self._run_unchecked(func, args, kwargs)
-
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that the recording does not know."""
+        """Run a function that is not the next one of the recording."""
         self._count_versions()
         is_at_end = self._next is None
         went_on = self._recording.reason or "the function went on"
@@ -197,35 +191,34 @@ class Checker(TorchFunctionMode):
         if self._rest is not None:
             return func(*args, **kwargs)
         if func not in WRONG_IN_MODES and func not in EXPOSING:
-            with Protector(self._recall):
+            with _CopyOnWrite(self._recall):
                 return func(*args, **kwargs)
         for tensor in tensors_in([*args, *kwargs.values()]):
             self._recall.before_write(tensor)
         return func(*args, **kwargs)
 
     def _start_recording(self) -> None:
-        """Have the rest of the call recorded, if there is nothing in the way. Once."""
-        make, self._record_rest = self._record_rest, None
+        """Have the rest of the call recorded, if nothing prevents it. Once."""
+        record_rest, self._record_rest = self._record_rest, None
+        if record_rest is None:
+            return
+        self.is_unrecorded = True
         if (
-            make is None
-            or self._recording.reason is not None  # a second recording would not get further
-            or dispatch_mode_count() != self._modes  # which have to be left in order, as have hooks
+            self._recording.reason is not None  # a second recording would not get further
+            or dispatch_mode_count() != self._modes  # modes and hooks have to be left in order
             or not unpacks_by(self._recall.unpack)
             or (self._stream is not None and not is_current_stream(self._stream))
         ):
-            self.is_unrecorded |= make is not None
             return
-        rest = make(self._recall, self.done)
-        self.is_unrecorded = rest is None
-        if rest is not None:
-            rest.__enter__()
-            self._rest = rest
+        self._end_rest = ExitStack()
+        self._rest = record_rest(self._recall, self.done, self._end_rest)
+        self.is_unrecorded = self._rest is None
 
     def _fits(self, expected: Expected, values: tuple[Any, ...]) -> bool:
         """Whether the arguments are those of the recording."""
         if not expected.is_simple:
             return self._fit(values, expected.values)
-        known, versions = self._known, self._versions
+        known, versions = self._objects.tensors, self._objects.versions
         for place, number, writes in expected.tensors:
             value = values[place]
             if number >= len(known):
@@ -237,7 +230,7 @@ class Checker(TorchFunctionMode):
                 known[number]() is not value
                 or value is None
                 or before is None
-                or value._version - before != writes  # somebody unseen may have written to it
+                or value._version - before != writes  # there may have been an unseen write
             ):
                 return False
         for place, constant, kind in expected.constants:
@@ -252,7 +245,7 @@ class Checker(TorchFunctionMode):
         return True
 
     def _fit(self, values: Any, expected: list[Any]) -> bool:
-        """The same for values of any kind."""
+        """The same for arguments of any kind."""
         return len(values) == len(expected) and all(map(self._fits_one, values, expected))
 
     def _fits_one(self, value: Any, expected: Any) -> bool:
@@ -263,18 +256,14 @@ class Checker(TorchFunctionMode):
         return type(expected) is Constant or same_constant(value, expected)
 
     def _fits_number(self, value: Any, expected: Number) -> bool:
-        number = self._number_of(value)
+        objects = self._objects
+        number = objects.number_of(value)
         if number is None:
             return self._bind(value, expected.number)
-        return number == expected.number and self._writes_to(value, number) == expected.writes
-
-    def _writes_to(self, tensor: _Tensor, number: int) -> int | None:
-        """How often the tensor of this number was written to; None if nobody counts."""
-        before, now = self._versions[number], version_of(tensor)
-        return None if before is None or now is None else now - before
+        return number == expected.number and objects.writes_to(value, number) == expected.writes
 
     def _fits_items(self, value: Any, expected: Items) -> bool:
-        """Whether a container is as it was."""
+        """Whether a container is as recorded."""
         kind: type = type(value)
         if kind is not expected.kind:
             return False
@@ -284,47 +273,35 @@ class Checker(TorchFunctionMode):
             return self._fit((value.start, value.stop, value.step), expected.items)
         return self._fit(value, expected.items)
 
-    def _number_of(self, tensor: Any) -> int | None:
-        """The number of ``tensor``, if it has one."""
-        number = self._numbers.get(id(tensor))
-        return number if number is not None and self._known[number]() is tensor else None
-
-    def _add(self, tensor: _Tensor) -> int:
-        """Give ``tensor`` the next number."""
-        number = len(self._known)
-        self._known.append(ref(tensor))
-        self._versions.append(version_of(tensor))
-        self._numbers[id(tensor)] = number
-        return number
-
     def _bind(self, tensor: Any, number: int) -> bool:
-        """Take ``tensor``, if it is new, for the outside tensor of this number."""
+        """Take ``tensor`` for the outside tensor of this number, if it can be that."""
         recording = self._recording
         outside = recording.outsides.get(number)
         if (
             outside is None
-            or number != len(self._known)
+            or number != len(self._objects.tensors)
             or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
-            or self._number_of(tensor) is not None
+            or self._objects.number_of(tensor) is not None
             or (recording.shares_memory and not self._is_placed(tensor, number))
             or (outside.start is not None and start_of(tensor) != outside.start)
             or (outside.host is not None and not self._is_on(tensor, outside.host))
         ):
             return False
-        self._add(tensor)
+        self._objects.add(tensor)
         if outside.is_held:
-            buffer = cast(Buffer, outside.buffer)
+            buffer = outside.buffer
+            assert buffer is not None
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
             self._recall.keep(buffer, without_history(tensor), buffer.layout, away=away)
         return True
 
     def _is_on(self, tensor: _Tensor, host: int) -> bool:
-        """Whether ``tensor`` is on the memory of the tensor whose number is ``host``."""
-        found = self._known[host]()
+        """Whether ``tensor`` is on the storage of the tensor whose number is ``host``."""
+        found = self._objects.tensors[host]()
         return found is not None and storage_key(found) == storage_key(tensor)
 
     def _is_placed(self, tensor: _Tensor, number: int) -> bool:
-        """Whether ``tensor`` shares memory with the others as in the recording."""
+        """Whether ``tensor`` shares storages with other outside tensors as recorded."""
         twin = self._recording.outsides[number].twin
         key = storage_key(tensor)
         assert key is not None
@@ -332,7 +309,7 @@ class Checker(TorchFunctionMode):
         first = self._memories.setdefault(key, (number, start))
         return first == ((number, start) if twin is None else (twin[0], start - twin[1]))
 
-    # --- what functions save and return -----------------------------------------------------------
+    # --- saved and returned tensors ---------------------------------------------------------------
 
     def pack(self, tensor: _Tensor) -> Ticket:
         """The saved-tensor hook: autograd saves ``tensor``."""
@@ -354,10 +331,11 @@ class Checker(TorchFunctionMode):
             hold_for_good(ticket)
             return
         pack = expected.step.packs[0]
-        number = self._number_of(tensor)
-        is_same = number is not None and number == pack.number
+        number = self._objects.number_of(tensor)
         if pack.view is not None and not (
-            is_same and self._writes_to(tensor, cast(int, number)) == pack.writes
+            number is not None
+            and number == pack.number
+            and self._objects.writes_to(tensor, number) == pack.writes
         ):
             self._differ("another tensor is saved")
             hold_for_good(ticket)
@@ -366,14 +344,15 @@ class Checker(TorchFunctionMode):
         self._settle(expected, [ticket])
 
     def _end(self, expected: Expected, out: Any) -> None:
-        """The function has returned: if all is as it was, drop and keep as planned."""
+        """The function has returned: if all is as recorded, drop and hold by the schedule."""
         tickets = self._tickets
-        known = self._known
+        objects = self._objects
+        known = objects.tensors
         number = len(known)
         if number != expected.first_out or type(out) is not _Tensor:
             self._end_with_care(expected, tensors_in(out))
             return
-        other = self._numbers.get(id(out))
+        other = objects.by_id.get(id(out))
         if (
             (other is not None and known[other]() is out)
             or (len(tickets) != expected.count and not expected.is_opaque)
@@ -383,8 +362,8 @@ class Checker(TorchFunctionMode):
             self._give_up(f"another result of {expected.function}")
             return
         known.append(ref(out))
-        self._versions.append(None if out.is_inference() else out._version)
-        self._numbers[id(out)] = number
+        objects.versions.append(None if out.is_inference() else out._version)
+        objects.by_id[id(out)] = number
         self._next = expected.following
         if expected.caught_returns:
             self._catch(expected, (out,))
@@ -412,27 +391,27 @@ class Checker(TorchFunctionMode):
             self._recall.deposit.release(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
-        number = self._number_of(tensor)
-        return (self._add(tensor) if number is None else number) == expected and (
-            tensor.dtype is dtype
-        )
+        number = self._objects.number_of(tensor)
+        if number is None:
+            number = self._objects.add(tensor)
+        return number == expected and tensor.dtype is dtype
 
     def _give_up(self, how: str) -> None:
-        """After a function that ended otherwise: hold what it saved."""
+        """The function did not end as recorded: hold what autograd saved in it."""
         self._differ(how, is_over=True)
         for ticket in self._tickets:
             hold_for_good(ticket)
         self._tickets = []
 
     def _catch(self, expected: Expected, returned: Any) -> None:
-        """Keep what the plan says of what a function returns."""
+        """Keep what the schedule says of the returned tensors."""
         for place, buffer, layout, away in expected.caught_returns:
             self._recall.keep(buffer, without_history(returned[place]), layout, away=away)
 
     def _note_writes(self, expected: Expected, values: tuple[Any, ...]) -> None:
-        """Keep what the plan says of what a function has written to."""
+        """Keep what the schedule says of the tensors that a function has written to."""
         for tensor in tensors_in(values):
-            known = self._number_of(tensor)
+            known = self._objects.number_of(tensor)
             for number, buffer, layout, away in expected.caught_args:
                 if known == number:
                     self._recall.keep(buffer, without_history(tensor), layout, away=away)
@@ -444,13 +423,13 @@ class Checker(TorchFunctionMode):
                     each.count_version()
 
     def _count_versions(self) -> None:
-        """A custom function counts what it says it has written to when it is over."""
+        """Read versions again: a custom function counts its writes when it is over."""
         for held in self._written:
             held.count_version()
         self._written.clear()
 
     def _settle(self, expected: Expected, tickets: list[Ticket]) -> None:
-        """Keep what the plan says of what was saved, and drop the rest."""
+        """Hold what the schedule says of the saved tensors, and drop the rest."""
         recall = self._recall
         if expected.is_opaque:
             for ticket in tickets:
@@ -464,3 +443,21 @@ class Checker(TorchFunctionMode):
             ticket[0] = None
             ticket[2] = view
             recall.tickets.append(ticket)
+
+
+class _CopyOnWrite(DispatchMode):
+    """After a difference: copies a held tensor before an op writes to it."""
+
+    def __init__(self, recall: Recall) -> None:
+        super().__init__()
+        self._recall = recall
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        info = op_info(func)
+        kwargs = kwargs or {}
+        if info.writes:
+            for tensor in info.written(args, kwargs):
+                self._recall.before_write(tensor)
+        return info.call(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""What a call that is checked is expected to do, step by step, and what becomes of what it saves.
+"""What a call is checked against, function by function, and what it holds of what autograd saves.
 
-Made once per recording, in the form that takes the least time to go by.
+Built once per recording, in the form that is fastest to compare with.
 """
 
 from __future__ import annotations
@@ -16,41 +16,13 @@ from recollect.replay.tape import Buffer, Layout, Op, Tape, View
 
 __all__ = ["Expected", "expected_of"]
 
-#: Where a buffer that is kept is found, and whether it goes to a store.
+#: The place of a value that is kept, the value, the layout of the tensor there, and whether it is
+#: offloaded.
 Catch = tuple[int, Buffer, Layout, bool]
 
 
 class Expected:
-    """One step."""
-
-    __slots__ = (
-        "arity",
-        "arrivals",
-        "caught_args",
-        "caught_packs",
-        "caught_returns",
-        "changes_looks",
-        "constants",
-        "containers",
-        "count",
-        "draws",
-        "dropped",
-        "dtypes",
-        "first_out",
-        "flags",
-        "following",
-        "function",
-        "held",
-        "is_opaque",
-        "is_simple",
-        "keys",
-        "looks",
-        "mood",
-        "step",
-        "tensors",
-        "values",
-        "written",
-    )
+    """One function."""
 
     def __init__(self, recording: Recording, step: Step, caught: set[int]) -> None:
         self.step = step
@@ -59,17 +31,17 @@ class Expected:
         self.function = step.function
         self.mood = step.mood
         self._split_arguments(step)
-        #: How many tensors it saves, and whether all of them are held.
+        #: How many tensors autograd saves in it, and whether all of them are held.
         self.count = len(step.packs)
         self.is_opaque = step.is_opaque
         #: If it returns one tensor, and that is new, its number; else -1.
         self.first_out = step.outs[0] if len(step.outs) == 1 and step.is_new else -1
-        #: Of what it returns: the dtypes, which may follow from the default dtype; the looks.
+        #: Of what it returns: the dtypes, which may follow from the default dtype; the metadata.
         self.dtypes = [None if view is None else view.layout[3] for view in step.returns]
         self.looks = step.looks
         self._split_saved(recording, step)
-        #: Where buffers that are kept are to be had: among what is saved, what is returned, and
-        #: what is written to.
+        #: The values to keep that are found among saved tensors, returned ones, and arguments that
+        #: are written to.
         self.caught_packs = _catch((pack.view for pack in step.packs), recording, caught)
         self.caught_returns = _catch(step.returns, recording, caught)
         self.caught_args = [
@@ -78,20 +50,19 @@ class Expected:
                 (view for _, view in step.changed), recording, caught
             )
         ]
-        #: The tensors that it writes to; whether it gives some another look, which counts as that.
+        #: The tensors that it writes to, and whether it changes the metadata of one in place.
         self.written = {number for number, _ in step.changed}
         self.changes_looks = step.changes_looks
-        first, last = step.ops
-        ops = recording.tape.ops[first:last]
-        #: The switches that it ran under, if they may matter to it.
+        ops = recording.tape.ops[slice(*step.ops)]
+        #: The flags that it ran under, if they may matter to it.
         heeds_switches = any(_heeds_switches(recording.tape, op) for op in ops)
         self.flags = step.flags if not step.is_opaque and heeds_switches else None
-        #: How many of those that were sent away are let go after it.
+        #: How many of the tensors offloaded before are freed after it.
         self.arrivals = sum(op.arrivals for op in ops)
-        self.draws = [op for op in step.draws if op.number in recording.plan.draws]
+        self.draws = [op for op in step.draws if op.number in recording.schedule.draws]
 
     def _split_arguments(self, step: Step) -> None:
-        """Tell tensors from constants, if there is nothing else among the arguments."""
+        """Tell tensors from constants, if there are no tensors in containers."""
         args = [] if step.args is None else step.args.items
         kwargs = step.kwargs
         #: The names of keyword arguments, and how many arguments there are with these.
@@ -100,11 +71,11 @@ class Expected:
         self.arity = len(values)
         #: Of each tensor: its place, its number, how often it was written to.
         self.tensors: list[tuple[int, int, int]] = []
-        #: Of each constant: its place, its value, and of which type what is equal is the same.
+        #: Of each constant: its place, its value, and the type under which ``==`` implies the same.
         self.constants: list[tuple[int, Any, type]] = []
-        #: Of each container: its place, and what it has in it.
+        #: Of each container: its place, and its items.
         self.containers: list[tuple[int, Items]] = []
-        #: Whether that is all. If not, tensors are in containers, and all take their turn.
+        #: Whether that is all. If not, arguments are compared one after the other.
         self.is_simple = True
         for place, value in enumerate(values):
             if type(value) is Number and value.writes is not None:
@@ -117,41 +88,40 @@ class Expected:
                 self.constants.append((place, value, equal_type(value)))
 
     def _split_saved(self, recording: Recording, step: Step) -> None:
-        """Tell what is dropped from what is held."""
-        plan = recording.plan
-        here = plan.kept - plan.away
-        # If it is opaque, another call may save others: all are held.
+        """Tell saved tensors that are held from those that are dropped."""
+        here = recording.schedule.kept - recording.schedule.away
+        # Another call of an opaque function may save other tensors: all are held.
         views = [] if step.is_opaque else [pack.view for pack in step.packs]
         is_held = [view is None or view.buffer.number in here for view in views]
         self.held = [place for place, held in enumerate(is_held) if held]
-        #: With what each is a view of.
+        #: The place and the view of each.
         self.dropped = [
             (place, view) for place, view in enumerate(views) if view and not is_held[place]
         ]
 
 
 def _heeds_switches(tape: Tape, op: Op) -> bool:
-    """Whether a switch may decide how ``op`` computes, or in which dtype."""
+    """Whether a flag may decide how ``op`` computes, or in which dtype."""
     is_floating = any(tape.values[n].layout[3].is_floating_point for n in op.reads)
     return not is_floating or op_info(op.op).depends_on_flags
 
 
 def _catch(views: Iterable[View | None], recording: Recording, caught: set[int]) -> list[Catch]:
-    plan = recording.plan
+    schedule = recording.schedule
     found: list[Catch] = []
     for place, view in enumerate(views):
         number = -1 if view is None else view.buffer.number
-        if view is not None and number in plan.caught and number not in caught:
+        if view is not None and number in schedule.caught and number not in caught:
             caught.add(number)
-            found.append((place, view.buffer, view.layout, number in plan.away))
+            found.append((place, view.buffer, view.layout, number in schedule.away))
     return found
 
 
 def expected_of(recording: Recording) -> Expected | None:
-    """What is expected of the first step, and so on; None if there are none."""
+    """What the first function is checked against, linked to the next ones; None if none is."""
     caught: set[int] = set()
     for number, outside in recording.outsides.items():
-        outside.is_held = outside.buffer is not None and number in recording.plan.outsides
+        outside.is_held = outside.buffer is not None and number in recording.schedule.outsides
     steps = [Expected(recording, step, caught) for step in recording.steps]
     for step, following in pairwise(steps):
         step.following = following

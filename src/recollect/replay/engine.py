@@ -2,26 +2,28 @@
 
 The first call with a signature:
 
-1. runs the function under modes that write down functions, ops, and what autograd saves;
+1. runs the function under modes that record functions, ops, and what autograd saves;
 2. holds at once what must not run again, and drops the rest;
-3. ends with a plan of what later calls hold.
+3. ends with a schedule of what later calls hold.
 
 A later call:
 
-4. runs the function under a mode that compares functions, constants and wiring;
-5. drops or holds what autograd saves, as planned;
-6. at a difference has the rest of the call recorded, and the next call from its beginning.
+4. runs the function under a mode that compares functions, constants and tensors;
+5. drops or holds what autograd saves, by the schedule;
+6. at a difference records the rest of the call, and has the next call recorded from its beginning.
 
 Backward:
 
-7. runs the ops that make the tensor it asks for, from what is held;
-8. lets go of each value after its last use.
+7. runs the ops that lead from what is held to the saved tensor that it unpacks;
+8. releases each value after its last use.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +45,6 @@ from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
 from recollect.replay.checked_step import expected_of
-from recollect.replay.partial_recording import Rest
 from recollect.replay.planned_ops import Decisions, Directed
 from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
@@ -56,7 +57,7 @@ from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["LeftToRerun", "Witness", "observe_region", "replay_region"]
 
-#: What is called when autograd saves a tensor, and when it wants it back.
+#: What is called when autograd saves a tensor, and when it unpacks it.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NOTHING = nothing()
@@ -71,10 +72,10 @@ _running = _Running()
 
 
 def _must_rerun() -> bool:
-    """Whether something around the call is beyond this engine."""
-    # Inside of another region it has to save the same tensors every time, and to be checked or
-    # recorded is not the same. A function mode may do anything. What has a tangent cannot be told
-    # from what has none. To read where a generator stands is not allowed while a graph is captured.
+    """Whether something around the call is not supported."""
+    # Another region around this one needs it to save the same tensors every time, but a recorded
+    # and a checked call save different ones. A function mode may do anything. Tensors with tangents
+    # cannot be told from those without. During graph capture generators cannot be read.
     return (
         saved_tensor_hooks_active()
         or foreign_function_modes()
@@ -85,42 +86,28 @@ def _must_rerun() -> bool:
     )
 
 
+@dataclass(eq=False)
 class Witness:
-    """What is to be known of a call afterwards. Filled in by the engine."""
+    """What a caller learns about a call. Filled in by the engine."""
 
-    __slots__ = (
-        "before",
-        "difference",
-        "is_rehearsal",
-        "is_unrecorded",
-        "policy",
-        "recall",
-        "recording",
-        "rest",
-        "steps",
-        "stopped",
-        "unsettled",
-    )
-
-    def __init__(self) -> None:
-        #: What the call holds; None if it was left to others.
-        self.recall: Recall | None = None
-        #: What the rest of it holds, if that was not as recorded before; and the policy.
-        self.rest: Recall | None = None
-        self.policy: Policy | None = None
-        #: Why everything is held, or recorded, from some point on; why every call is recorded.
-        self.stopped: str | None = None
-        self.unsettled: str | None = None
-        #: Whether it was recorded, and the next call will run otherwise.
-        self.is_rehearsal = False
-        #: What was recorded: all of the call, or the rest of one that was not as recorded before.
-        self.recording: Recording | None = None
-        #: How it differed from the recording, if it did, and what had been as recorded until then.
-        self.difference: str | None = None
-        self.before = Tape()
-        self.steps: list[Step] = []
-        #: Whether the rest could not be recorded, and all that autograd saved in it is held.
-        self.is_unrecorded = False
+    #: What the call holds; None if another engine has to run it.
+    recall: Recall | None = None
+    #: What the rest of it holds, if it differed from the recording.
+    rest: Recall | None = None
+    policy: Policy | None = None
+    #: Why everything is held, or recorded, from some point on; why every call is recorded.
+    stopped: str | None = None
+    unsettled: str | None = None
+    #: Whether it was recorded, so that the next call runs differently.
+    is_rehearsal: bool = False
+    #: What was recorded: the whole call, or the rest of one that differed from the recording.
+    recording: Recording | None = None
+    #: How it differed from the recording, if it did, and what was as recorded until then.
+    difference: str | None = None
+    before: Tape = field(default_factory=Tape)
+    steps: list[Step] = field(default_factory=list)
+    #: Whether the rest could not be recorded, and everything that autograd saved in it is held.
+    is_unrecorded: bool = False
 
 
 class LeftToRerun(NamedTuple):
@@ -140,7 +127,7 @@ def replay_region(
 ) -> Any:
     """Run the function and return its result; `LeftToRerun` if others have to run it."""
     if _running.is_running:
-        # The region around sees every op, and forgets what this one would.
+        # The region around it sees every op, and drops what this one would.
         return function(*args, **kwargs)
     if _must_rerun():
         return _leave("it is inside of another region, or of hooks or modes", witness)
@@ -153,11 +140,10 @@ def replay_region(
         return _leave(strange.args[0], witness)
     if slot.fallback is not None:
         return _leave(slot.fallback, witness)
-    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs)
     observer = observing.observer
     if observer is not None and witness is None:
         witness = Witness()
-    call.witness = witness
+    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, witness)
     recall = Recall(deposit, flags)
     if witness is not None:
         witness.recall = recall
@@ -171,7 +157,7 @@ def replay_region(
 
 
 def _leave(reason: str, witness: Witness | None) -> LeftToRerun:
-    """Leave a region to the rerun engine, or to whoever wants to know of it."""
+    """Leave a region to another engine. Warns, unless the caller gets a report."""
     if isinstance(reason, UnsupportedTensor) and witness is None:
         _warn_of_fallback(reason)
     if observing.observer is not None:
@@ -196,10 +182,9 @@ def observe_region(
     kwargs: dict[str, Any],
     wrap: Callable[[Recorder, Recall], Hooks],
 ) -> tuple[Any, Recording]:
-    """Record a call that keeps as little as it can, with hooks of somebody who looks on.
+    """Record a call that keeps as little as possible, with the caller's own saved-tensor hooks.
 
-    ``wrap`` is given what records, and what gives back to backward, and returns the two hooks
-    through which saved tensors go.
+    ``wrap`` is given what records the call and what recomputes in backward, and returns the hooks.
     """
     recall = Recall(OffloadBatch(), read_flags())
     recorder = _Call(function, args, kwargs, Decisions({}), False).recorder(recall)
@@ -214,61 +199,59 @@ def observe_region(
     return out, recorder.finish(out)
 
 
+@dataclass(eq=False)
 class _Call:
     """A function with its arguments."""
 
-    __slots__ = ("_args", "_kwargs", "_policy", "function", "offload_inputs", "witness")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        policy: Policy | Decisions,
-        offload_inputs: bool,
-    ) -> None:
-        self.function = function
-        self._args = args
-        self._kwargs = kwargs
-        self._policy = policy
-        self.offload_inputs = offload_inputs
-        #: Whoever wants to know afterwards.
-        self.witness: Witness | None = None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    policy: Policy | Decisions
+    offload_inputs: bool
+    #: What the caller learns about it.
+    witness: Witness | None = None
 
     @property
     def is_planned(self) -> bool:
-        """Whether it goes by a plan, in which no call may hold more than others."""
-        return isinstance(self._policy, Decisions)
+        """Whether it follows a plan, under which no call may hold more than others."""
+        return isinstance(self.policy, Decisions)
 
     def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
-        """What records the call; or, if there were ``done`` ops ``earlier``, the rest of it."""
+        """What records the call, or the rest of it after ``done`` ops of ``earlier``."""
         is_whole = earlier is None
         consultation: PolicyCall | Directed
-        if isinstance(self._policy, Decisions):
+        if isinstance(self.policy, Decisions):
             before = () if earlier is None else earlier.tape.ops[:done]
-            consultation = Directed(self._policy, self.function, before)
+            consultation = Directed(self.policy, self.function, before)
         else:
-            values = (*self._args, *self._kwargs.values())
-            consultation = PolicyCall(self._policy, self.function, values, checks=is_whole)
-        # What the rest goes on from is hardly ever an input, and has been sent away if it is.
+            values = (*self.args, *self.kwargs.values())
+            consultation = PolicyCall(self.policy, self.function, values, checks=is_whole)
+        # The rest hardly ever starts from an input, and then that was offloaded before.
         return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
 
-    def rest(self, earlier: Recall, done: int) -> Rest | None:
-        """What records the rest of the call, after ``done`` ops; None if nothing can."""
-        if isinstance(self._policy, Policy) and rulebook_of(self._policy).modules:
-            return None  # nobody knows which modules are being called
+    def record_rest(self, earlier: Recall, done: int, stack: ExitStack) -> Recorder | None:
+        """Start to record the rest of the call after ``done`` ops, until ``stack`` is closed.
+
+        None if that is not possible. Without this everything that follows would be held, and the
+        call that differs would be the one that runs out of memory.
+        """
+        if isinstance(self.policy, Policy) and rulebook_of(self.policy).modules:
+            return None  # it is not known which modules are being called
         recall = Recall(earlier.deposit, earlier.flags)
         recorder = self.recorder(recall, earlier, done)
         if self.witness is not None:
             self.witness.rest = recall
-        return Rest(recorder, observed_pack(recorder.pack), recall)
+        push_saved_tensor_hooks(observed_pack(recorder.pack), recall.unpack)
+        stack.callback(pop_saved_tensor_hooks)
+        stack.enter_context(recorder)
+        return recorder
 
     def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
-        """Call the function, with ``mode`` looking on."""
+        """Call the function under ``mode``."""
         push_saved_tensor_hooks(observed_pack(mode.pack), recall.unpack)
         try:
             with mode:
-                return self.function(*self._args, **self._kwargs)
+                return self.function(*self.args, **self.kwargs)
         finally:
             pop_saved_tensor_hooks()
 
@@ -294,12 +277,12 @@ def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
 def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any:
     if recording.expected is None:
         recording.expected = expected_of(recording)
-    recall.follow(recording.tape, recording.plan.uses)
-    checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.rest)
+    recall.follow(recording.tape, recording.schedule)
+    checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.record_rest)
     out = call.run(checker, recall)
     difference = checker.finish(out)
     if difference is None:
-        recall.order(recording.plan.order)
+        recall.confirm()
     elif call.witness is not None:
         _tell_rest(call.witness, checker, recording)
     slot.checked(None if difference == recording.reason else difference)
@@ -313,12 +296,12 @@ def _tell_outcome(witness: Witness, slot: Slot, stopped: str | None) -> None:
 
 
 def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:
-    """A call was not as recorded before."""
+    """Report a call that differed from the recording."""
     witness.difference = checker.difference
     witness.before = recording.tape.until(checker.done)
     witness.steps = [step for step in recording.steps if step.ops[1] <= checker.done]
     witness.recording = checker.recorded
-    # One that was not recorded to its end before is held from there on, as it was then.
+    # A call that was not recorded to its end is held from there on, as it was when recorded.
     witness.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
 
 
@@ -326,10 +309,9 @@ _warned: set[str] = set()
 
 
 def _warn_of_fallback(reason: str) -> None:
-    """Say once that a region is rerun, and why."""
+    """Warn once that a region is rerun, and why."""
     if reason not in _warned:
         _warned.add(reason)
         warn_user(
-            f"engine='replay' does not know how to replay {reason}: the region is run by the "
-            "rerun engine"
+            f"engine='replay' does not support {reason}: the region is run by the rerun engine"
         )

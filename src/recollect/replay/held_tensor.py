@@ -1,4 +1,4 @@
-"""What is held from forward to backward: by autograd, or for others to be made from."""
+"""Tensors that are held from forward to backward: by autograd, or to recompute others from."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["Held", "Ticket", "hold_for_good", "saved_in"]
 
-#: Stands in the graph for a saved tensor: the tensor if it is held, the version it had, and if it
-#: is not held what it is a view of. A list, since one is made for each saved tensor of a model.
+#: Stands in the autograd graph for a saved tensor: the tensor if it is held, its version, and if it
+#: is not held the view that it is. A list, since one is made for each saved tensor of a model.
 Ticket = list[Any]
 
 
 def saved_in(ticket: Ticket) -> torch.Tensor:
-    """The tensor of a ticket, to be held.
+    """The tensor of a ticket, without history.
 
-    Without history: a result that is saved has the node that saves it for its history, and the two
-    would hold each other where the garbage collector does not look. Most come without.
+    The history of a result is the node that saves it: the two would hold each other where the
+    garbage collector does not look. Most tensors come without.
     """
     tensor: torch.Tensor = ticket[0]
     return without_history(tensor) if has_history(tensor) else tensor
 
 
 def hold_for_good(ticket: Ticket) -> None:
-    """Have a ticket hold its tensor until the graph is gone."""
+    """Have a ticket hold its tensor until the autograd graph is freed."""
     ticket[0] = saved_in(ticket)
 
 
 class Held:
-    """A tensor of a buffer, here or in a store."""
+    """A tensor of a value, on the device or in a store."""
 
     __slots__ = ("away", "layout", "tensor", "version")
 
@@ -47,38 +47,38 @@ class Held:
 
     @property
     def memory(self) -> int | None:
-        """Which memory it is on, or was when it was sent away; None if that is gone."""
+        """The key of its storage, or of the one it was offloaded from; None if that is gone."""
         return memory_key(self.tensor) if self.away is None else self.away.address
 
     def send(self, deposit: OffloadBatch, layout: Layout) -> None:
-        """Have a store hold the tensor, whole: of this ``layout``."""
+        """Offload the whole tensor, which has this ``layout``."""
         if self.layout is not layout:
             self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
         self.away = deposit.put(self.tensor)
         del self.tensor
 
     def is_unchanged(self) -> bool:
-        """Whether what is held here has not been written to."""
+        """Whether the tensor, which is on the device, has not been written to."""
         return version_of(self.tensor) == self.version
 
     def count_version(self) -> None:
-        """What is held is as it was, though its version may be another by now."""
+        """Take the present version as unchanged: the writes until now were known."""
         if self.away is None:
             self.version = version_of(self.tensor)
         else:
             self.away.count_version()
 
     def spoil(self) -> None:
-        """What is held is not what it was: have that told when it is wanted."""
+        """The tensor has been changed: raise an error when it is used."""
         self.version = -1
 
     def become_copy(self) -> None:
-        """Hold a copy: the memory is about to be changed, or may be."""
+        """Hold a copy: the storage is about to be written to, or may be."""
         self.tensor = copy_of_memory(self.tensor)
         self.version = version_of(self.tensor)
 
     def get(self, own: Layout, *, is_guarded: bool) -> torch.Tensor:
-        """The tensor of the layout ``own``. ``is_guarded``: which must not have been changed."""
+        """The tensor of the layout ``own``. ``is_guarded``: raise if it has been changed."""
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
         if is_guarded and not self.is_unchanged():

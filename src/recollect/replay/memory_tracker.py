@@ -1,8 +1,11 @@
-"""While a region is recorded: which memories there are, and what each holds."""
+"""While a region is recorded: which storages there are, and which value each holds."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -29,49 +32,36 @@ __all__ = ["OPAQUE", "Ground", "Memory", "start_of"]
 
 _Tensor = torch.Tensor
 
-#: Why something is kept that another call may make otherwise, or that nobody was seen to make.
+#: Why a value is kept that another call may compute differently, or that no op was seen to make.
 OPAQUE = "opaque"
 
 
 def start_of(tensor: _Tensor) -> int:
-    """At how many bytes of its memory ``tensor`` begins."""
+    """The byte offset of ``tensor`` in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
+@dataclass(eq=False, slots=True)
 class Memory:
-    """A memory that is alive: what it holds now, and where the first tensor seen of it began."""
+    """A storage, the value that it holds now, and the offset of the first tensor seen of it."""
 
-    __slots__ = (
-        "buffer",
-        "counts_late",
-        "has_data",
-        "is_exposed",
-        "is_placed",
-        "outside",
-        "saved",
-        "start",
-        "storage",
-        "versions",
-    )
-
-    def __init__(self, storage: Any, buffer: Buffer, start: int) -> None:
-        self.storage: ReferenceType[Any] = ref(storage)
-        self.buffer = buffer
-        self.start = start
-        #: The number of the tensor by which it was first seen, if the region did not make it.
-        self.outside = buffer.outside
-        #: Whether the first tensor seen of it begins in the same place in every call.
-        self.is_placed = False
-        #: Tensors that autograd saved, with the version and the buffer they were then.
-        self.saved: list[tuple[ReferenceType[_Tensor], int, Buffer]] = []
-        #: Whether there is a tensor by which to write to it without autograd's knowledge.
-        self.has_data = False
-        #: Whether somebody unseen has a way to it.
-        self.is_exposed = False
-        #: By id: the tensors on it, each with how often it had been written to when that was seen.
-        self.versions: dict[int, tuple[ReferenceType[_Tensor], int]] = {}
-        #: Whether its last write is counted once more, by a custom function that is not over yet.
-        self.counts_late = False
+    storage: ReferenceType[Any]
+    buffer: Buffer
+    start: int
+    #: The number of the tensor by which it was first seen, if the region did not make it.
+    outside: int | None
+    #: Whether the first tensor seen of it has the same offset in every call.
+    is_placed: bool = False
+    #: Tensors that autograd saved, each with its version and its value at the time.
+    saved: list[tuple[ReferenceType[_Tensor], int, Buffer]] = field(default_factory=list)
+    #: Whether there is a tensor from ``.data``, by which to write to it unnoticed by autograd.
+    has_data: bool = False
+    #: Whether somebody unseen can write to it.
+    is_exposed: bool = False
+    #: By id: the tensors on it, each with its version after the last write that was seen.
+    versions: dict[int, tuple[ReferenceType[_Tensor], int]] = field(default_factory=dict)
+    #: Whether a custom function that is still running will count its last write once more.
+    counts_late: bool = False
 
     @property
     def is_outside(self) -> bool:
@@ -79,18 +69,18 @@ class Memory:
         return self.outside is not None
 
     def watch(self, tensor: _Tensor) -> None:
-        """Know ``tensor`` by its version from now on."""
+        """Notice unseen writes to ``tensor`` by its version from now on."""
         version = version_of(tensor)
         if version is not None:
             self.versions[id(tensor)] = (ref(tensor), version)
 
     def count_versions(self) -> None:
-        """What was written to it by now is known."""
+        """Note that all writes so far were seen."""
         found = [reference() for reference, _ in self.versions.values()]
         self.versions = {id(t): (ref(t), t._version) for t in found if t is not None}
 
     def is_changed(self, tensor: _Tensor) -> bool:
-        """Whether ``tensor`` has been written to by somebody who was not seen."""
+        """Whether there was an unseen write to ``tensor``."""
         reference, version = self.versions.get(id(tensor), (None, 0))
         if reference is None or reference() is not tensor or tensor._version == version:
             return False
@@ -101,44 +91,59 @@ class Memory:
 
 
 class Ground:
-    """What the two modes that record a call have in common."""
+    """The state that the two modes which record a call share.
+
+    Args:
+        recall: What the call holds.
+        earlier: What the first part of the call holds, if only the rest is recorded.
+    """
 
     def __init__(self, recall: Recall, earlier: Recall | None) -> None:
         self.recall = recall
-        #: What the part of the call holds that came before, if only the rest is recorded.
         self.earlier = earlier
         self.tape = recall.tape
         #: The function that is running.
         self.step: Step | None = None
         #: Whether it runs under autocast, which ops cannot tell.
         self.is_casting = False
-        #: Why everything is held from here on.
-        self.stopped: str | None = None
-        #: While ops are run that are none of the region's.
-        self.paused = False
-        #: While an op is: below autograd, and before its writes are counted.
-        self.is_in_op = False
-        self.writes_outside = False
-        #: What the function has written to.
-        self.written: set[Memory] = set()
-        #: What was looked at otherwise, which counts as a write.
-        self._looked_at: set[Memory] = set()
-        #: The switches of the function that is running, if they are not those of the region.
+        #: Its flags, if they differ from those of the region.
         self.flags: Flags | None = None
-        #: By number of a tensor outside: where it begins in its memory, if that matters.
+        #: Why nothing is recorded any more, and everything is held.
+        self.stopped: str | None = None
+        #: While ops run that are not the region's.
+        self.paused = False
+        #: While an op of the region runs: below autograd, and before its writes are counted.
+        self.is_in_op = False
+        #: Whether the region writes to a storage that it did not make.
+        self.writes_outside = False
+        #: The storages that the function has written to.
+        self.written: set[Memory] = set()
+        #: The storages of tensors whose metadata was changed, which counts as a write.
+        self._looked_at: set[Memory] = set()
+        #: By number of an outside tensor: its offset, if that matters.
         self.places: dict[int, int] = {}
-        #: What an opaque function has made so far. Only what it returns will be read again.
+        #: The storages that an opaque function has made so far. Only what it returns can be read.
         self.inner: set[Memory] = set()
         self._memories: dict[int, Memory] = {}
-        #: What is held whose last write may not have been counted yet.
+        #: Held tensors whose last write may not have been counted yet.
         self._new: list[Held] = []
-        #: Of that what is to be sent away, and how many of those sent before are let go then.
+        #: Values to offload when the function is over, and how many of those offloaded before are
+        #: freed then.
         self._leaving: list[Buffer] = []
         self.arrivals = 0
 
     def is_idle(self) -> bool:
-        """Whether nothing is written down."""
+        """Whether nothing is recorded."""
         return self.paused or self.stopped is not None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context whose ops are not the region's."""
+        paused, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = paused
 
     def stop(self, reason: str) -> None:
         """Hold everything from now on."""
@@ -148,45 +153,47 @@ class Ground:
                 self.step.is_opaque = True
 
     def stop_at(self, tensor: _Tensor) -> None:
-        """Hold everything, since ``tensor`` is one that is not understood."""
+        """Hold everything from now on, since ``tensor`` is not supported."""
         self.stop(unsupported_tensor(tensor))
 
-    # --- memories ---------------------------------------------------------------------------------
+    # --- storages ---------------------------------------------------------------------------------
 
     def memory(self, tensor: _Tensor) -> Memory | None:
-        """The memory of ``tensor``, if it is known."""
+        """The storage of ``tensor``, if it is known."""
         key = memory_key(tensor)
         return None if key is None else self._alive(key)
 
-    def memory_of(self, storage: torch.UntypedStorage) -> Memory | None:
-        """The same, of a storage."""
-        return self._alive(key_of_storage(storage))
+    def memory_of(self, untyped: torch.UntypedStorage) -> Memory | None:
+        """The same, by torch's storage."""
+        return self._alive(key_of_storage(untyped))
 
     def _alive(self, key: int) -> Memory | None:
         memory = self._memories.get(key)
         return memory if memory is not None and memory.storage() is not None else None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> Memory:
-        """A memory that is seen for the first time."""
-        storage = tensor.untyped_storage()
+        """Add a storage that is seen for the first time."""
+        untyped = tensor.untyped_storage()
         start = start_of(tensor)
-        buffer = self.tape.new(tensor, storage.nbytes(), start)
+        buffer = self.tape.new(tensor, untyped.nbytes(), start)
         buffer.outside = outside
-        memory = self._memories[key_of_storage(storage)] = Memory(storage, buffer, start)
-        if not storage.resizable() and not isinstance(tensor, nn.Parameter):
-            # Not torch's own: an array of numpy, perhaps, by which others can write to it.
+        memory = self._memories[key_of_storage(untyped)] = Memory(
+            ref(untyped), buffer, start, outside
+        )
+        if not untyped.resizable() and not isinstance(tensor, nn.Parameter):
+            # Not allocated by torch: perhaps an array of numpy, by which others can write to it.
             memory.is_exposed = True
             buffer.unsure = OPAQUE
         return memory
 
     def add_stranger(self, tensor: _Tensor) -> Memory:
-        """A memory that nothing seen has made."""
+        """Add a storage that nothing seen has made."""
         memory = self.add(tensor)
         memory.buffer.unsure = OPAQUE
         return memory
 
     def find(self, tensor: _Tensor) -> Memory | None:
-        """Where a tensor comes from that no op has made: autocast remembers weights converted."""
+        """Add a storage that no op has made: perhaps a weight that autocast had cast before."""
         if not is_plain_tensor(tensor):
             self.stop_at(tensor)
             return None
@@ -202,66 +209,53 @@ class Ground:
         return memory
 
     def view(self, tensor: _Tensor) -> View | None:
-        """What ``tensor`` is a view of; None if that cannot be said."""
+        """The view that ``tensor`` is; None if it is not supported."""
         memory = self.memory(tensor) or self.find(tensor)
         return None if memory is None else self.view_in(memory, tensor)
 
     @staticmethod
     def view_in(memory: Memory, tensor: _Tensor) -> View:
-        """The same, of a tensor of a known memory."""
+        """The same, of a tensor on a known storage."""
         own = memory.buffer.layout
         layout = layout_of(tensor, memory.start)
         return View(memory.buffer, own if layout == own else layout)
 
     def new_op(self, op: Any, call: Any) -> Op:
-        """An op that runs now."""
+        """Record an op that runs now."""
         made = Op(len(self.tape.ops), op, call, self.flags)
         self.tape.ops.append(made)
         return made
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def before_change(self, memory: Memory, tensor: _Tensor) -> None:
-        """``memory`` is about to be written to: what relies on its content gets a copy."""
+    def before_change(self, memory: Memory) -> None:
+        """``memory`` is about to be written to: copy what is held of it and still needed."""
         buffer = memory.buffer
         self.writes_outside |= memory.is_outside
         if buffer.op < 0:
-            # A later call can hold it, but nobody would copy it then before it is written to.
+            # A later call could hold it, but would not copy it before the write.
             buffer.unsure = buffer.unsure or "changed later"
-        held = self.recall.kept.get(buffer.number)
-        if held is None:
-            return
-        if held.away is not None:
-            held.away.before_write()
-        elif buffer.is_wanted:
-            paused, self.paused = self.paused, True
-            try:
-                held.become_copy()
-            finally:
-                self.paused = paused
-        else:
-            del self.recall.kept[buffer.number]
+        if buffer.number in self.recall.kept:
+            with self.pause():
+                self.recall.before_overwrite(buffer)
 
     def protect(self, tensor: _Tensor) -> None:
-        """``tensor`` is about to be written to: what nobody else looks after gets a copy.
+        """``tensor`` is about to be written to: copy held tensors that nobody else copies.
 
-        That is what the part before holds, and what is held since nothing is written down any more.
+        These are tensors of the earlier part of the call, and all once nothing is recorded.
         """
         if self.paused:
             return
-        self.paused = True
         for held in self._new:  # the ops before this one are over
             held.count_version()
-        try:
+        with self.pause():
             if self.earlier is not None:
                 self.earlier.before_write(tensor)
             if self.stopped is not None:
                 self.recall.before_write(tensor)
-        finally:
-            self.paused = False
 
     def end_writes(self) -> None:
-        """The function is over that wrote to memories."""
+        """A function that wrote to storages is over."""
         for memory in self.written:
             self._note_spoilt(memory)
             held = self.recall.kept.get(memory.buffer.number)
@@ -270,17 +264,17 @@ class Ground:
         self.written.clear()
 
     def _note_spoilt(self, memory: Memory) -> None:
-        """After a write: what autograd saved before, and would now refuse to use."""
+        """After a write: find the saved tensors that autograd would refuse to use now."""
         for reference, version, buffer in memory.saved:
             tensor = reference()
             if not buffer.is_last and tensor is not None and tensor._version != version:
                 buffer.is_spoilt = True
 
     def find_changes(self, tensor: _Tensor) -> None:
-        """Look for writes to ``tensor`` that no op was seen to make.
+        """Look for writes to ``tensor`` by no op that was seen.
 
-        Those of another thread, or of code that a compiler made. What the memory held before is
-        gone: where it cannot be made again, backward says so.
+        Another thread may have written, or compiled code. The value before is gone: if it cannot be
+        recomputed, backward raises.
         """
         memory = self.memory(tensor)
         if memory is None or not memory.is_changed(tensor):
@@ -289,20 +283,14 @@ class Ground:
         self.writes_outside |= memory.is_outside
         if old.op < 0:  # as before a write that is seen: a later call must not hold it
             old.unsure = old.unsure or "changed later"
-        held = self.recall.kept.get(old.number)
-        maker = self.tape.maker_of(old)
-        if held is not None and held.away is None:
-            if maker is not None and maker.keep is None:
-                del self.recall.kept[old.number]
-            else:
-                held.spoil()
+        self.recall.after_overwrite(old)
         memory.is_exposed = True
         memory.buffer = self.tape.after(old)
         memory.buffer.unsure = OPAQUE
         self._note_spoilt(memory)
 
     def note_place(self, tensor: _Tensor) -> None:
-        """A view is made that counts from the beginning of the memory of ``tensor``."""
+        """A view of ``tensor`` is made whose offset counts from the beginning of the storage."""
         memory = self.memory(tensor) or self.find(tensor)
         if memory is None:
             return
@@ -312,36 +300,34 @@ class Ground:
             self.step.is_opaque = True
 
     def end_inner(self) -> None:
-        """The opaque function is over: what of its own is not held by now is not to be had."""
+        """An opaque function is over: values of its own that are not held by now are lost."""
         for memory in self.inner:
             if memory.buffer.number not in self.recall.kept:
                 memory.buffer.unsure = OPAQUE
         self.inner.clear()
 
     def expose(self, tensor: _Tensor) -> None:
-        """Somebody gets a way to the memory of a tensor, and may change it."""
+        """Somebody unseen gets access to the storage of a tensor, and may write to it."""
         self.protect(tensor)
         memory = self.memory(tensor)
         if memory is not None:
-            self.before_change(memory, tensor)
+            self.before_change(memory)
             memory.is_exposed = True
             memory.buffer = self.tape.after(memory.buffer)
             memory.buffer.unsure = OPAQUE
 
-    # --- what is held -----------------------------------------------------------------------------
+    # --- held tensors -----------------------------------------------------------------------------
 
     def hold(self, view: View, tensor: _Tensor, ruling: Any) -> None:
-        """Hold a buffer, of which ``tensor`` is a view."""
+        """Hold the value of ``view``, which is ``tensor``."""
         recall = self.recall
-        away = ruling is not None and (ruling.offloads or recall.deposit.chosen)
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
-        recall.keep(view.buffer, alias, view.layout, away=False)
-        self._new.append(recall.kept[view.buffer.number])
-        if away:
+        self._new.append(recall.keep(view.buffer, alias, view.layout, away=False))
+        if ruling is not None and (ruling.offloads or recall.deposit.chosen):
             self._leaving.append(view.buffer)
 
     def note_looks(self, tensor: _Tensor) -> None:
-        """Another look at the memory of ``tensor`` counts as a write, and leaves it as it is."""
+        """The metadata of ``tensor`` is changed in place. That counts as a write, but is none."""
         if self.step is not None:
             self.step.changes_looks = True
         memory = self.memory(tensor)
@@ -351,10 +337,10 @@ class Ground:
             self._new += [] if recall is None else recall.before_look(tensor)
 
     def end_function(self) -> None:
-        """Send away what is to leave, and let go of what has arrived.
+        """Offload what is to be offloaded, and free what has arrived.
 
-        Now, since the writes of a function have been counted when it is over: a store would take
-        them for changes of what it was given.
+        Only when a function is over its writes have been counted: before, a store would take them
+        for changes to the tensors that it was given.
         """
         for held in self._new:
             held.count_version()
@@ -369,10 +355,7 @@ class Ground:
             return
         leaving, self._leaving = self._leaving, []
         arrivals, self.arrivals = self.arrivals, 0
-        paused, self.paused = self.paused, True
-        try:
+        with self.pause():
             for buffer in leaving:
                 self.recall.send(buffer)
             self.recall.deposit.release(arrivals)
-        finally:
-            self.paused = paused

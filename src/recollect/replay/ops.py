@@ -25,14 +25,14 @@ __all__ = ["OpRecorder"]
 
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
-#: Why an op is kept of which nothing is known.
+#: Why the results of an op are kept that is not torch's.
 FOREIGN = "of another library"
-#: The memories that an op writes to, each with the tensor by which it does.
+#: The storages that an op writes to, each with the argument by which it does.
 _Written = dict[Memory, _Tensor]
 
 
 class OpRecorder(DispatchMode):
-    """Writes down what each op reads, makes and changes, and holds what is not to be made again."""
+    """Records what each op reads, makes and writes, and holds what must not be recomputed."""
 
     def __init__(self, ground: Ground, consultation: PolicyCall | Directed) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class OpRecorder(DispatchMode):
             return info.call(*args, **kwargs)
         if ground.step is not None:
             return self._note(info, args, kwargs or {})
-        with no_function_modes():  # which is on outside of functions, and would see what we do
+        with no_function_modes():  # outside of functions, the recorder would see what follows
             return self._note(info, args, kwargs or {})
 
     def _note(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ class OpRecorder(DispatchMode):
             return info.call(*args, **kwargs)
         step = ground.step
         if step is not None:
-            # The function goes on with a number that may be another one in another call.
+            # The function reads a number into Python, which may differ in another call.
             step.is_opaque |= info.reads_number
             step.is_opaque |= step.own is not None and not is_form_of(info.op, step.own)
             step.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
@@ -85,8 +85,8 @@ class OpRecorder(DispatchMode):
         written: _Written = {}
         if info.writes:
             written = self._written(info, args, kwargs)
-            for memory, tensor in written.items():
-                ground.before_change(memory, tensor)
+            for memory in written:
+                ground.before_change(memory)
         if info.writes_unseen:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, _Tensor):
@@ -110,21 +110,21 @@ class OpRecorder(DispatchMode):
         return out
 
     def _find_casts(self, args: _Args) -> None:
-        """Before a view: find weights that autocast has converted, which can be told from them."""
+        """Before a view: find weights that autocast has cast, which their views do not tell."""
         for tensor in tensors_in(args):
             if self._ground.memory(tensor) is None:
                 self._ground.find(tensor)
 
     def _is_look(self, info: OpInfo, args: _Args) -> bool:
-        """Whether an op makes of a new tensor a look at known memory.
+        """Whether an op makes a new tensor a view of a known storage.
 
-        So recurrent layers of libraries look at all of their weights as one.
+        Recurrent layers of libraries do so, to have all of their weights in one tensor.
         """
         if not info.sets_storage or args[0].numel():
             return False
         return self._ground.memory_of(args[1]) is not None
 
-    # --- what goes in -----------------------------------------------------------------------------
+    # --- arguments --------------------------------------------------------------------------------
 
     def _written(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> _Written:
         found: _Written = {}
@@ -156,7 +156,7 @@ class OpRecorder(DispatchMode):
         return value
 
     def _note_overwritten(self, op: Op, info: OpInfo, written: _Written) -> None:
-        """Which of the buffers that ``op`` writes to it does not look at."""
+        """Find the values that ``op`` overwrites without reading them."""
         fresh = []
         for memory, tensor in written.items():
             view = self._ground.view_in(memory, tensor)
@@ -170,13 +170,13 @@ class OpRecorder(DispatchMode):
         op.reads = [number for number in op.reads if number not in op.fresh]
 
     def _hold_saved(self, buffer: Buffer) -> None:
-        """An op writes to ``buffer`` without autograd's knowledge, and may have saved it."""
+        """An op writes to ``buffer`` unnoticed by autograd, which may have saved it."""
         step = self._ground.step
         for pack in () if step is None else step.packs:
             if pack.view is not None and pack.view.buffer is buffer:
                 pack.view = None
 
-    # --- what comes out ---------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def _draw(self, op: Op, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run an op that may draw random numbers."""
@@ -194,16 +194,16 @@ class OpRecorder(DispatchMode):
         return out
 
     def _decide(self, op: Op, info: OpInfo, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
-        """Say why the op is not to be run again, if it is not."""
-        step = self._ground.step
-        if step is None or step.is_opaque or not info.is_overload or self._reads_unsure(op):
+        """Find out why the op must not run again, if so."""
+        step, tape = self._ground.step, self._ground.tape
+        if step is None or step.is_opaque or not info.is_overload or tape.unsure_read(op):
             op.never_again(OPAQUE, None)
             return
-        call = self._consultation
-        if isinstance(call, Directed):
-            ruling = op.ruling = call.decide(op, info)
+        decider = self._consultation
+        if isinstance(decider, Directed):
+            ruling = op.ruling = decider.decide(op, info)
         else:
-            ruling = op.ruling = call.decide(info, out, args, kwargs)
+            ruling = op.ruling = decider.decide(info, out, args, kwargs)
         why_kept = "nondeterministic" if info.is_nondeterministic else None
         if info.uses_library_rng(args):
             why_kept = "random, by a state of its library"
@@ -211,25 +211,21 @@ class OpRecorder(DispatchMode):
         if not insists and not info.is_function(args, kwargs):
             why_kept = FOREIGN
         if op.key is not None and why_kept is None:
-            return  # it may run again, for results that are not held
+            return  # it may run again, for the results that are not held
         if ruling.keeps and info.can_be_kept:
             op.never_again(ruling.reason, ruling)
         elif why_kept is not None:
             op.never_again(why_kept, ruling)
 
-    def _reads_unsure(self, op: Op) -> bool:
-        values = self._ground.tape.values
-        return any(values[number].unsure is not None for number in op.reads)
-
     def _write(self, op: Op, written: _Written) -> None:
-        """Go on to the next buffer of each memory that was written to."""
+        """Make the next value of each storage that was written to."""
         ground = self._ground
         ground.written.update(written)
         for memory, tensor in written.items():
             old = memory.buffer
             lost = ground.tape.maker_of(old) if old.number not in ground.recall.kept else None
             if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
-                # What it goes on from was held, and could not be any longer.
+                # The value before was held, and cannot be any longer.
                 op.never_again(lost.keep, lost.ruling)
             new = memory.buffer = ground.tape.after(old)
             old.is_spoilt |= memory.has_data
@@ -250,7 +246,7 @@ class OpRecorder(DispatchMode):
             known = ground.memory(tensor)
             if known is not None:  # an argument, a view of one, or a view of another result
                 if op.keep == FOREIGN and not info.is_alias:
-                    # A memory of the library's own, that it has filled again.
+                    # A storage of the library's own, which it has written to.
                     ground.expose(tensor)
                 continue
             if not is_plain_tensor(tensor):
@@ -267,7 +263,7 @@ class OpRecorder(DispatchMode):
                 memory.buffer.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
-        """Have a tensor kept that was given a name."""
+        """Keep a tensor that was given a name."""
         ground = self._ground
         memory = None if ground.is_idle() else ground.memory(tensor)
         if memory is not None:
@@ -276,7 +272,7 @@ class OpRecorder(DispatchMode):
             return
         op = ground.tape.maker_of(memory.buffer)
         if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
-            return  # it is there anyway, or an earlier rule has it recomputed
+            return  # it is held anyway, or an earlier rule has it recomputed
         if not op_info(op.op).can_be_kept:
             raise ValueError(
                 f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
@@ -284,20 +280,20 @@ class OpRecorder(DispatchMode):
             )
         op.never_again(ruling.reason, ruling)
         ground.hold(ground.view_in(memory, tensor), tensor, ruling)
-        ground.recall.let_go_last()
+        ground.recall.release_last()
 
 
 def _holds(op: Op, result: int | None) -> bool:
-    """Whether a result of ``op`` is held: of those on new memory which; None: one in place."""
+    """Whether a result of ``op`` is held: its position in ``makes``; None: one in place."""
     if op.keep is not None or op.planned is None:
         return op.keep is not None
     return result is None or result in op.planned
 
 
 def _picks_by_mask(info: OpInfo, args: _Args) -> bool:
-    """Whether the shape of the result depends on data, for an op of which it may.
+    """Whether the shape of the result depends on data, for an op whose may.
 
-    Indexing by numbers gives as many results as numbers, by truth values as many as are true.
+    Indexing by integers does not, indexing by masks does.
     """
     if not info.is_index:
         return True
@@ -306,7 +302,7 @@ def _picks_by_mask(info: OpInfo, args: _Args) -> bool:
 
 
 def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
-    """What an op draws from that was given no generator."""
+    """The generator of an op that was given none."""
     tensors = tensors_in([*args, *kwargs.values()])
     where = kwargs.get("device") or (tensors[0].device if tensors else default_device_type())
     device = torch.device(where)
@@ -320,6 +316,6 @@ def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
 
 def _times(buffer: Buffer, op: Op) -> int:
     """How often ``buffer`` is among the arguments of ``op``."""
-    values = [*op.args, *op.kwargs.values()]
-    flat = [each for value in values for each in (value if type(value) is Views else [value])]
+    args = [*op.args, *op.kwargs.values()]
+    flat = [each for arg in args for each in (arg if type(arg) is Views else [arg])]
     return sum(type(each) is View and each.buffer is buffer for each in flat)

@@ -1,8 +1,8 @@
 """Decisions about single ops of a model, as a plan makes them, in place of a policy.
 
-A policy speaks of kinds of ops; a plan says of each op of the model what becomes of its results. To
-find it again in another call, with other shapes perhaps, an op is called by the module that runs
-it, its name, and how many of that name the module had run before.
+A policy decides by the kind of an op; a plan decides for each op of the model. The key by which it
+is found in another call, perhaps with other shapes, is the module that runs it, its name, and how
+many ops of that name the module had run before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,7 @@ __all__ = ["Alike", "Decisions", "Directed"]
 
 
 class _Keys:
-    """What the ops of one call of ``root`` are called, one after the other."""
+    """The keys of the ops of one call of ``root``, one after the other."""
 
     def __init__(self, root: Any) -> None:
         names = root.named_modules() if isinstance(root, nn.Module) else ()
@@ -37,7 +38,7 @@ class _Keys:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def path(self, frame: FrameType | None) -> str:
-        """The innermost module that is being called."""
+        """The path of the innermost module that is being called."""
         while frame is not None:
             if frame.f_code is MODULE_CALL:
                 name: str | None = self._names.get(id(frame.f_locals.get("self")))
@@ -47,33 +48,33 @@ class _Keys:
         return ""
 
     def next(self, op: Any, frame: FrameType | None) -> str:
-        """What a call of ``op`` is called, made from ``frame``."""
+        """The key of a call of ``op``, made from ``frame``."""
         place = self.path(frame), op_name(op)
         number = self._counts[place]
         self._counts[place] = number + 1
         return f"{place[0]}|{place[1]}|{number}"
 
     def skip(self, keys: Iterable[str]) -> None:
-        """These have been called before."""
+        """Count ops that have run before."""
         for key in keys:
             path, name, _ = key.split("|")
             self._counts[path, name] += 1
 
 
 class Alike:
-    """Which op of a planned step is like one that was not in it.
+    """Finds the planned op that is most like one that was not in the planned step.
 
-    A loop that runs longer calls the same ops once more, and a layer that was left out is like its
-    neighbours. ``counts``: by what a key has before its number, how many of them there were.
+    A loop that runs longer calls the same ops once more, and a layer that was skipped is like its
+    neighbours. ``counts``: by key without its number, how many such ops were planned.
     """
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
-        #: By such a beginning with all numbers in it left out: one of those that are like it.
+        #: The same keys by their form, without any numbers.
         self._forms = {_form(start): start for start in reversed([*counts])}
 
     def of(self, key: str) -> str:
-        """The key of an op that was planned: this one, if it was, else one like it if any is."""
+        """``key`` if it was planned, else the key of a planned op like it if there is one."""
         start, _, number = key.rpartition("|")
         count = self._counts.get(start)
         if count is None:
@@ -94,44 +95,34 @@ def _form(start: str) -> str:
 _NUMBERS = re.compile(r"\d+")
 
 
+@dataclass(eq=False)
 class Decisions:
-    """Which results of the ops of a model are kept or sent away; all others are made again.
+    """Which results of the ops of a model are kept or offloaded; all others are recomputed.
 
-    Known by identity, as recordings are made under it.
+    Compared by identity: a recording belongs to one of these.
 
     Args:
-        kept: By key of an op: the numbers of its results that stay on the device.
-        away: The same, of those that go to the host.
-        store: Where they go to.
-        arrivals: By key of an op: how many of those that were sent first are let go when its
-            function is over.
+        kept: By key of an op: the positions of its results that stay on the device.
+        away: The same, of those that are offloaded.
+        store: Where they are offloaded to.
+        arrivals: By key of an op: how many of the tensors that were offloaded first are freed when
+            its function is over.
         begin: How many tickets are left when fetching ahead begins; None: it begins with backward.
-        alike: What ops that were not in the planned step are like.
+        alike: Finds decisions for ops that were not in the planned step.
     """
 
-    __slots__ = ("__weakref__", "alike", "arrivals", "away", "begin", "kept", "store")
-
-    def __init__(
-        self,
-        kept: Mapping[str, frozenset[int]],
-        away: Mapping[str, frozenset[int]] | None = None,
-        store: Store | None = None,
-        arrivals: Mapping[str, int] | None = None,
-        begin: int | None = None,
-        alike: Alike | None = None,
-    ) -> None:
-        self.alike = alike
-        self.kept = kept
-        self.away = {} if away is None else away
-        self.store = store
-        self.arrivals = {} if arrivals is None else arrivals
-        self.begin = begin
+    kept: Mapping[str, frozenset[int]]
+    away: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    store: Store | None = None
+    arrivals: Mapping[str, int] = field(default_factory=dict)
+    begin: int | None = None
+    alike: Alike | None = None
 
     def __deepcopy__(self, memo: Any) -> Decisions:
         return self
 
     def decide(self, key: str, op: Op) -> Ruling:
-        """What becomes of the results of ``op``, which is called ``key``."""
+        """The decision for ``op``, whose key is ``key``."""
         op.key = key
         op.arrivals = self.arrivals.get(key, 0)
         if key in self.away:
@@ -148,7 +139,7 @@ _RECOMPUTED = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "planned", 0)
 
 
 class Directed:
-    """The decisions for one call of ``function``. Stands where a policy's `PolicyCall` does."""
+    """The decisions for one call of ``function``, in place of a policy's."""
 
     def __init__(
         self, decisions: Decisions, function: Callable[..., Any], before: Iterable[Op] = ()
@@ -162,8 +153,8 @@ class Directed:
         pass
 
     def __exit__(self, *exc: object) -> None:
-        self.keep = None  # it was recorded, and that leads here
+        self.keep = None  # the autograd graph leads here by the hook that recorded it
 
     def decide(self, op: Op, info: OpInfo) -> Ruling:
-        """What is to become of the result of an op."""
+        """The decision for an op."""
         return self._decisions.decide(self._keys.next(info.op, sys._getframe(1)), op)

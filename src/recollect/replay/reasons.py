@@ -1,4 +1,4 @@
-"""Why a call holds what it holds, and why the other ops run again: read from its tape."""
+"""Why a call holds values, and why other ops run again: read from its recorded graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Reasons:
         return "; ".join(reasons) or self.other
 
     def recomputing(self, op: Op, memory: int) -> str | None:
-        """Why ``op`` runs again to make that memory; None if it does not."""
+        """Why ``op`` runs again to make the storage ``memory``; None if it does not."""
         if memory not in self._again:
             return None
         if op.ruling is None or not (self._has_policy or op.key is not None):
@@ -68,29 +68,15 @@ class Reasons:
 
     def _sources(self, buffer: Buffer) -> list[_Source]:
         """The ops that are not run again thanks to ``buffer``: its own, or those it stems from."""
-        found: list[_Source] = []
-        seen = {buffer.number}
-        wanted = [buffer]
-        while wanted:
-            op = self._tape.maker_of(wanted.pop())
-            if op is None:
-                continue
-            reason = self._why_not_again(op)
-            if reason is not None:
-                found.append((op, reason))
-                continue
-            reads = [each for each in op.reads if each not in seen and each not in self._kept]
-            seen.update(reads)
-            wanted += [self._tape.values[each] for each in reads]
-        return found
+        ops = self._tape.sources(buffer.number, self._kept, self._why_not_again)
+        return [(op, str(self._why_not_again(op))) for op in ops]
 
     def _why_not_again(self, op: Op) -> str | None:
         if op.held:
             return str(op.ruling.reason)
         if op.keep is not None:
             return op.keep if op.keep in self._titles else _MUST + op.keep
-        unsure = (self._tape.values[number].unsure for number in op.reads)
-        reason = op.later or next(filter(None, unsure), None)
+        reason = op.later or self._tape.unsure_read(op)
         return None if reason is None else _MUST + reason
 
 

@@ -1,13 +1,13 @@
 """Recording: the function runs once, under modes that write down what it does.
 
-Two modes look on. One sees the functions of torch that are called (`Step`), the other the ops that
-these come down to (`Op`). Saved-tensor hooks say which values autograd saves. What must not run
-again is held on the spot, so that everything else can be dropped as forward goes.
+One mode sees the functions of torch that are called, the other the ops that these run
+(`ops`). Saved-tensor hooks tell which values autograd saves. What must not run again is held at
+once, so that everything else can be dropped during forward.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -31,9 +31,9 @@ from recollect.replay.call_mode import mood
 from recollect.replay.held_tensor import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, Ground, Memory, start_of
 from recollect.replay.ops import OpRecorder
-from recollect.replay.plan import saved_by
 from recollect.replay.planned_ops import Directed
 from recollect.replay.recording import Recording
+from recollect.replay.region_schedule import saved_by
 from recollect.replay.rematerialize import Recall
 from recollect.replay.steps import (
     EXPOSING,
@@ -59,7 +59,7 @@ from recollect.state.flags import read_flags
 __all__ = ["Recorder"]
 
 _Tensor = torch.Tensor
-#: Most constants are of these types, and these are quick to tell.
+#: The types of most constants.
 _USUAL = frozenset({int, bool, float, str, type(None)})
 _DATA = _Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -82,14 +82,12 @@ class Recorder(TorchFunctionMode):
         self._objects = Objects()
         self._offload_inputs = offload_inputs
         self._is_planned = isinstance(consultation, Directed)
-        #: What autograd has saved in the function that is running, and on which memory that is.
+        #: What autograd has saved in the function that is running, each with its storage.
         self._tickets: list[tuple[Ticket, Memory | None]] = []
-        self._around: list[AbstractContextManager[Any]] = [
-            consultation,
-            OpRecorder(self._ground, consultation),
-        ]
+        self._consultation = consultation
+        self._op_recorder = OpRecorder(self._ground, consultation)
         self._stack = ExitStack()
-        #: How many dispatch modes there are outside of functions.
+        #: How many dispatch modes are active outside of functions.
         self._modes = 0
         self._stream = current_stream_key()
         recall.pause = self.pause
@@ -98,8 +96,8 @@ class Recorder(TorchFunctionMode):
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for context in self._around:
-                stack.enter_context(context)
+            stack.enter_context(self._consultation)
+            stack.enter_context(self._op_recorder)
             super().__enter__()  # type: ignore[no-untyped-call]
             self._stack = stack.pop_all()
         self._modes = dispatch_mode_count()
@@ -110,7 +108,7 @@ class Recorder(TorchFunctionMode):
         self._stack.__exit__(*exc)
 
     def finish(self, result: Any) -> Recording:
-        """After the call, which returned ``result``: let go of what nobody needs."""
+        """After the call, which returned ``result``: release what nobody needs."""
         ground, recall = self._ground, self._recall
         recall.is_running = False
         ground.end_function()
@@ -122,15 +120,9 @@ class Recorder(TorchFunctionMode):
                     memory.buffer.unsure = OPAQUE
                     recall.before_write(leaf)
         recall.release_unneeded()
-        # The user may change what the region returns. In a plan, what autograd has saved must not
-        # be: a copy would take more than there is room for.
-        saved = set(saved_by(self._steps)) if self._is_planned else set()
-        for number, held in recall.kept.items():
-            buffer = ground.tape.values[number]
-            must_stay = number in saved and buffer.unsure is None
-            is_here = held.away is None and held.is_unchanged()
-            if buffer.is_output and is_here and not must_stay:
-                held.become_copy()
+        # In a plan, outputs that autograd saved are not copied: there is no room for copies, and
+        # autograd raises if they are changed.
+        recall.copy_outputs(set(saved_by(self._steps)) if self._is_planned else ())
         for number, start in ground.places.items():
             self._outsides[number].start = start
         return Recording(
@@ -148,14 +140,9 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Any:
-        """A context whose ops are none of the region's."""
-        ground = self._ground
-        paused, ground.paused = ground.paused, True
-        try:
-            with no_function_modes():
-                yield
-        finally:
-            ground.paused = paused
+        """A context whose ops are not the region's."""
+        with self._ground.pause(), no_function_modes():
+            yield
 
     # --- functions --------------------------------------------------------------------------------
 
@@ -170,25 +157,26 @@ class Recorder(TorchFunctionMode):
             return self._run_unrecorded(func, args, kwargs)
         ground.end_function()
         if func in UNSUPPORTED:
-            ground.stop(f"{func} gives a tensor another memory")
+            ground.stop(f"{func} gives a tensor another storage")
         elif func in WRONG_IN_MODES:
             for tensor in tensors_in([*args, *kwargs.values()]):
                 ground.protect(tensor)
                 if (memory := ground.memory(tensor)) is not None:
-                    ground.before_change(memory, tensor)
-            ground.stop(f"{func} is wrong inside of a dispatch mode")
+                    ground.before_change(memory)
+            ground.stop(f"{func} has wrong gradients under a dispatch mode")
             with no_dispatch_modes():
                 return func(*args, **kwargs)
         elif self._stream is not None and not is_current_stream(self._stream):
-            # Backward runs what it asks for on the stream of the function that saved it.
+            # Backward recomputes a saved tensor on the stream of the function that saved it.
             ground.stop("several streams")
         if ground.is_idle():
             return func(*args, **kwargs)
         flags = read_flags()
         ground.flags = None if flags == self._recall.flags else flags
-        step = Step(func, mood(func), len(ground.tape.ops), ground.flags or self._recall.flags)
-        # Somebody has entered a mode inside the region, which may do anything; or a function looks
-        # at memory itself, and at how it is called.
+        first = len(ground.tape.ops)
+        step = Step(func, mood(func), (first, first), ground.flags or self._recall.flags)
+        # A mode that was entered inside the region may do anything, as may a function that reads
+        # data in Python.
         step.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
         step.own = None if is_of_torch(func) else func
         step.args = Items(tuple, [self._template(each, step) for each in args])
@@ -226,7 +214,7 @@ class Recorder(TorchFunctionMode):
             ground.step = None
 
     def _end(self, step: Step, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The function has returned: drop what it saved."""
+        """The function has returned: drop what autograd saved in it."""
         ground = self._ground
         tickets, self._tickets = self._tickets, []
         try:
@@ -240,14 +228,14 @@ class Recorder(TorchFunctionMode):
             self._give_up(step, tickets)
             return
         if len(step.draws) > 1:
-            # Only where a generator stood before the function is known in later calls.
+            # In later calls only the state of the generator before the function is known.
             for op in step.draws:
                 op.later = "random, several draws in one function"
         returned = tensors_in(out)
         if step.is_opaque:
             self._forget_looks(step, returned)
             if step.own is not None:
-                # Another call may write to another one of its arguments.
+                # Another call may write to another of its arguments.
                 for tensor in tensors_in([*args, *kwargs.values()]):
                     ground.expose(tensor)
         for tensor in returned:
@@ -267,25 +255,25 @@ class Recorder(TorchFunctionMode):
             ground.end_writes()
 
     def _give_up(self, step: Step, tickets: list[tuple[Ticket, Memory | None]]) -> None:
-        """A function is not known to the end."""
+        """A function was not recorded to its end: hold what autograd saved in it."""
         self._steps.remove(step)
         for ticket, _ in tickets:
             hold_for_good(ticket)
         tickets.clear()
 
     def _forget_looks(self, step: Step, returned: list[_Tensor]) -> None:
-        """What the function did another call of it may do otherwise."""
+        """The function is opaque: another call of it may do something else."""
         for pack in step.packs:
             pack.view = None
         for tensor in returned:
             memory = self._ground.memory(tensor)
             if memory is not None and not _is_made_in(step, memory.buffer):
-                # Which part of which memory is returned is not known.
+                # Another call may return a part of another storage.
                 memory.buffer.unsure = OPAQUE
                 memory.is_exposed = True
 
     def _returned(self, tensor: _Tensor, step: Step) -> View | None:
-        """What a tensor that a function returns is a view of."""
+        """The view that a returned tensor is."""
         ground = self._ground
         memory = ground.memory(tensor)
         if memory is None:
@@ -297,7 +285,7 @@ class Recorder(TorchFunctionMode):
         view = ground.view_in(memory, tensor)
         is_given = buffer.op < 0 and buffer.outside is None and not memory.is_exposed
         if is_given and _is_made_in(step, buffer):
-            # Made of constants, as by torch.tensor(): it is there as of now.
+            # Made from constants, as by torch.tensor(): hold it from now on.
             buffer.unsure = None
             ground.hold(view, tensor, None)
         elif memory in ground.inner and buffer.unsure is None:
@@ -307,9 +295,9 @@ class Recorder(TorchFunctionMode):
     def _note_saved(
         self, memory: Memory, tensor: _Tensor, view: View, returned: list[_Tensor]
     ) -> None:
-        """Remember a tensor that autograd saved, to see whether it is written to later."""
+        """Remember a saved tensor, to notice later writes to it."""
         if self._objects.number_of(tensor) is None:
-            # A result is saved as another object than the one that is returned.
+            # Autograd saves a result as another object than the one that is returned.
             same = [each for each in returned if self._ground.memory(each) is memory]
             if not same:
                 return
@@ -317,7 +305,7 @@ class Recorder(TorchFunctionMode):
         memory.saved.append((ref(tensor), tensor._version, view.buffer))
 
     def _note_changed(self, step: Step, values: list[Any]) -> None:
-        """Where to find what a function has written to."""
+        """Note by which arguments a later call finds what the function has written to."""
         for tensor in tensors_in(values):
             number = self._objects.number_of(tensor)
             memory = self._ground.memory(tensor)
@@ -327,14 +315,14 @@ class Recorder(TorchFunctionMode):
     # --- arguments --------------------------------------------------------------------------------
 
     def _template(self, value: Any, step: Step) -> Any:
-        """What stands for an argument of a function."""
+        """What stands for an argument in the recording."""
         kind = type(value)
         if kind in _USUAL:
             return value
         if isinstance(value, _Tensor):
             self._ground.find_changes(value)
             number = self._number(value)
-            return Number(number, None if number < 0 else self._objects.writes_to(value))
+            return Number(number, None if number < 0 else self._objects.writes_to(value, number))
         items = self._items(value, kind, step)
         if items is not None:
             return items
@@ -377,14 +365,21 @@ class Recorder(TorchFunctionMode):
         elif memory.buffer.outside is not None:
             outside.twin = (memory.buffer.outside, start_of(tensor) - memory.start)
         else:
-            # Made by something that is not seen, on memory that is known.
+            # Made by something unseen, on a storage that is known.
             memory.buffer.unsure = OPAQUE
             memory.is_exposed = True
-            hosts = [n for n, each in self._objects.alive() if ground.memory(each) is memory]
-            outside.host = hosts[0] if hosts[0] != number else None
+            outside.host = self._find_host(memory, number)
             if outside.host is None:
-                ground.stop("memory of which nothing else is left")
+                ground.stop("a view of a storage that no other tensor is left of")
         return number
+
+    def _find_host(self, memory: Memory, before: int) -> int | None:
+        """The first tensor on ``memory`` that is alive and has a number below ``before``."""
+        for number, reference in enumerate(self._objects.tensors[:before]):
+            tensor = reference()
+            if tensor is not None and self._ground.memory(tensor) is memory:
+                return number
+        return None
 
     def _add(self, tensor: _Tensor) -> int:
         """Give ``tensor`` the next number."""
@@ -420,15 +415,16 @@ class Recorder(TorchFunctionMode):
         if number is not None:
             self._ground.find_changes(tensor)
             view = self._saved(tensor, self._ground.memory(tensor))
-            writes = self._objects.writes_to(tensor)
-        between = Step(None, None, len(self._ground.tape.ops))
+            writes = self._objects.writes_to(tensor, number)
+        first = len(self._ground.tape.ops)
+        between = Step(None, None, (first, first))
         memory = _made_memory(self._ground.memory(tensor))
         between.packs.append(Pack(view, number, writes, memory))
         self._steps.append(between)
         self._settle(ticket, view)
 
     def _saved(self, tensor: _Tensor, memory: Memory | None) -> View | None:
-        """How to have ``tensor`` again; None if it is held."""
+        """The view to recompute ``tensor`` by; None: autograd holds it."""
         ground = self._ground
         if memory is None:
             if not is_plain_tensor(tensor):
@@ -447,23 +443,23 @@ class Recorder(TorchFunctionMode):
         return ground.view_in(memory, tensor)
 
     def _settle(self, ticket: Ticket, view: View | None) -> None:
-        """Let go of a saved tensor that can be had again."""
+        """Drop a saved tensor that can be recomputed."""
         held = None if view is None else self._recall.kept.get(view.buffer.number)
         if view is None or (held is not None and held.away is None):
-            hold_for_good(ticket)  # which costs nothing if it is held anyway
+            hold_for_good(ticket)  # at no cost if the value is held
             return
         ticket[0], ticket[2] = None, view
         self._recall.tickets.append(ticket)
 
 
 def _made_memory(memory: Memory | None) -> int | None:
-    """The number of a memory that the region made."""
+    """The number of a storage, if the region made it."""
     return None if memory is None or memory.is_outside else memory.buffer.memory
 
 
 def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:
     if function in UNREADABLE_IF_PACKED:
-        # In the fourth place is a switch otherwise, whether there are biases.
+        # Without lengths, the fourth argument tells whether there are biases.
         return len(args) < 4 or not isinstance(args[3], bool)
     return function in UNREADABLE or not (is_of_torch(function) or is_op_of_others(function))
 

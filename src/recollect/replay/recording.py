@@ -1,4 +1,4 @@
-"""A recording: what one call of a region did, for later calls to be checked against."""
+"""A recording: what one call of a region did, which later calls are checked against."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from recollect._torch.tensors import UnsupportedTensor
-from recollect.replay.plan import Plan
+from recollect.replay.region_schedule import RegionSchedule
 from recollect.replay.steps import Outside, Step
 from recollect.replay.tape import Tape
 
@@ -14,7 +14,16 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """What later calls are checked against, and what they hold."""
+    """One recorded call.
+
+    Args:
+        tape: Its ops and values.
+        steps: The functions that it called.
+        outsides: The tensors that it did not make, by number.
+        writes_outside: Whether it wrote to one of their storages.
+        stores_all: Whether everything that the policy keeps is offloaded.
+        reason: Why it was not recorded to its end, if it was not.
+    """
 
     def __init__(
         self,
@@ -29,22 +38,22 @@ class Recording:
         self.steps = steps
         self.outsides = outsides
         self._stores_all = stores_all
-        #: Whether it matters which tensors from outside are on the same memory.
+        #: Whether it matters which outside tensors share a storage.
         self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
-        #: The shapes that depend on data.
+        #: The metadata that depends on data.
         self.shapes = [step.looks for step in steps if step.depends_on_data]
-        #: Why it does not go on to the end, if it does not.
         self.reason = reason
+        #: False if that is a tensor which the engine does not support.
         self.is_supported = not isinstance(reason, UnsupportedTensor)
-        #: What a call that is checked is expected to do, once that is known.
+        #: What a later call is checked against, step by step, once there is one.
         self.expected: Any = None
 
     def is_like(self, other: Recording) -> bool:
-        """Whether the same functions were called."""
+        """Whether both called the same functions."""
         pairs = zip(self.steps, other.steps, strict=False)
         return len(self.steps) == len(other.steps) and all(a.is_like(b) for a, b in pairs)
 
     @cached_property
-    def plan(self) -> Plan:
-        """What is kept, and where."""
-        return Plan(self.tape, self.steps, stores_all=self._stores_all)
+    def schedule(self) -> RegionSchedule:
+        """What later calls hold."""
+        return RegionSchedule(self.tape, self.steps, stores_all=self._stores_all)

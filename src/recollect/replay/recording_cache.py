@@ -1,4 +1,4 @@
-"""The recordings of a function: one for each signature, and only as many as are of use."""
+"""The recordings of a function: one for each signature, up to a limit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,36 +25,34 @@ from recollect.state.flags import Flags
 
 __all__ = ["Slot", "Strange", "recordings_preserved", "signature_of", "slot_of"]
 
-#: How many signatures of a function are remembered.
+#: How many signatures of a function have an entry.
 _SIGNATURES = 16
-#: After so many calls in a row that were not as recorded, every call is recorded.
+#: After so many calls in a row that differ from the recording, every call is recorded.
 _PATIENCE = 2
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """What is known of the calls of one function with one signature."""
 
-    __slots__ = ("_last", "_misses", "difference", "fallback", "recording", "unsettled")
-
-    def __init__(self) -> None:
-        self.recording: Recording | None = None
-        #: Why the rerun engine has to do it, if so.
-        self.fallback: str | None = None
-        #: Why every call is recorded, if so.
-        self.unsettled: str | None = None
-        #: How the last call that was not as recorded differed.
-        self.difference: str | None = None
-        self._last: Recording | None = None
-        self._misses = 0
+    recording: Recording | None = None
+    #: Why the rerun engine has to run it, if so.
+    fallback: str | None = None
+    #: Why every call is recorded, if so.
+    unsettled: str | None = None
+    #: How the last call that differed from the recording did so.
+    difference: str | None = None
+    _last: Recording | None = None
+    _misses: int = 0
 
     def recorded(self, recording: Recording, *, has_budget: bool) -> None:
-        """A call was recorded. ``has_budget``: of calls that must not hold more than others."""
+        """A call was recorded. ``has_budget``: no call may hold more than others."""
         last, self._last = self._last, recording
         is_same = last is not None and last.is_like(recording)
         if self.unsettled is not None and is_same and not (has_budget and recording.shapes):
             self.unsettled = None  # twice the same: it may stay so
         elif self.unsettled is None and last is None and recording.shapes:
-            # They will most likely be others next time, and the rest be recorded anyway.
+            # They will most likely differ next time, and the rest be recorded anyway.
             self.unsettled = "shapes inside depend on data"
         self.recording = None if self.unsettled is not None else recording
 
@@ -66,7 +65,7 @@ class Slot:
         self.difference = difference
         self._misses += 1
         if self._misses >= _PATIENCE:
-            # To check it once more would only hold more.
+            # Checking it once more would only hold more.
             self.unsettled = f"it is another function at every call: {difference}"
 
 
@@ -74,21 +73,21 @@ _slots: WeakKeyDictionary[Any, OrderedDict[Any, Slot]] = WeakKeyDictionary()
 
 
 def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
-    """The slot for a call. A function that cannot be remembered gets a new one every time."""
+    """The entry of a call. A function that cannot be a key gets a new one every time."""
     owner = _owner(function)
     try:
         slots = _slots.get(owner)
         if slots is None:
             slots = _slots.setdefault(owner, OrderedDict())
         slot = slots.get(signature)
-    except TypeError:  # no weak reference, no hash
+    except TypeError:  # it has no weak references, or no hash
         return Slot()
     if slot is None:
         slot = slots[signature] = Slot()
         if len(slots) > _SIGNATURES:
             slots.popitem(last=False)
     elif len(slots) > 1:
-        slots.pop(signature, None)  # and in again, as the newest
+        slots.pop(signature, None)  # to insert it as the newest
         slots[signature] = slot
     return slot
 
@@ -107,9 +106,9 @@ def recordings_preserved() -> Iterator[None]:
 
 
 def _owner(function: Any) -> Any:
-    """What recordings are kept with: the module, or the code, so that a new lambda finds them."""
+    """The key of a function: the module, or the code, so that a new lambda finds its entries."""
     if isinstance(function, nn.Module):
-        return function  # which takes long to say what it does not have
+        return function  # attributes that a module does not have take long to look up
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, MethodType):
@@ -133,7 +132,7 @@ def signature_of(
     sends_away: tuple[bool, bool],
     flags: Flags,
 ) -> Any:
-    """What tells calls apart that cannot have the same recording."""
+    """Calls with different signatures have different recordings."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     training = owner.training if isinstance(owner, nn.Module) else None
     modes = _modes() if dispatch_mode_count() else ()
@@ -154,7 +153,7 @@ def _modes() -> tuple[type, ...]:
 
 
 class Strange(Exception):
-    """There is a tensor that is not understood. Says which."""
+    """There is an argument that the engine does not support. Says which."""
 
 
 def _sign(value: Any) -> Any:
@@ -167,5 +166,5 @@ def _sign(value: Any) -> Any:
     if isinstance(value, dict):
         return dict, *((str(name), _sign(each)) for name, each in value.items())
     if isinstance(value, float):
-        return float, repr(value)  # which tells 0.0 from -0.0, and is the same for every NaN
+        return float, repr(value)  # 0.0 and -0.0 differ, and all NaNs are equal
     return (type(value), value) if is_comparable(value) else type(value)

@@ -1,14 +1,15 @@
-"""One call of a region: what it holds, and how backward gets its tensors from that.
+"""One call of a region: what it holds, and how backward recomputes saved tensors from that.
 
-Backward asks for one saved tensor after the other. The ops that make it are run below autograd,
-from what is held. When a value is released is decided in `graph.release`, for tensors here and for
-bytes in the simulator.
+Backward unpacks one saved tensor after the other. The ops that lead to it run below autograd, from
+what is held. `graph.release` decides when a value is released, for tensors here and for bytes in
+the simulator.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -23,6 +24,7 @@ from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.replay.held_tensor import Held, Ticket
+from recollect.replay.region_schedule import RegionSchedule
 from recollect.replay.tape import (
     NEEDS_CARE,
     Buffer,
@@ -41,126 +43,147 @@ from recollect.store.offload_batch import OffloadBatch
 __all__ = ["Recall"]
 
 _LOST = (
-    "a tensor that {op} made cannot be had again: please report this, it is a fault of recollect's "
-    "replay engine"
+    "a tensor that {op} made cannot be recomputed. This is a bug in recollect's replay engine: "
+    "please report it, and use engine='rerun' until it is fixed."
 )
-#: How many backwards through one region may be under way before the oldest has to start anew.
+_NOTHING = nullcontext()
+#: How many backwards through one region may run at once before the oldest has to start over.
 _PASSES = 4
 
 
 class _Pass(WorkingSet[torch.Tensor]):
-    """What was recomputed for one backward."""
+    """What one backward has recomputed."""
 
     __slots__ = ("flags", "is_announced")
 
     def __init__(self, uses: list[int], flags: Flags | None) -> None:
         super().__init__(uses)
-        #: The switches to set, if they are others now.
+        #: The flags to set, if others are set now.
         self.flags = flags
-        #: Whether the store knows that this has begun.
+        #: Whether the store was told that backward has begun.
         self.is_announced = False
 
 
 class Recall:
     """What one call of a region holds."""
 
-    __slots__ = (
-        "__weakref__",
-        "_is_guarded",
-        "_lock",
-        "_order",
-        "_uses",
-        "begin",
-        "deposit",
-        "flags",
-        "is_running",
-        "kept",
-        "passes",
-        "pause",
-        "saw_all",
-        "states",
-        "tape",
-        "tickets",
-    )
-
     def __init__(self, deposit: OffloadBatch, flags: Flags) -> None:
         self.tape = Tape()
+        #: The schedule that the call follows, if it was recorded before.
+        self._schedule: RegionSchedule | None = None
         self.deposit = deposit
-        #: How many tickets are left when the store is told what will be wanted; None: at once.
+        #: How many tickets are left when the store is told to fetch ahead; None: it is at once.
         self.begin: int | None = None
-        #: The switches that the region ran under.
+        #: The flags that the region ran under.
         self.flags = flags
-        #: By number of the buffer.
+        #: By number of the value.
         self.kept: dict[int, Held] = {}
-        #: In which order, and how many tickets there were.
+        #: These in the order in which they were kept, each with the number of tickets before.
         self._order: list[tuple[int, int]] = []
-        #: Where a generator stood, by number of the op that drew from it.
+        #: The state of the generator, by number of the op that drew from it.
         self.states: dict[int, torch.Tensor] = {}
-        #: Those that ask for what is not held.
+        #: Of saved tensors that are not held.
         self.tickets: list[Ticket] = []
         self.is_running = True
-        #: Whether the whole call went as the tape says.
+        #: Whether the whole call went as recorded.
         self.saw_all = True
-        #: Called while the region is running, for ops not to be taken for its own.
+        #: While the region is running: a context whose ops are not the region's.
         self.pause: Callable[[], Any] | None = None
         self._is_guarded = version_guard_enabled()
-        #: How often each buffer will be wanted, if that is known.
-        self._uses: list[int] | None = None
         self.passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
 
-    def follow(self, tape: Tape, uses: list[int]) -> None:
-        """Go by what is known from an earlier call."""
+    def follow(self, tape: Tape, schedule: RegionSchedule) -> None:
+        """Hold what the schedule of an earlier call says."""
         self.tape = tape
-        self._uses = uses
+        self._schedule = schedule
 
-    def order(self, order: list[tuple[int, int]]) -> None:
-        """The call went as planned: let go in this order."""
-        self._order = order.copy()
+    def confirm(self) -> None:
+        """The call went as recorded: release in the order of the schedule."""
+        assert self._schedule is not None
+        self._order = self._schedule.order.copy()
 
-    def keep(self, buffer: Buffer, tensor: torch.Tensor, layout: Layout, *, away: bool) -> None:
-        """Hold ``buffer``, of which ``tensor`` is a view.
+    def keep(self, buffer: Buffer, tensor: torch.Tensor, layout: Layout, *, away: bool) -> Held:
+        """Hold ``buffer``; ``tensor`` is a view of it.
 
-        Without history, which would lead back to what holds this.
+        The tensor must have no history, which would lead back to this.
         """
-        self.kept[buffer.number] = Held(tensor, layout)
+        held = self.kept[buffer.number] = Held(tensor, layout)
         self._order.append((buffer.number, len(self.tickets)))
         if away:
             self.send(buffer)
+        return held
 
     def send(self, buffer: Buffer) -> None:
-        """Send what is held of ``buffer`` away, if it still is and can be."""
+        """Offload what is held of ``buffer``, if it still is and can be."""
         held = self.kept.get(buffer.number)
         if held is not None and held.away is None and is_whole(buffer.layout, buffer.nbytes):
             held.send(self.deposit, buffer.layout)
 
-    def let_go_last(self) -> None:
-        """What was kept just now goes last: tensors that need it had been saved before."""
+    def release_last(self) -> None:
+        """Release the value that was kept just now after all others: older tickets need it."""
         number, _ = self._order.pop()
         self._order.insert(0, (number, 0))
 
+    # --- writes -----------------------------------------------------------------------------------
+
     def held_of(self, tensor: torch.Tensor) -> list[Held]:
-        """What is held of the memory of ``tensor``, or was sent away from there."""
+        """What is held on the storage of ``tensor``, or was offloaded from there."""
         memory = memory_key(tensor)
         if memory is None:
             return []
         return [each for each in self.kept.values() if each.memory == memory]
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """Something writes to ``tensor``, whose memory may be held."""
+        """Copy what is held on the storage of ``tensor``, which is about to be written to."""
         for held in self.held_of(tensor):
             if held.away is not None:
                 held.away.before_write()
-            elif held.is_unchanged():  # else somebody unseen has written to it: backward says so
+            elif held.is_unchanged():  # if not, there was an unseen write: backward raises
                 held.become_copy()
 
+    def before_overwrite(self, buffer: Buffer) -> None:
+        """The held ``buffer`` is about to be overwritten: copy it if it is needed."""
+        held = self.kept[buffer.number]
+        if held.away is not None:
+            held.away.before_write()
+        elif buffer.is_wanted:
+            held.become_copy()
+        else:
+            del self.kept[buffer.number]
+
+    def after_overwrite(self, buffer: Buffer) -> None:
+        """An unseen write has changed ``buffer``: recompute it, or raise if that is impossible."""
+        held = self.kept.get(buffer.number)
+        if held is None or held.away is not None:
+            return
+        maker = self.tape.maker_of(buffer)
+        if maker is not None and maker.keep is None:
+            del self.kept[buffer.number]
+        else:
+            held.spoil()
+
     def before_look(self, tensor: torch.Tensor) -> list[Held]:
-        """``tensor`` gets another look, which counts as a write. What has to be counted anew."""
+        """The metadata of ``tensor`` is about to be changed in place, which counts as a write.
+
+        Returns the held tensors whose version has to be read again afterwards.
+        """
         held = self.held_of(tensor)
         for each in held:
             if each.away is not None:
                 each.away.before_write()
         return [each for each in held if each.away is None and each.is_unchanged()]
+
+    def copy_outputs(self, saved: Container[int]) -> None:
+        """Copy held outputs of the region, since the user may change them; not the ``saved``."""
+        for number, held in self.kept.items():
+            buffer = self.tape.values[number]
+            must_stay = number in saved and buffer.unsure is None
+            is_here = held.away is None and held.is_unchanged()
+            if buffer.is_output and is_here and not must_stay:
+                held.become_copy()
+
+    # --- release ----------------------------------------------------------------------------------
 
     def release_unneeded(self) -> None:
         """After a call that was recorded: release what no saved tensor needs."""
@@ -174,20 +197,20 @@ class Recall:
             del self.states[number]
 
     def _release_held(self) -> None:
-        """Release what only parts of the graph needed that have been freed."""
+        """Release what only freed parts of the autograd graph needed."""
         tickets = self.tickets
         if not tickets or _references_to_last(tickets) > _OF_THE_DEAD_LAST:
             return
         while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
             tickets.pop()
-        self._uses = None
+        self._schedule = None  # which counts uses by tickets that are dead
         for number in pop_unneeded(self._order, len(tickets)):
             self.kept.pop(number, None)
 
     def is_waiting(self) -> bool:
-        """Whether part of the graph is there for which backward has not been.
+        """Whether backward has yet to go through part of the graph.
 
-        To be asked of a call that is over. It is alive as long as something that it saved is.
+        To be asked after the call. The object is alive as long as a saved tensor of the call is.
         """
         tickets = self.tickets
         return not tickets or max(_reference_counts(tickets)) > _OF_THE_DEAD
@@ -195,7 +218,7 @@ class Recall:
     # --- backward ---------------------------------------------------------------------------------
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The saved-tensor hook by which autograd asks for a tensor back."""
+        """The saved-tensor hook: autograd unpacks a tensor."""
         tensor, version, view = ticket
         if tensor is None:
             return self._recall(view)
@@ -210,11 +233,11 @@ class Recall:
         passed = self.passes.get(current_graph_task())
         if passed is not None and not self.is_running:
             tensor = passed.here.get(buffer.number)
-            if tensor is not None:  # the usual case, since most are made on the way to the first
+            if tensor is not None:  # the usual case: most are recomputed on the way to the first
                 passed.give(buffer.number)
                 return view.of(tensor)
         pause = self.pause if self.is_running else None
-        # Two threads of one backward may ask at once.
+        # Two threads of one backward may be here at once.
         with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
             passed = self._pass()
             if not self.is_running:
@@ -225,12 +248,8 @@ class Recall:
             if passed.flags is None:
                 tensor = self._tensor(passed, buffer)
             else:
-                flags = read_flags()
-                write_flags(passed.flags)
-                try:
+                with _under(passed.flags):
                     tensor = self._tensor(passed, buffer)
-                finally:
-                    write_flags(flags)
             passed.give(buffer.number)
             return view.of(tensor)
 
@@ -239,8 +258,8 @@ class Recall:
         passed = self.passes.get(backward)
         if passed is None:
             passed = _Pass(self._count(), self.flags if read_flags() != self.flags else None)
-            if backward >= 0:  # else asked for outside of backward: nothing stays behind
-                # One that failed has left its pass here; to lose one costs a recomputation.
+            if backward >= 0:  # else this is outside of backward, and nothing may stay behind
+                # A backward that failed has left its pass here. Dropping one only costs time.
                 for oldest in [*self.passes][: 1 - _PASSES]:
                     del self.passes[oldest]
                 self.passes[backward] = passed
@@ -251,17 +270,18 @@ class Recall:
         return passed
 
     def _count(self) -> list[int]:
-        """How often each buffer will be wanted."""
+        """By value: how often backward will use it."""
         counts = _reference_counts(self.tickets)
-        is_planned = self._uses is not None and self.saw_all and not self.is_running
+        schedule = self._schedule
+        is_planned = schedule is not None and self.saw_all and not self.is_running
         if is_planned and min(counts, default=0) > _OF_THE_DEAD:
-            assert self._uses is not None
-            return self._uses.copy()
+            assert schedule is not None
+            return schedule.uses.copy()
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
         return find_needs(self.tape, [ticket[2].buffer.number for ticket in alive], self.kept).uses
 
     def _tensor(self, passed: _Pass, buffer: Buffer) -> torch.Tensor:
-        """The tensor of the buffer's own layout."""
+        """The tensor of the value's own layout."""
         number, here, uses = buffer.number, passed.here, passed.uses
         tensor = here.get(number)
         if tensor is not None:
@@ -274,7 +294,7 @@ class Recall:
                 here[number] = tensor
             return tensor
         ops = self._missing(passed, number)
-        if uses[number] <= 0:  # not foreseen: somebody asks for a tensor a second time
+        if uses[number] <= 0:  # not counted: a tensor is unpacked for the second time
             for op in ops:
                 for read in self.tape.ops[op].reads:
                     uses[read] += 1
@@ -286,32 +306,33 @@ class Recall:
         return tensor
 
     def _missing(self, passed: _Pass, number: int) -> list[int]:
-        """The ops that make a value from what is there, in order."""
-        # From what the plan has kept, and nothing else: every call starts backward like this.
-        is_usual = not (passed.here or self._uses is None or self.is_running) and self.saw_all
-        ops = self.tape.chains.get(number) if is_usual else None
+        """The ops that recompute a value from what is there, in order."""
+        schedule, chains = self._schedule, None
+        if not (passed.here or schedule is None or self.is_running) and self.saw_all:
+            chains = schedule.chains  # there is what the schedule keeps, and nothing else
+        ops = None if chains is None else chains.get(number)
         if ops is None:
             ops = missing_ops(self.tape, number, passed.here, self.kept)
             for op in (self.tape.ops[each] for each in ops):
                 if op.keep is not None:
                     raise CheckpointError(_LOST.format(op=op.op))
-            if is_usual:
-                self.tape.chains[number] = ops
+            if chains is not None:
+                chains[number] = ops
         return ops
 
     def _run(self, passed: _Pass, op: Op) -> None:
         """Run ``op`` again."""
         if torch.is_grad_enabled() is not op.grad_enabled:
             set_grad_enabled(op.grad_enabled)
-        slots = op.slots
-        if slots is None:
-            slots = op.prepare()
-        if slots is NEEDS_CARE:
+        views = op.views
+        if views is None:
+            views = op.prepare()
+        if views is NEEDS_CARE:
             self._run_with_care(passed, op)
             return
         here = passed.here
         args = op.args.copy()
-        for place, view in slots:
+        for place, view in views:
             buffer = view.buffer
             tensor = here.get(buffer.number)
             if tensor is None:
@@ -321,38 +342,26 @@ class Recall:
         passed.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
 
     def _run_with_care(self, passed: _Pass, op: Op) -> None:
-        """Run an op that writes to memory, draws, takes lists, or has switches of its own."""
-        if op.flags is None:
-            self._run_writing(passed, op)
-            return
-        flags = read_flags()
-        write_flags(op.flags)
-        try:
-            self._run_writing(passed, op)
-        finally:
-            write_flags(flags)
-
-    def _run_writing(self, passed: _Pass, op: Op) -> None:
+        """Run an op that writes, draws, takes lists of tensors, or has flags of its own."""
         bases = {old: self._writable(passed, op, old) for old, _ in op.writes}
         args = [self._argument(passed, each, bases) for each in op.args]
         kwargs = {name: self._argument(passed, each, bases) for name, each in op.kwargs.items()}
-        out = op.call(*args, **kwargs) if op.generator is None else self._draw(op, args, kwargs)
+        with _NOTHING if op.flags is None else _under(op.flags):
+            out = op.call(*args, **kwargs) if op.generator is None else self._draw(op, args, kwargs)
         written = [(new, bases[old]) for old, new in op.writes]
         reads = [number for number in op.reads if number not in bases]
         passed.end_op(reads, _results(op, out) + written)
 
-    def _argument(self, passed: _Pass, value: Any, bases: dict[int, torch.Tensor]) -> Any:
-        if type(value) is View:
-            buffer = value.buffer
-            base = bases.get(buffer.number) if bases else None
-            tensor = self._tensor(passed, buffer) if base is None else base
-            return value.of(tensor)
-        if type(value) is Views:
-            return value.kind([self._argument(passed, each, bases) for each in value])
-        return value
+    def _argument(self, passed: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
+        if type(arg) is View:
+            base = bases.get(arg.buffer.number) if bases else None
+            return arg.of(self._tensor(passed, arg.buffer) if base is None else base)
+        if type(arg) is Views:
+            return arg.kind([self._argument(passed, each, bases) for each in arg])
+        return arg
 
     def _writable(self, passed: _Pass, op: Op, number: int) -> torch.Tensor:
-        """A memory with the content of a value that ``op`` may write to."""
+        """A tensor with the content of a value, which ``op`` may write to."""
         buffer = self.tape.values[number]
         if number in op.fresh:
             size, stride, _, dtype, _ = buffer.layout
@@ -381,37 +390,40 @@ def _references_to_last(tickets: list[Ticket]) -> int:
     return getrefcount(tickets[-1])
 
 
-#: References to a ticket that only a list holds, as this interpreter counts them.
+#: How many references this interpreter counts to a ticket that only a list holds.
 (_OF_THE_DEAD,) = _reference_counts([[object()]])
 _OF_THE_DEAD_LAST = _references_to_last([[object()]])
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+@contextmanager
+def _under(flags: Flags) -> Iterator[None]:
+    """A context in which ``flags`` are set."""
+    before = read_flags()
+    write_flags(flags)
+    try:
+        yield
+    finally:
+        write_flags(before)
 
 
 def _results(op: Op, out: Any) -> list[tuple[int, torch.Tensor]]:
-    """What ``op`` made on new memory, by the number of the value."""
+    """The tensors that ``op`` made on new storages, by number of the value."""
     found = []
     for number, path in zip(op.makes, op.paths, strict=True):
         tensor = out
         for index in path:
             tensor = tensor[index]
         if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{op.op} gave a tensor in forward, and now {tensor!r}")
+            raise CheckpointError(
+                f"{op.op} returned a tensor in forward, but {tensor!r} when it ran again. Keep its "
+                "result by a policy, or use engine='rerun'."
+            )
         found.append((number, tensor))
     return found
 
 
 def _end_pass(recall: ReferenceType[Recall], backward: int) -> None:
-    """Forget what was recomputed for a backward that is over, and was not asked for."""
+    """Release what a backward has recomputed and not used: it is over."""
     alive = recall()
     if alive is not None:
         alive.passes.pop(backward, None)

@@ -1,15 +1,17 @@
-"""The functions of torch that a region calls: what is compared, call by call, with the recording.
+"""The functions of torch that a region calls, which later calls are compared with.
 
-A `Step` is one call. Tensors among its arguments are known by number: in the order in which they
-are first seen, whether a step made them or they come from outside. All else is a constant. If every
-step so far was called with the same constants and the same wiring, and tensors from outside look
-the same, then the ops that ran, and what autograd saved, are those of the recording.
+A `Step` is one call. Tensors among its arguments are known by number, in the order in
+which they are first seen, whether a function made them or they come from outside. All other
+arguments are constants. If every function so far was called with the same constants and the same
+tensors, and the tensors from outside have the same metadata, then the ops that ran and the tensors
+that autograd saved are those of the recording.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, MethodDescriptorType
 from typing import Any
@@ -47,33 +49,28 @@ __all__ = [
 _Tensor = torch.Tensor
 
 
+@dataclass(eq=False, slots=True)
 class Number:
-    """Stands for a tensor. ``writes``: how often it was written to since it was first seen."""
+    """Stands for a tensor among arguments."""
 
-    __slots__ = ("number", "writes")
-
-    def __init__(self, number: int, writes: int | None) -> None:
-        self.number = number
-        self.writes = writes
+    number: int
+    #: How often it was written to since it was first seen; None if torch does not count that.
+    writes: int | None
 
 
-#: No argument of any function.
+#: Identical to no argument of any function.
 _NOTHING = object()
 
 
+@dataclass(eq=False, slots=True)
 class Items:
-    """Stands for a container."""
+    """Stands for a container among arguments."""
 
-    __slots__ = ("items", "keys", "kind", "same")
-
-    def __init__(
-        self, kind: type, items: list[Any], keys: list[Any] | None = None, same: Any = _NOTHING
-    ) -> None:
-        self.kind = kind
-        self.items = items
-        self.keys = keys
-        #: The container itself, if neither it nor what is in it can change; else what nothing is.
-        self.same = same
+    kind: type
+    items: list[Any]
+    keys: list[Any] | None = None
+    #: The container itself, if neither it nor its items can change.
+    same: Any = _NOTHING
 
     @property
     def has_tensors(self) -> bool:
@@ -85,49 +82,47 @@ class Items:
 
 
 class Constant:
-    """Stands for a value that cannot be compared."""
+    """Stands for an argument that cannot be compared."""
 
     __slots__ = ()
 
 
-#: What tells whether a tensor from outside is like the one of the recording.
+#: The metadata by which a tensor from outside is compared with the one of the recording.
 Looks = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
 def looks_of(tensor: _Tensor) -> Looks:
-    """What ``tensor`` looks like."""
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
+    """The metadata of ``tensor``."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def _unknown(_: Any) -> bool:
+    return False
+
+
+@dataclass(eq=False, slots=True)
 class Outside:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
 
-    __slots__ = ("buffer", "host", "is_held", "is_surely_like", "looks", "number", "start", "twin")
-
-    def __init__(self, number: int, looks: Looks) -> None:
-        self.number = number
-        self.looks = looks
-        #: None if it is on a memory that is known.
-        self.buffer: Buffer | None = None
-        #: The number of a tensor that a step made, on whose memory this is, by unknown ways.
-        self.host: int | None = None
-        #: The number of an earlier one on the same memory, and how many bytes after that it begins.
-        self.twin: tuple[int, int] | None = None
-        #: At how many bytes of its memory it begins, if that matters.
-        self.start: int | None = None
-        #: Whether a call that is checked holds it.
-        self.is_held = False
-        #: A quick way to say yes, once there was one that is like it.
-        self.is_surely_like: Callable[[Any], bool] = _unsure
+    number: int
+    looks: Looks
+    #: None if it shares the storage of an earlier tensor.
+    buffer: Buffer | None = None
+    #: The number of a tensor that a function returned and whose storage this is on, by a way that
+    #: was not seen.
+    host: int | None = None
+    #: The number of an earlier outside tensor on the same storage, and by how many bytes this
+    #: begins after it.
+    twin: tuple[int, int] | None = None
+    #: Its byte offset in the storage, if that matters.
+    start: int | None = None
+    #: Whether a call that is checked holds it.
+    is_held: bool = False
+    #: A fast test that may say no to a tensor which is alike. Known after the first that is.
+    is_surely_like: Callable[[Any], bool] = _unknown
 
     def is_like(self, tensor: Any) -> bool:
-        """Whether ``tensor`` looks like the one of the recording."""
+        """Whether ``tensor`` has the metadata of the recorded one."""
         if (
             not isinstance(tensor, _Tensor)
             or not is_plain_tensor(tensor)
@@ -138,88 +133,55 @@ class Outside:
         return True
 
 
-def _unsure(_: Any) -> bool:
-    return False
-
-
+@dataclass(eq=False, slots=True)
 class Pack:
     """A tensor that autograd saved."""
 
-    __slots__ = ("memory", "number", "view", "writes")
-
-    def __init__(
-        self,
-        view: View | None,
-        number: int | None = None,
-        writes: int | None = None,
-        memory: int | None = None,
-    ) -> None:
-        #: None: it is held as it is.
-        self.view = view
-        #: Outside of all steps, the number of the tensor, and how often it was written to.
-        self.number = number
-        self.writes = writes
-        #: The number of its memory, if that is known and was made in the region.
-        self.memory = memory
+    #: How to recompute it; None: autograd holds it.
+    view: View | None
+    #: If it was saved outside of all functions: its number, and how often it was written to.
+    number: int | None = None
+    writes: int | None = None
+    #: The number of its storage, if the region made that.
+    memory: int | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Step:
-    """One call of a function."""
+    """One call of a function of torch."""
 
-    __slots__ = (
-        "args",
-        "changed",
-        "changes_looks",
-        "depends_on_data",
-        "draws",
-        "first_buffer",
-        "flags",
-        "function",
-        "is_new",
-        "is_opaque",
-        "kwargs",
-        "mood",
-        "ops",
-        "outs",
-        "own",
-        "packs",
-        "looks",
-        "returns",
-    )
-
-    def __init__(self, function: Any, mood: Any, first_op: int, flags: Any = None) -> None:
-        #: None: tensors were saved outside of all functions.
-        self.function = function
-        #: What stands for the arguments.
-        self.args: Any = None
-        self.kwargs: Any = None
-        self.first_buffer = 0
-        #: Grad mode and autocast.
-        self.mood = mood
-        #: The switches that it ran under.
-        self.flags = flags
-        #: If it is not torch's: the function. An op of others should run no other op.
-        self.own: Any = None
-        #: Whether it has constants that cannot be compared.
-        self.is_opaque = False
-        self.packs: list[Pack] = []
-        #: The numbers of the tensors that it returns.
-        self.outs: list[int] = []
-        #: Whether they are all new.
-        self.is_new = True
-        #: What each is a view of.
-        self.returns: list[View | None] = []
-        #: The numbers of the arguments that it writes to, and what each is a view of then.
-        self.changed: list[tuple[int, View]] = []
-        #: Whether it changes how a tensor looks at its memory, which counts as a write.
-        self.changes_looks = False
-        #: Whether the shapes of what it returns depend on data; the looks, if they may be others.
-        self.depends_on_data = False
-        self.looks: list[Looks] | None = None
-        #: The one op that draws random numbers.
-        self.draws: list[Op] = []
-        #: The range of ops that it ran.
-        self.ops = (first_op, first_op)
+    #: None: a custom function saved a tensor outside of all functions of torch.
+    function: Any
+    #: Grad mode and autocast.
+    mood: Any
+    #: The range of ops that it ran.
+    ops: tuple[int, int]
+    #: The flags that it ran under.
+    flags: Any = None
+    #: What stands for the arguments: `Items`.
+    args: Any = None
+    kwargs: Any = None
+    #: The number of the first value that it makes.
+    first_buffer: int = 0
+    #: The function, if it is not torch's own. A custom op should run no op but itself.
+    own: Any = None
+    #: Whether another call may run other ops, though everything that is compared is the same.
+    is_opaque: bool = False
+    packs: list[Pack] = field(default_factory=list)
+    #: The numbers of the tensors that it returns, and whether all of them are new.
+    outs: list[int] = field(default_factory=list)
+    is_new: bool = True
+    #: The view that each of them is.
+    returns: list[View | None] = field(default_factory=list)
+    #: The numbers of the arguments that it writes to, and the view that each is afterwards.
+    changed: list[tuple[int, View]] = field(default_factory=list)
+    #: Whether it changes the metadata of a tensor in place, which counts as a write.
+    changes_looks: bool = False
+    #: Whether the shapes that it returns depend on data; the metadata, if they may differ.
+    depends_on_data: bool = False
+    looks: list[Looks] | None = None
+    #: The ops that draw random numbers.
+    draws: list[Op] = field(default_factory=list)
 
     def is_like(self, other: Step) -> bool:
         """Whether both are the same call."""
@@ -247,33 +209,32 @@ def _same_template(a: Any, b: Any) -> bool:
 class Objects:
     """The tensors of one call of a region, by number. Does not keep them alive."""
 
-    __slots__ = ("_known", "count")
+    __slots__ = ("by_id", "tensors", "versions")
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ReferenceType[_Tensor], int, int | None]] = {}
-        self.count = 0
+        #: By number: the tensor, and its version when it was first seen.
+        self.tensors: list[ReferenceType[_Tensor]] = []
+        self.versions: list[int | None] = []
+        #: The number by id, which is valid as long as the tensor is alive.
+        self.by_id: dict[int, int] = {}
 
-    def number_of(self, tensor: _Tensor) -> int | None:
+    def number_of(self, tensor: Any) -> int | None:
         """The number of ``tensor``, if it has one."""
-        known = self._known.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        number = self.by_id.get(id(tensor))
+        return number if number is not None and self.tensors[number]() is tensor else None
 
     def add(self, tensor: _Tensor) -> int:
         """Give ``tensor`` the next number."""
-        number = self.count
-        self.count = number + 1
-        self._known[id(tensor)] = (ref(tensor), number, version_of(tensor))
+        number = len(self.tensors)
+        self.tensors.append(ref(tensor))
+        self.versions.append(version_of(tensor))
+        self.by_id[id(tensor)] = number
         return number
 
-    def writes_to(self, tensor: _Tensor) -> int | None:
-        """How often ``tensor`` was written to since it got its number; None if nobody counts."""
-        before, now = self._known[id(tensor)][2], version_of(tensor)
+    def writes_to(self, tensor: _Tensor, number: int) -> int | None:
+        """How often ``tensor`` was written to since it got this number; None if not counted."""
+        before, now = self.versions[number], version_of(tensor)
         return None if before is None or now is None else now - before
-
-    def alive(self) -> list[tuple[int, _Tensor]]:
-        """The tensors that still exist."""
-        found = [(number, reference()) for reference, number, _ in self._known.values()]
-        return [(number, tensor) for number, tensor in found if tensor is not None]
 
 
 _IDENTICAL = (
@@ -291,13 +252,13 @@ _EQUAL = (type(None), bool, int, str, bytes, torch.device, torch.Size, range)
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether ``value``, no tensor and no container, can be compared with that of another call."""
+    """Whether ``value``, neither tensor nor container, can be compared between calls."""
     kind = type(value)
     return kind in _EQUAL or kind in (float, complex) or isinstance(value, _IDENTICAL)
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two constants, which may be compared, are the same."""
+    """Whether two constants that can be compared are the same."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -311,15 +272,15 @@ def same_constant(a: Any, b: Any) -> bool:
     return type(a) in _EQUAL and bool(a == b)
 
 
-class _OfNothing:
-    """A type that nothing is of."""
+class _NoType:
+    """The type of no value."""
 
 
 def equal_type(value: Any) -> type:
-    """Of which type what equals the constant ``value`` has to be, to be the same for that."""
+    """The type under which ``==`` implies the same constant as ``value``."""
     kind = type(value)
     is_enough = kind in _EQUAL or (kind is float and value != 0.0)  # there are two zeros
-    return kind if is_enough else _OfNothing
+    return kind if is_enough else _NoType
 
 
 def tensors_in(out: Any) -> list[_Tensor]:
@@ -339,9 +300,9 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
 
 
-#: What tells the looks of a tensor, that follow from those of the tensors before; and what switches
-#: gradients on and off, which is compared at every function: the collector may end a generator in
-#: the midst of a region, and with it a `torch.no_grad`.
+#: Functions that are not recorded. They read metadata, which follows from that of the tensors
+#: before. The grad mode is compared at every function instead of here: the garbage collector may
+#: close a generator at any time, and with it a `torch.no_grad`.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
@@ -358,7 +319,7 @@ METADATA: frozenset[Any] = frozenset(
     | {torch.is_floating_point, torch.is_complex, torch.numel, set_grad_enabled}
 )
 
-#: What gives others a way to the memory of a tensor, to read and to write it unseen.
+#: Functions that expose the storage of a tensor: others can read and write it unseen.
 EXPOSING: frozenset[Any] = frozenset(
     _methods(
         *("data_ptr", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage"),
@@ -367,27 +328,28 @@ EXPOSING: frozenset[Any] = frozenset(
     | {_Tensor.__cuda_array_interface__.__get__}
 )
 
-#: What gives a tensor another memory, or another tensor's.
+#: Functions that give a tensor another storage.
 UNSUPPORTED: frozenset[Any] = frozenset(
     _methods("set_", "resize_", "resize_as_", "_resize_output_") | {_Tensor.data.__set__}  # type: ignore[attr-defined]
 )
 
-#: What reads more than it is given, or runs other ops where a mode looks on.
+#: Functions that read data in Python, or run other ops under a mode.
 UNREADABLE: frozenset[Any] = frozenset(
     {torch.tensor_split, _Tensor.tensor_split, torch.ctc_loss, F.ctc_loss}
-    # What a tensor is a view of is not to be seen from the tensor.
+    # The base of a view does not follow from the view.
     | _getters("_base")
-    # What these run depends on the graph outside.
+    # The ops that these run depend on the autograd graph outside.
     | {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
     | {getattr(torch, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence")}
 )
 
-#: The same, if they are told how long the sequences are.
+#: The same, if they are given the lengths of sequences.
 UNREADABLE_IF_PACKED: frozenset[Any] = frozenset(
     {getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 )
 
-#: What writes to lists of views, whose gradients torch gets wrong inside of any dispatch mode.
+#: Functions that write to lists of tensors. Torch computes wrong gradients for views among them
+#: under any dispatch mode.
 WRONG_IN_MODES: frozenset[Any] = frozenset(
     function
     for name, function in vars(torch).items()

@@ -1,16 +1,17 @@
-"""What is written down of a region: the ops it ran, and the values they read and made.
+"""The graph that a region records: the ops that it ran, and the values they read and make.
 
-Values are in single-assignment form. A `Buffer` is what one memory holds at one time: writing to
-the memory makes the next buffer. A tensor is a `View` of a buffer, so a view costs nothing to have
-again, and whoever keeps one view of a memory has all of them. Running an `Op` again makes the
-buffers that it made. Ops and buffers know each other by number, as a `graph.release.Dataflow`.
+Values are in single-assignment form. A `Buffer` is the content of a storage between two
+writes: a write makes the next value of the storage. A tensor is a `View` of a value, so views cost
+nothing to recompute, and whoever holds one view of a storage has all of them. Ops and values refer
+to each other by number, as in every `graph.release.Dataflow`.
 
 Nothing here holds a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -33,12 +34,12 @@ __all__ = [
 ]
 
 #: Size, strides and offset (in elements) of a tensor, its dtype, and the offset in bytes. Offsets
-#: count from the first tensor that was seen of the memory: where that begins may differ per call.
+#: count from the first tensor that was seen of the storage: where that begins may differ per call.
 Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
 
 
 def layout_of(tensor: torch.Tensor, start: int) -> Layout:
-    """The layout of ``tensor``; ``start``: at how many bytes the first tensor begins."""
+    """The layout of ``tensor``, whose storage was first seen at the byte offset ``start``."""
     dtype = tensor.dtype
     size = dtype.itemsize
     offset = int(tensor.storage_offset()) * size - start
@@ -46,7 +47,7 @@ def layout_of(tensor: torch.Tensor, start: int) -> Layout:
 
 
 def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
-    """The tensor of ``layout`` on the memory of ``tensor``, which is of the layout ``own``."""
+    """The tensor of ``layout`` on the storage of ``tensor``, whose layout is ``own``."""
     if layout is own:
         return tensor
     size, stride, offset, dtype, start = layout
@@ -59,14 +60,14 @@ def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
 
 
 def copy_of_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on a copy of its whole memory."""
+    """``tensor`` on a copy of its whole storage."""
     storage: Any = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """The tensors that an op returns, each with where in ``out`` it is."""
+    """The tensors that an op returns, each with its position in ``out``."""
     if isinstance(out, torch.Tensor):
         return [(path, out)]
     if isinstance(out, (tuple, list)):
@@ -75,7 +76,7 @@ def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ..
 
 
 def is_whole(layout: Layout, nbytes: int) -> bool:
-    """Whether a tensor of ``layout`` is all of a memory of ``nbytes`` bytes, each once."""
+    """Whether a tensor of ``layout`` covers each byte of a storage of ``nbytes`` once."""
     size, strides, _, dtype, _ = layout
     expected = 1
     for stride, length in sorted(zip(strides, size, strict=True)):
@@ -86,74 +87,57 @@ def is_whole(layout: Layout, nbytes: int) -> bool:
     return expected * dtype.itemsize == nbytes
 
 
+@dataclass(eq=False, slots=True)
 class Buffer:
-    """What one memory holds at one time."""
+    """The content of a storage between two writes."""
 
-    __slots__ = (
-        "device",
-        "is_last",
-        "is_output",
-        "is_spoilt",
-        "is_wanted",
-        "layout",
-        "memory",
-        "nbytes",
-        "number",
-        "op",
-        "outside",
-        "unsure",
-    )
-
-    def __init__(
-        self, number: int, memory: int, layout: Layout, device: torch.device, nbytes: int
-    ) -> None:
-        self.number = number
-        #: Which memory: buffers of one memory follow each other.
-        self.memory = memory
-        #: Of the first tensor that was seen of the memory.
-        self.layout = layout
-        self.device = device
-        self.nbytes = nbytes
-        #: The number of the op that makes it, -1 if it was there before.
-        self.op = -1
-        #: The number of the tensor outside that it is, if it is one.
-        self.outside: int | None = None
-        #: Whether the memory was not written to after this.
-        self.is_last = True
-        #: Whether autograd refuses to use what it saved of it, or should: it was written to.
-        self.is_spoilt = False
-        #: Whether an op has read it, or autograd has saved it.
-        self.is_wanted = False
-        #: Whether the region returns it.
-        self.is_output = False
-        #: Why its content cannot be had again, if it cannot: somebody unseen may write to it.
-        self.unsure: str | None = None
+    number: int
+    #: The number of the storage.
+    memory: int
+    #: Of the first tensor that was seen of the storage.
+    layout: Layout
+    device: torch.device
+    nbytes: int
+    #: The number of the op that makes it; -1 if no op does.
+    op: int = -1
+    #: The number of the tensor from outside the region that it is, if it is one.
+    outside: int | None = None
+    #: Whether the storage was not written to afterwards.
+    is_last: bool = True
+    #: Whether autograd has to refuse what it saved of it, since it was written to.
+    is_spoilt: bool = False
+    #: Whether an op has read it, or autograd has saved it.
+    is_wanted: bool = False
+    #: Whether the region returns it.
+    is_output: bool = False
+    #: Why it can be neither held nor recomputed, if so: somebody unseen may write to it.
+    unsure: str | None = None
 
 
 class View:
     """A tensor, as an argument of an op or as autograd saved it."""
 
-    __slots__ = ("_way", "buffer", "layout")
+    __slots__ = ("_make", "buffer", "layout")
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer
         self.layout = layout
-        #: Found when it is first needed: a recording has far more views than are.
-        self._way: Callable[[torch.Tensor], torch.Tensor] | None = None
+        #: Found on first use: most views of a recording are never used.
+        self._make: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that this is, where ``tensor`` is that of the buffer's own layout."""
+        """This view of ``tensor``, which has the value's own layout."""
         own = self.buffer.layout
         if self.layout is own:
             return tensor
-        way = self._way
-        if way is None:
-            way = self._way = _way(own, self.layout)
-        return way(tensor)
+        make = self._make
+        if make is None:
+            make = self._make = _view_maker(own, self.layout)
+        return make(tensor)
 
 
-def _way(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The quickest way from a tensor of the layout ``own`` to one of ``layout``."""
+def _view_maker(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The fastest function from a tensor of the layout ``own`` to one of ``layout``."""
     size, stride, offset, dtype, _ = layout
     if dtype is not own[3] or offset != own[2]:
         return partial(view_of, own=own, layout=layout)
@@ -163,7 +147,7 @@ def _way(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Views(list[Any]):
-    """A list or tuple among the arguments of an op that has views in it."""
+    """A list or tuple among the arguments of an op that contains views."""
 
     __slots__ = ("kind",)
 
@@ -172,82 +156,58 @@ class Views(list[Any]):
         self.kind = kind
 
 
-#: The slots of an op that takes more to run than filling in its arguments.
+#: In `Op.views`: running the op takes more than to fill in its arguments.
 NEEDS_CARE: list[tuple[int, View]] = []
 
 
+@dataclass(eq=False, slots=True)
 class Op:
     """One call of an op."""
 
-    __slots__ = (
-        "args",
-        "arrivals",
-        "call",
-        "flags",
-        "fresh",
-        "generator",
-        "grad_enabled",
-        "keep",
-        "key",
-        "kwargs",
-        "later",
-        "makes",
-        "number",
-        "only",
-        "op",
-        "paths",
-        "planned",
-        "reads",
-        "ruling",
-        "slots",
-        "writes",
-    )
-
-    def __init__(self, number: int, op: Any, call: Any, flags: Any = None) -> None:
-        self.number = number
-        self.op = op
-        self.call = call
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        #: The buffers whose content it reads.
-        self.reads: list[int] = []
-        #: The buffers that it makes on new memory, and where each is in what it returns.
-        self.makes: list[int] = []
-        self.paths: list[tuple[int, ...]] = []
-        #: The buffer it writes to, and the buffer that it becomes.
-        self.writes: list[tuple[int, int]] = []
-        #: Those of the former that it overwrites without reading them.
-        self.fresh: frozenset[int] = frozenset()
-        #: The switches that it ran under, if they were not those of the region.
-        self.flags = flags
-        #: Some kernels look at the grad mode.
-        self.grad_enabled = torch.is_grad_enabled()
-        #: What it draws from, if it does.
-        self.generator: torch.Generator | None = None
-        #: Why it is not to be run again, and why not after a call that does not record.
-        self.keep: str | None = None
-        self.later: str | None = None
-        #: What the policy said.
-        self.ruling: Any = None
-        #: By a plan: what it is called there, which of those that it makes are held, and how many
-        #: of those offloaded before are freed after its function.
-        self.key: str | None = None
-        self.planned: frozenset[int] | None = None
-        self.arrivals = 0
-        #: Where among the arguments there are views; None until it is run again.
-        self.slots: list[tuple[int, View]] | None = None
-        #: What it makes, if it returns that and nothing else; -1 if not.
-        self.only = -1
+    number: int
+    op: Any
+    call: Any
+    #: The flags that it ran under, if they differ from those of the region.
+    flags: Any = None
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    #: The values that it reads.
+    reads: list[int] = field(default_factory=list)
+    #: The values that it makes on new storages, and the position of each in what it returns.
+    makes: list[int] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    #: For each storage that it writes to: the value before, and the value after.
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    #: The values before that it overwrites without reading them.
+    fresh: frozenset[int] = frozenset()
+    #: Some kernels read the grad mode.
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    #: The generator that it draws from, if any.
+    generator: torch.Generator | None = None
+    #: Why it must not run again, if so; and why not after a later call, which is not recorded.
+    keep: str | None = None
+    later: str | None = None
+    #: The ruling of the policy.
+    ruling: Any = None
+    #: In a plan: its key, the positions in ``makes`` of the values that are held, and how many of
+    #: the tensors offloaded before are freed after its function.
+    key: str | None = None
+    planned: frozenset[int] | None = None
+    arrivals: int = 0
+    #: The views among its arguments; None until it runs again.
+    views: list[tuple[int, View]] | None = None
+    #: The value that it makes, if it returns that and nothing else; -1 if not.
+    only: int = -1
 
     def make(self, path: tuple[int, ...], buffer: Buffer) -> None:
-        """Note that it makes ``buffer``, and where in what it returns that is."""
+        """Note that it makes ``buffer``, found at ``path`` in what it returns."""
         buffer.op = self.number
         self.makes.append(buffer.number)
         self.paths.append(path)
 
     @property
     def results(self) -> list[int]:
-        """The buffers that it makes."""
+        """The values that it makes."""
         return self.makes + [new for _, new in self.writes]
 
     @property
@@ -259,7 +219,7 @@ class Op:
         return made + [new for _, new in self.writes]
 
     def prepare(self) -> list[tuple[int, View]]:
-        """Find out how to run it."""
+        """Find out how to run it again."""
         values = [*self.args, *self.kwargs.values()]
         if (
             self.writes
@@ -268,14 +228,14 @@ class Op:
             or any(type(value) is Views for value in values)
             or any(type(value) is View for value in self.kwargs.values())
         ):
-            self.slots = NEEDS_CARE
+            self.views = NEEDS_CARE
         else:
-            self.slots = [(n, each) for n, each in enumerate(self.args) if type(each) is View]
+            self.views = [(n, each) for n, each in enumerate(self.args) if type(each) is View]
             self.only = self.makes[0] if self.paths == [()] else -1
-        return self.slots
+        return self.views
 
     def never_again(self, reason: str, ruling: Any) -> None:
-        """Have its results kept."""
+        """Have its results held instead of recomputed."""
         if ruling is not self.ruling:
             self.ruling, self.planned = ruling, None
         self.keep = reason
@@ -283,28 +243,30 @@ class Op:
 
 
 class Tape:
-    """All of it: a `graph.release.Dataflow`."""
+    """The recorded ops and values of a region, in the order of forward."""
 
-    __slots__ = ("chains", "memories", "ops", "values")
+    __slots__ = ("memories", "ops", "values")
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.values: list[Buffer] = []
-        #: By number of a buffer: the ops that make it from what later calls keep.
-        self.chains: dict[int, list[int]] = {}
+        #: How many storages there are.
         self.memories = 0
 
     def new(self, tensor: torch.Tensor, nbytes: int, start: int) -> Buffer:
-        """The first buffer of a memory, of which ``tensor``, beginning at ``start``, is seen."""
+        """The first value of a storage: ``tensor``, which begins at the byte offset ``start``."""
         self.memories += 1
-        layout = layout_of(tensor, start)
-        return self._add(Buffer(len(self.values), self.memories, layout, tensor.device, nbytes))
+        return self._add(self.memories, layout_of(tensor, start), tensor.device, nbytes)
 
     def after(self, last: Buffer) -> Buffer:
-        """The buffer that follows ``last`` in its memory."""
+        """The value that follows ``last`` in its storage."""
         last.is_last = False
-        number = len(self.values)
-        return self._add(Buffer(number, last.memory, last.layout, last.device, last.nbytes))
+        return self._add(last.memory, last.layout, last.device, last.nbytes)
+
+    def _add(self, memory: int, layout: Layout, device: torch.device, nbytes: int) -> Buffer:
+        buffer = Buffer(len(self.values), memory, layout, device, nbytes)
+        self.values.append(buffer)
+        return buffer
 
     def until(self, count: int) -> Tape:
         """Its first ``count`` ops."""
@@ -316,6 +278,30 @@ class Tape:
         """The op that makes ``buffer``."""
         return None if buffer.op < 0 else self.ops[buffer.op]
 
-    def _add(self, buffer: Buffer) -> Buffer:
-        self.values.append(buffer)
-        return buffer
+    def unsure_read(self, op: Op) -> str | None:
+        """Why a value that ``op`` reads cannot be recomputed, if there is one."""
+        unsure = (self.values[number].unsure for number in op.reads)
+        return next((reason for reason in unsure if reason is not None), None)
+
+    def sources(
+        self, number: int, held: Container[int], is_source: Callable[[Op], object]
+    ) -> list[Op]:
+        """The nearest ops behind a value for which ``is_source`` holds.
+
+        The search does not go beyond values that are ``held``, but for the given one.
+        """
+        found: list[Op] = []
+        seen = {number}
+        wanted = [number]
+        while wanted:
+            op = self.maker_of(self.values[wanted.pop()])
+            if op is None:
+                continue
+            if is_source(op):
+                found.append(op)
+                continue
+            for read in op.reads:
+                if read not in seen and read not in held:
+                    seen.add(read)
+                    wanted.append(read)
+        return found
