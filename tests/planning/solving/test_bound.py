@@ -10,7 +10,6 @@ from itertools import pairwise, product
 
 import pytest
 
-from recollect.graph.flow import Network
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
@@ -170,15 +169,6 @@ def test_a_slow_link_is_no_help() -> None:
     budget = simulate_plain(graph).peak * 3 // 4
     slow, without = (lower_bound(graph, budget, offload=each) for each in (True, False))
     assert slow == pytest.approx(without, rel=1e-3)
-
-
-def test_a_network_is_filled() -> None:
-    network = Network()
-    a, b = network.node(), network.node()
-    for start, end, room in ((0, a, 3.0), (0, b, 1.0), (a, b, 2.0), (a, 1, 1.0), (b, 1, 2.0)):
-        network.edge(start, end, room)
-    assert network.fill(3.0) == 3.0
-    assert network.levels()[1] < 0
 
 
 def test_a_mixture_is_the_cheapest_within_the_limits() -> None:

@@ -203,7 +203,7 @@ def _reshaped(h: Tensor, setting: int) -> Tensor:
     return h.sin().sum(0).sum() * h.view(4, 4)
 
 
-@pytest.mark.filterwarnings("ignore:engine='replay' does not know:UserWarning")
+@pytest.mark.filterwarnings("ignore:engine='replay' does not support:UserWarning")
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("policy", [None, recollect.policy.everything()], ids=str)
 def test_another_thing_is_done_at_another_call(what: str, policy: Any) -> None:
