@@ -254,25 +254,25 @@ def calls_of(
     for call, right in enumerate(expected):
         assert_identical(outcome_in_the_middle(run, region, call), right.outcome)
         reasons.add(reason_not_checked(region))
-        recordings |= {slot.recording for slot in slots_of(region)} - {None}
-    differences = [slot.difference for slot in slots_of(region)]
+        recordings |= {entry.recording for entry in slots_of(region)} - {None}
+    differences = [entry.difference for entry in slots_of(region)]
     return differences if len(recordings) > 1 else [], reasons
 
 
-def slots_of(region: Region) -> list[library.Slot]:
-    return list(library._slots.get(region, {}).values())
+def slots_of(region: Region) -> list[library.CacheEntry]:
+    return list(library._entries.get(region, {}).values())
 
 
 def reason_not_checked(region: Region) -> str | None:
     """Why later calls are not checked against the first, if they are not."""
     if not slots_of(region):
         return "a tensor of another layout among the arguments"
-    (slot,) = slots_of(region)
-    if slot.fallback or slot.unsettled:
-        return slot.fallback or slot.unsettled
-    if slot.recording is None:
-        return f"a difference: {slot.difference}"
-    return slot.recording.reason
+    (entry,) = slots_of(region)
+    if entry.fallback or entry.unsettled:
+        return entry.fallback or entry.unsettled
+    if entry.recording is None:
+        return f"a difference: {entry.difference}"
+    return entry.recording.reason
 
 
 def assert_as_listed(op: Any, reasons: set[str | None]) -> None:

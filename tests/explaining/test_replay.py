@@ -40,8 +40,8 @@ NAMES = (
 REPLAY = {name: {**(VARIANTS[name] or {}), "engine": "replay"} for name in NAMES}
 
 
-def slots_of(owner: Any) -> list[library.Slot]:
-    return list(library._slots.get(owner, {}).values())
+def slots_of(owner: Any) -> list[library.CacheEntry]:
+    return list(library._entries.get(owner, {}).values())
 
 
 def explained(function: Callable[..., Any], **options: Any) -> recollect.Explanation:
@@ -412,14 +412,14 @@ def test_what_the_engine_remembers_stays() -> None:
         return replay(layer, x.sin())
 
     recollect.explain(run)
-    assert all(slot.recording is None for slot in slots_of(layer))
+    assert all(entry.recording is None for entry in slots_of(layer))
     run()
-    (slot,) = slots_of(layer)
-    recording = slot.recording
+    (entry,) = slots_of(layer)
+    recording = entry.recording
     assert recording is not None
     recollect.explain(run)
-    assert slots_of(layer) == [slot]
-    assert slot.recording is recording
+    assert slots_of(layer) == [entry]
+    assert entry.recording is recording
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "matmuls_and_attention"])

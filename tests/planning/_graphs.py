@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Value
+from recollect.graph.graph import Event, Graph, Link, Op, SavedTensor, Storage, Value
 from recollect.planning.solving.solve import Solver
 
 __all__ = [
@@ -105,7 +105,7 @@ class Maker:
         """An op that writes over a value and saves what is there then."""
         number, before = len(self._made), self._values[old]
         new = len(self._values)
-        self._values.append(Value(before.nbytes, number, before.memory))
+        self._values.append(Value(before.nbytes, number, before.storage))
         seconds = _LAUNCH + 2 * before.nbytes / _RATE
         op = Op(
             f"aten::{name}",
@@ -125,48 +125,48 @@ class Maker:
     def graph(self, *, loss: int = 0, base: int = 0) -> Graph:
         """The step, with a loss that needs so many bytes."""
         count = len(self._made)
-        moments = [Moment(each.op.seconds, 0, 0, op=n) for n, each in enumerate(self._made)]
-        moments.append(Moment(_LAUNCH + loss / _RATE, 0, loss))
-        turn = len(moments)
+        events = [Event(each.op.seconds, 0, 0, op=n) for n, each in enumerate(self._made)]
+        events.append(Event(_LAUNCH + loss / _RATE, 0, loss))
+        turn = len(events)
         asks, numbers = self._asks()
-        moments += self._backward(numbers, loss)
+        events += self._backward(numbers, loss)
         return Graph(
             ops=[each.op for each in self._made],
             values=self._values,
-            memories=self._lives(count),
-            asks=asks,
-            moments=moments,
+            storages=self._lives(count),
+            saved=asks,
+            events=events,
             turn=turn,
             base=base,
             rerun_cost=1e-6,
             link=self._link,
         )
 
-    def _asks(self) -> tuple[list[Ask], list[tuple[int, ...]]]:
-        asks: list[Ask] = []
+    def _asks(self) -> tuple[list[SavedTensor], list[tuple[int, ...]]]:
+        asks: list[SavedTensor] = []
         numbers: list[tuple[int, ...]] = []
         for number, each in enumerate(self._made):
             first = len(asks)
-            asks += [Ask(value, number) for value in each.saves]
+            asks += [SavedTensor(value, number) for value in each.saves]
             numbers.append(tuple(range(first, len(asks))))
         return asks, numbers
 
-    def _lives(self, end: int) -> list[Memory]:
+    def _lives(self, end: int) -> list[Storage]:
         """Each memory of forward goes with its last reader; the last result with the loss."""
         born = [-1] * len(self._memories)
         dies = [0] * len(self._memories)
         for number, each in enumerate(self._made):
             made = (*each.op.makes, *(new for _, new in each.op.writes))
             for value in (*made, *each.op.reads):
-                memory = self._values[value].memory
+                memory = self._values[value].storage
                 born[memory] = number if born[memory] < 0 else born[memory]
                 dies[memory] = number
-        dies[self._values[-1].memory] = end
+        dies[self._values[-1].storage] = end
         sizes = self._memories
-        return [Memory(size, born[n], dies[n]) for n, size in enumerate(sizes)]
+        return [Storage(size, born[n], dies[n]) for n, size in enumerate(sizes)]
 
-    def _backward(self, asks: list[tuple[int, ...]], loss: int) -> list[Moment]:
-        moments = [Moment(_LAUNCH + loss / _RATE, loss, loss)]
+    def _backward(self, asks: list[tuple[int, ...]], loss: int) -> list[Event]:
+        events = [Event(_LAUNCH + loss / _RATE, loss, loss)]
         live: dict[int, int] = {len(self._values) - 1: self._values[-1].nbytes}
         weights = 0
         for number in reversed(range(len(self._made))):
@@ -180,9 +180,9 @@ class Maker:
             for value in made:
                 live.pop(value, None)
             seconds = _BACKWARD * each.op.seconds
-            moments.append(Moment(seconds, before, during, asks=asks[number], ends=asks[number]))
-        moments.append(Moment(_LAUNCH, weights, weights))
-        return moments
+            events.append(Event(seconds, before, during, unpacks=asks[number], frees=asks[number]))
+        events.append(Event(_LAUNCH, weights, weights))
+        return events
 
 
 # --- models -----------------------------------------------------------------------------------

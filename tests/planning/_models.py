@@ -463,8 +463,8 @@ def with_fixed_times(profile: Profile) -> Profile:
         return 4e-6 + moved / (1e9 if any(name in op.name for name in _PRODUCTS) else 1e10)
 
     ops = [replace(op, seconds=seconds(number)) for number, op in enumerate(graph.ops)]
-    moments = [replace(m, seconds=2e-5 if m.op < 0 else ops[m.op].seconds) for m in graph.moments]
-    fixed = replace(graph, ops=ops, moments=moments, rerun_cost=6e-6)
+    events = [replace(m, seconds=2e-5 if m.op < 0 else ops[m.op].seconds) for m in graph.events]
+    fixed = replace(graph, ops=ops, events=events, rerun_cost=6e-6)
     return replace(profile, graph=fixed, seconds=fixed.plain_seconds)
 
 

@@ -246,7 +246,7 @@ def test_the_graph_for_a_larger_batch_is_the_recorded_one(name: str) -> None:
     looks = [layout_of(tensor) for tensor in tensors_of_batch(*split_batch(larger))]
     assert first.trials.profile.trace is not None
     found = rescaled(first.graph, first.trials.profile.trace, looks).graph
-    assert found.memories == second.graph.memories
+    assert found.storages == second.graph.storages
     assert found.values == second.graph.values
     simulated = simulate_plain(replace(found, base=second.graph.base)).peak
     assert simulated == pytest.approx(simulate_plain(second.graph).peak, rel=0.02)

@@ -256,10 +256,10 @@ def test_a_prediction_that_was_too_low_is_found_out(monkeypatch, budget, part):
 
     def mistaken(graph: Any, script: Any, batch: Any) -> Rescaled:
         found = rescaled(graph, script, batch)
-        sizes = [math.ceil(part * memory.nbytes) for memory in found.graph.memories]
-        memories = [replace(m, nbytes=n) for m, n in zip(found.graph.memories, sizes, strict=True)]
-        values = [replace(v, nbytes=sizes[v.memory]) for v in found.graph.values]
-        return replace(found, graph=replace(found.graph, memories=memories, values=values))
+        sizes = [math.ceil(part * memory.nbytes) for memory in found.graph.storages]
+        memories = [replace(m, nbytes=n) for m, n in zip(found.graph.storages, sizes, strict=True)]
+        values = [replace(v, nbytes=sizes[v.storage]) for v in found.graph.values]
+        return replace(found, graph=replace(found.graph, storages=memories, values=values))
 
     monkeypatch.setattr(planned_step, "rescaled", mistaken)
     told = []

@@ -342,7 +342,7 @@ def test_the_loss_of_a_model_that_computes_it_is_found(name: str) -> None:
     made_by = Planner(case.model, case.batch)
     other = Planner(case.model, case.batch, case.loss_of)
     assert made_by.plain_peak == other.plain_peak
-    assert len(made_by.graph.asks) == len(other.graph.asks)
+    assert len(made_by.graph.saved) == len(other.graph.saved)
 
 
 # --- without running it ---------------------------------------------------------------------------

@@ -43,10 +43,10 @@ def rescaled_for(model: nn.Module, batch: Any, other: Any, loss: Loss | None = s
 
 def without_workspace(graph: Graph) -> Graph:
     """What the kernels of this machine allocate and take is not known for other shapes."""
-    pairs = zip(graph.moments, graph.origins.workspaces, strict=True)
-    moments = [replace(moment, seconds=0, during=moment.during - work) for moment, work in pairs]
+    pairs = zip(graph.events, graph.origins.workspaces, strict=True)
+    events = [replace(event, seconds=0, during=event.during - work) for event, work in pairs]
     ops = [replace(op, seconds=0, workspace=0, can_send=False) for op in graph.ops]
-    return replace(graph, ops=ops, moments=moments, rerun_cost=0, engine_cost=0, spread=0)
+    return replace(graph, ops=ops, events=events, rerun_cost=0, engine_cost=0, spread=0)
 
 
 def assert_the_same(

@@ -11,7 +11,7 @@ from torch import nn
 import recollect
 from recollect.planning import ways
 from recollect.planning.step import TrainingStep
-from recollect.replay.engine import Witness
+from recollect.replay.engine import CallReport
 
 pytestmark = pytest.mark.usefixtures("no_bound")
 
@@ -26,11 +26,11 @@ def test_a_step_holds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch)
     def run(*args):
         assert [each() for each in held if each() is not None] == []
         out = run_planned(*args)
-        held.append(ref(args[-1].recall))
+        held.append(ref(args[-1].remat))
         return out
 
     monkeypatch.setattr(ways, "run_planned", run)
-    witnesses: list[Witness] = []
+    witnesses: list[CallReport] = []
     step = TrainingStep(model, (batch,), {})
     ways.peaks_under(ways.Way(by), step, ways.WarnOnce(), lambda _: None, witnesses)
     assert len(held) == len(witnesses) > 1

@@ -35,11 +35,11 @@ def on_cuda(*shape: int, **options: Any) -> Tensor:
     return torch.randn(*shape, device="cuda", requires_grad=True, **options)
 
 
-def slot_of(function: Any) -> library.Slot:
+def slot_of(function: Any) -> library.CacheEntry:
     """What the engine knows of ``function``, which has been called in one way."""
     owner = function if isinstance(function, nn.Module) else function.__code__
-    (slot,) = library._slots[owner].values()
-    return slot
+    (entry,) = library._entries[owner].values()
+    return entry
 
 
 def train(function: Callable[..., Any], x: Callable[[], Tensor], run: Run) -> Any:
@@ -346,7 +346,7 @@ def test_recurrent_networks(dropout: float) -> None:
             recording = slot_of(forward).recording
             assert recording is not None
             assert recording.reason is None
-            kept = {op.keep for op in recording.tape.ops if "_cudnn_rnn" in str(op.op)}
+            kept = {op.keep for op in recording.graph.ops if "_cudnn_rnn" in str(op.op)}
             assert (kept == {None}) == (dropout == 0)
         return [*seen, x.grad, *(p.grad for net in nets for p in net.parameters())]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.policy.op_info import op_info
 from recollect.replay import record
-from recollect.replay.recording_cache import _slots
+from recollect.replay.recording_cache import _entries
 from tests._support import assert_identical, collector_off
 from tests.store._fake import make_store
 
@@ -147,10 +147,10 @@ def test_a_function_that_looks_at_all_weights_as_one_memory(monkeypatch):
     for _ in range(3):
         out = run(x)
         assert_identical(torch.autograd.grad(out.sum(), x), expected)
-    (slot,) = _slots[function.__code__].values()
-    assert slot.recording is not None
-    assert slot.recording.reason is None
-    again = {str(op.op) for op in slot.recording.tape.ops if op.keep is None}
+    (entry,) = _entries[function.__code__].values()
+    assert entry.recording is not None
+    assert entry.recording.reason is None
+    again = {str(op.op) for op in entry.recording.graph.ops if op.keep is None}
     assert "aten.tanh.default" in again
 
 
@@ -336,9 +336,9 @@ def test_weights_that_autocast_has_converted_before():
         for rows in (2, 4):
             for _ in range(2):
                 replay(net, torch.randn(rows, 8, requires_grad=True))
-    for slot in _slots[net].values():
-        assert slot.recording is not None
-        assert slot.recording.schedule.kept == frozenset()
+    for entry in _entries[net].values():
+        assert entry.recording is not None
+        assert entry.recording.schedule.kept == frozenset()
 
 
 def test_a_backward_inside_finds_what_another_one_made():
@@ -356,9 +356,9 @@ def test_a_backward_inside_finds_what_another_one_made():
         replay(function, ours).sum().backward()
         function(expected).sum().backward()
         assert_identical(ours.grad, expected.grad)
-    (slot,) = _slots[function.__code__].values()
-    assert slot.recording is not None
-    assert slot.recording.reason is None
+    (entry,) = _entries[function.__code__].values()
+    assert entry.recording is not None
+    assert entry.recording.reason is None
 
 
 @pytest.mark.parametrize("engine", ["rerun", "replay"])
@@ -382,7 +382,7 @@ def test_a_policy_keeps_nothing_alive(engine: str):
 
     with collector_off():
         alive = train()
-        _slots.clear()
+        _entries.clear()
         assert alive() is None
 
 
@@ -404,9 +404,9 @@ def test_the_collector_ends_a_generator_in_the_midst_of_a_region():
             unfinished.append(numbers())
             next(unfinished[0])
         step(functools.partial(replay, function), call, (3,))
-    (slot,) = _slots[function.__code__].values()
-    assert slot.recording is not None
-    assert slot.difference is None
+    (entry,) = _entries[function.__code__].values()
+    assert entry.recording is not None
+    assert entry.difference is None
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])

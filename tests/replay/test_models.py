@@ -51,14 +51,14 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test after which a call still holds something, without the garbage collector."""
     alive: WeakSet[Any] = WeakSet()
 
-    class Recall(engine.Recall):
+    class Rematerializer(engine.Rematerializer):
         __slots__ = ()
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             alive.add(self)
 
-    monkeypatch.setattr(engine, "Recall", Recall)
+    monkeypatch.setattr(engine, "Rematerializer", Rematerializer)
     with collector_off():
         yield
         assert len(alive) == 0
@@ -106,9 +106,9 @@ def train(case: Case, wrap: Wrap) -> tuple[list[Any], list[Any]]:
 
 def recordings_of(model: nn.Module) -> list[Any]:
     """The recording of each signature that ``model`` was called with."""
-    slots = library._slots.get(model, {}).values()
-    assert all(slot.fallback is None for slot in slots)
-    return [slot.recording for slot in slots]
+    slots = library._entries.get(model, {}).values()
+    assert all(entry.fallback is None for entry in slots)
+    return [entry.recording for entry in slots]
 
 
 def assert_trains_alike(case: Case, expected: list[Any], keep: Any) -> None:

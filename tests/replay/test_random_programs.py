@@ -553,15 +553,15 @@ def nothing_is_left_behind(stays: Callable[[], bool] = lambda: False) -> Iterato
     Unless it ``stays`` without checkpointing too.
     """
     held: list[Any] = []
-    kind = engine.Recall
+    kind = engine.Rematerializer
 
-    def recall(*args: Any, **kwargs: Any) -> Any:
+    def remat(*args: Any, **kwargs: Any) -> Any:
         made = kind(*args, **kwargs)
         held.append(ref(made))
         return made
 
     with collector_off(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Recall", recall)
+        patch.setattr(engine, "Rematerializer", remat)
         yield
         run_another_backward()
         assert [each() for each in held if each() is not None] == [] or stays()
@@ -747,10 +747,10 @@ def test_random_programs_that_do_not_change_are_recorded_once(
     """
     replaying = compare(program, CALLS["same"], policy=chosen)
     for called in replaying.called.values():
-        for slot in library._slots.get(called, {}).values():
-            assert slot.fallback is slot.unsettled is None
-            assert slot.recording is not None or called.has_raised
-            assert slot.recording is None or slot.recording.reason is None
+        for entry in library._entries.get(called, {}).values():
+            assert entry.fallback is entry.unsettled is None
+            assert entry.recording is not None or called.has_raised
+            assert entry.recording is None or entry.recording.reason is None
 
 
 # --- compiled parts -------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ from recollect._torch.ops import OpOverload
 from recollect.errors import InputChanged
 from recollect.policy.op_info import op_info
 from recollect.replay.engine import LeftToRerun, replay_region
-from recollect.replay.planned_ops import Decisions
-from recollect.replay.recording_cache import _slots
+from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.recording_cache import _entries
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 from tests._support import assert_identical, assert_transparent, leaf, plain, play
@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 
-_NOTHING_KEPT = Decisions({})
+_NOTHING_KEPT = PlannedOps({})
 
 
 def planned(function: Any, *args: Any) -> Any:
@@ -203,8 +203,8 @@ def test_such_a_view_of_what_the_region_made_is_recorded_once() -> None:
         return h.as_strided((4,), (2,), 1).sin() * h.as_strided((4,), (1,), 5).exp()
 
     assert set(kept(region, replay).values()) == {None}
-    (slot,) = _slots[region.__code__].values()
-    assert slot.difference is slot.unsettled is None
+    (entry,) = _entries[region.__code__].values()
+    assert entry.difference is entry.unsettled is None
 
 
 # --- generators -----------------------------------------------------------------------------------
@@ -368,9 +368,9 @@ def test_a_custom_op_with_a_gradient_is_not_run_again(custom: Any, run: Any) -> 
 def kept(region: Callable[..., Any], run: Any) -> dict[str, str | None]:
     """Why the ops of a region are not run again, by name of the op."""
     check(run, region)
-    (slot,) = _slots[region.__code__].values()
-    assert slot.recording is not None
-    return {str(op.op): op.keep for op in slot.recording.tape.ops}
+    (entry,) = _entries[region.__code__].values()
+    assert entry.recording is not None
+    return {str(op.op): op.keep for op in entry.recording.graph.ops}
 
 
 def test_which_ops_of_others_are_run_again(library: Any) -> None:
@@ -777,9 +777,9 @@ def test_a_step_without_switches_of_its_own_costs_no_look_at_them() -> None:
         return (x.sin() * x).exp().view(-1)
 
     check(replay, region)
-    (slot,) = _slots[region.__code__].values()
-    assert slot.recording is not None
-    expected = slot.recording.expected
+    (entry,) = _entries[region.__code__].values()
+    assert entry.recording is not None
+    expected = entry.recording.expected
     while expected is not None:
         assert expected.flags is None
         expected = expected.following

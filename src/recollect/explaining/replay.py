@@ -11,11 +11,11 @@ import torch
 from recollect._torch.ops import CAST
 from recollect.explaining.storages import Region, StorageTable, TrackedStorage
 from recollect.policy.op_info import op_info
-from recollect.replay.engine import Witness
-from recollect.replay.held_tensor import Held
+from recollect.replay.engine import CallReport
+from recollect.replay.held_tensor import HeldTensor
 from recollect.replay.reasons import Reasons
-from recollect.replay.rematerialize import Recall
-from recollect.replay.tape import Buffer, Op
+from recollect.replay.recorded_graph import RecordedOp, RecordedValue
+from recollect.replay.rematerialize import Rematerializer
 
 __all__ = ["ReplayRegion"]
 
@@ -37,13 +37,13 @@ class ReplayRegion(Region):
 
     engine = "replay"
 
-    def __init__(self, name: str, witness: Witness) -> None:
-        assert witness.recall is not None
-        super().__init__(name, witness.recall.deposit)
-        self._witness: Witness | None = witness
+    def __init__(self, name: str, report: CallReport) -> None:
+        assert report.remat is not None
+        super().__init__(name, report.remat.deposit)
+        self._witness: CallReport | None = report
         #: One, or two if the call was recorded from its middle on.
         self._parts: list[_Part] = []
-        self._recalls: list[ReferenceType[Recall]] = []
+        self._recalls: list[ReferenceType[Rematerializer]] = []
         #: The numbers of the ops that will run again.
         self.again: set[int] = set()
         #: Whether the call was recorded, and the next one will run otherwise.
@@ -51,7 +51,7 @@ class ReplayRegion(Region):
 
     @property
     def is_alive(self) -> bool:
-        return any(recall() is not None for recall in self._recalls)
+        return any(remat() is not None for remat in self._recalls)
 
     def runs_again(self, number: int) -> bool:
         return number in self.again
@@ -67,21 +67,21 @@ class ReplayRegion(Region):
         self._parts[-1].tickets.append(packed)
 
     def end(self, table: StorageTable) -> None:
-        witness, self._witness = self._witness, None
-        assert witness is not None
-        self.is_rehearsal = witness.is_rehearsal
-        if witness.unsettled is not None:
-            self.notes.append(f"recorded at every call: {witness.unsettled}")
-        if witness.stopped is not None:
-            what = "everything is held" if witness.rest is None else "it is recorded anew"
-            self.notes.append(f"{what} from some point on: {witness.stopped}")
-        recalls = [recall for recall in (witness.recall, witness.rest) if recall is not None]
-        for recall, part in reversed([*zip(recalls, self._parts, strict=False)]):
-            self._recalls.append(ref(recall))
-            self.rng_bytes += sum(state.nbytes for state in recall.states.values())
-            reasons = Reasons(recall, witness.policy, witness.stopped)
-            is_rest = recall is witness.rest
-            _Findings(self, recall, part, reasons, table, is_rest=is_rest).note()
+        report, self._witness = self._witness, None
+        assert report is not None
+        self.is_rehearsal = report.is_rehearsal
+        if report.unsettled is not None:
+            self.notes.append(f"recorded at every call: {report.unsettled}")
+        if report.stopped is not None:
+            what = "everything is held" if report.rest is None else "it is recorded anew"
+            self.notes.append(f"{what} from some point on: {report.stopped}")
+        recalls = [remat for remat in (report.remat, report.rest) if remat is not None]
+        for remat, part in reversed([*zip(recalls, self._parts, strict=False)]):
+            self._recalls.append(ref(remat))
+            self.rng_bytes += sum(state.nbytes for state in remat.states.values())
+            reasons = Reasons(remat, report.policy, report.stopped)
+            is_rest = remat is report.rest
+            _Findings(self, remat, part, reasons, table, is_rest=is_rest).note()
         self._parts.clear()
 
 
@@ -91,7 +91,7 @@ class _Findings:
     def __init__(
         self,
         region: ReplayRegion,
-        recall: Recall,
+        remat: Rematerializer,
         part: _Part,
         reasons: Reasons,
         table: StorageTable,
@@ -99,36 +99,36 @@ class _Findings:
         is_rest: bool,
     ) -> None:
         self._region = region
-        self._recall = recall
+        self._remat = remat
         self._part = part
         self._reasons = reasons
         self._table = table
         self._is_rest = is_rest
-        values = recall.tape.values
+        values = remat.graph.values
         #: Each op of the tape with its number, a buffer that it makes, and the storage of that.
         self._made = [
             (op, number, values[value], storage)
-            for op, number, storages in _matched(recall.tape.ops, part)
+            for op, number, storages in _matched(remat.graph.ops, part)
             for value, storage in zip(op.makes, storages, strict=False)
         ]
-        self._origins = {buffer.memory: storage for _, _, buffer, storage in self._made}
+        self._origins = {buffer.storage: storage for _, _, buffer, storage in self._made}
 
     def note(self) -> None:
         """Tell the storages."""
-        for number, held in self._recall.kept.items():
-            self._note_held(self._recall.tape.values[number], held)
+        for number, held in self._remat.kept.items():
+            self._note_held(self._remat.graph.values[number], held)
         self._note_saved()
         for op, number, buffer, storage in self._made:
-            reason = self._reasons.recomputing(op, buffer.memory)
+            reason = self._reasons.recomputing(op, buffer.storage)
             if reason is None:
                 storage.not_held = self._reasons.leaving_out(op)
             else:
                 self._region.again.add(number)
                 storage.ruling = storage.ruling or reason
 
-    def _note_held(self, buffer: Buffer, held: Held) -> None:
+    def _note_held(self, buffer: RecordedValue, held: HeldTensor) -> None:
         """``held`` is what the region itself holds of ``buffer``, here or in a store."""
-        origin, region = self._origins.get(buffer.memory), self._region
+        origin, region = self._origins.get(buffer.storage), self._region
         if held.away is not None:
             if origin is not None:
                 origin.ruling = self._reasons.holding(buffer)
@@ -144,9 +144,11 @@ class _Findings:
             else:
                 storage.input_of = storage.input_of or region
 
-    def _describe_copy(self, storage: TrackedStorage, buffer: Buffer, tensor: torch.Tensor) -> None:
+    def _describe_copy(
+        self, storage: TrackedStorage, buffer: RecordedValue, tensor: torch.Tensor
+    ) -> None:
         """The region may hold a copy: of what is changed later, or of what it returns."""
-        origin = self._origins.get(buffer.memory)
+        origin = self._origins.get(buffer.storage)
         if buffer.outside is not None:
             storage.describe(tensor, _COPY, self._region.name)
         elif origin is not None and storage is not origin:
@@ -154,8 +156,8 @@ class _Findings:
 
     def _note_saved(self) -> None:
         """What autograd saved and holds as it is."""
-        last = {buffer.memory: buffer for buffer in self._recall.tape.values}
-        buffers = {storage: last[buffer.memory] for _, _, buffer, storage in self._made}
+        last = {buffer.storage: buffer for buffer in self._remat.graph.values}
+        buffers = {storage: last[buffer.storage] for _, _, buffer, storage in self._made}
         for storage in self._table.find(ticket[0] for ticket in self._part.tickets):
             if not storage.is_made_in(self._region):
                 storage.input_of = storage.input_of or self._region
@@ -165,7 +167,9 @@ class _Findings:
                 storage.kept = reason, self._region
 
 
-def _matched(ops: list[Op], part: _Part) -> Iterator[tuple[Op, int, list[TrackedStorage]]]:
+def _matched(
+    ops: list[RecordedOp], part: _Part
+) -> Iterator[tuple[RecordedOp, int, list[TrackedStorage]]]:
     """The ops of a tape, each with its number among those that ran, and what it made."""
     place = 0
     for func, number, made in part.ops:

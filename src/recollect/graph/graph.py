@@ -1,7 +1,7 @@
 """A training step as the planner sees it: ops, the values they make, and when backward uses them.
 
-A step is a list of `Moment`, one for each op that ran, forward and backward. The ops of the planned
-region (`Op`) make values. Autograd saves some (`Ask`), and unpacks them in backward.
+A step is a list of `Event`, one for each op that ran, forward and backward. The ops of the planned
+region (`Op`) make values. Autograd saves some (`SavedTensor`), and unpacks them in backward.
 A plan decides by op: the results of an op are kept, offloaded to the host, or recomputed. All other
 memory (gradients, the loss, parameters) is fixed, and appears in the events as a number of bytes.
 
@@ -16,11 +16,11 @@ from functools import cached_property
 
 from recollect.graph.release import find_needs
 
-__all__ = ["Ask", "Graph", "Link", "Memory", "Moment", "Op", "Origins", "Tally", "Value"]
+__all__ = ["Event", "Graph", "Link", "Op", "Origins", "SavedTensor", "Storage", "Tally", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Storage:
     """A storage that ops of the region allocate in forward.
 
     Args:
@@ -41,12 +41,12 @@ class Value:
     Args:
         nbytes: Of its storage.
         op: The number of the op that makes it.
-        memory: The number of its storage in forward. Values made in place share one.
+        storage: The number of its storage in forward. Values made in place share one.
     """
 
     nbytes: int
     op: int
-    memory: int
+    storage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,20 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SavedTensor:
     """A tensor that autograd saved, and unpacks once in backward.
 
     Args:
         value: Its value.
-        saved: The event of forward at which it was saved.
+        event: The event of forward at which it was saved.
     """
 
     value: int
-    saved: int
+    event: int
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Event:
     """An op that ran in the step.
 
     Args:
@@ -110,16 +110,16 @@ class Moment:
         before: Fixed bytes that are allocated before it runs, in addition to `Graph.base`.
         during: The peak of them while it runs.
         op: Its number among the ops of the region; -1 if it is not one of them.
-        asks: The saved tensors that autograd unpacks before it.
-        ends: The saved tensors that autograd frees after it.
+        unpacks: The saved tensors that autograd unpacks before it.
+        frees: The saved tensors that autograd frees after it.
     """
 
     seconds: float
     before: int
     during: int
     op: int = -1
-    asks: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    unpacks: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,14 @@ class Origins:
     """Which storages the bytes of a graph come from, to compute them for storages of other sizes.
 
     Args:
-        memories: By storage of the graph: its number among all storages of the step.
+        storages: By storage of the graph: its number among all storages of the step.
         made: By event: the storages with fixed bytes that it allocates.
         freed: By event: the storages with fixed bytes that are freed before it.
         workspaces: By event: the bytes that its op allocates in addition.
         block: The allocator rounds up to multiples of this.
     """
 
-    memories: tuple[int, ...]
+    storages: tuple[int, ...]
     made: tuple[tuple[int, ...], ...]
     freed: tuple[tuple[int, ...], ...]
     workspaces: tuple[int, ...]
@@ -182,9 +182,9 @@ class Graph:
     Args:
         ops: Those of the region, in the order of forward.
         values: The values that they make.
-        memories: The storages of these in forward.
-        asks: The saved tensors among them, in the order of forward.
-        moments: The step: forward, backward from ``turn`` on, and what follows it.
+        storages: The storages of these in forward.
+        saved: The saved tensors among them, in the order of forward.
+        events: The step: forward, backward from ``turn`` on, and what follows it.
         turn: The number of the first event of backward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
         rerun_cost: Seconds that running an op again costs, in addition to its own.
@@ -199,9 +199,9 @@ class Graph:
 
     ops: Sequence[Op]
     values: Sequence[Value]
-    memories: Sequence[Memory]
-    asks: Sequence[Ask]
-    moments: Sequence[Moment]
+    storages: Sequence[Storage]
+    saved: Sequence[SavedTensor]
+    events: Sequence[Event]
     turn: int
     base: int = 0
     rerun_cost: float = 0.0
@@ -221,7 +221,7 @@ class Graph:
     @cached_property
     def plain_seconds(self) -> float:
         """The time of the step if everything is kept."""
-        return sum(moment.seconds for moment in self.moments)
+        return sum(event.seconds for event in self.events)
 
     @cached_property
     def forced(self) -> frozenset[int]:
@@ -237,13 +237,13 @@ class Graph:
         """The ops whose results are unpacked, or read by ops that run again."""
         kept |= self.forced
         held = {number for number, value in enumerate(self.values) if value.op in kept}
-        needs = find_needs(self, [ask.value for ask in self.asks], held)
+        needs = find_needs(self, [saved.value for saved in self.saved], held)
         return frozenset(needs.again).union(self.values[number].op for number, _ in needs.order)
 
     @cached_property
     def last_op(self) -> int:
         """The last op that ran in forward; -1 if there is none."""
-        return max((moment.op for moment in self.moments), default=-1)
+        return max((event.op for event in self.events), default=-1)
 
     @cached_property
     def choices(self) -> list[int]:

@@ -74,7 +74,7 @@ class _Run:
         self.graph = graph
         self.limit = schedule.limit
         self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
-        self.begin = len(graph.asks) if schedule.begin is None else schedule.begin
+        self.begin = len(graph.saved) if schedule.begin is None else schedule.begin
         kept, away = schedule.kept | graph.forced, schedule.away
         values = graph.values
         self.is_here = [value.op in kept for value in values]
@@ -84,7 +84,7 @@ class _Run:
         #: By value: how many tensors of it autograd has unpacked, and still holds.
         self.given = [0] * len(values)
         #: How many hold each storage of forward.
-        self.holders = [0] * len(graph.memories)
+        self.holders = [0] * len(graph.storages)
         #: Bytes that are not fixed, and how many of them were recomputed or fetched.
         self.here = 0
         self.made = 0
@@ -101,27 +101,27 @@ class _Run:
 
     def _plan(self) -> None:
         graph, values = self.graph, self.graph.values
-        self.dead = [False] * len(graph.asks)
+        self.dead = [False] * len(graph.saved)
         #: The saved tensors that are not kept here, in the order of forward.
-        self.tickets = [n for n, ask in enumerate(graph.asks) if not self.is_here[ask.value]]
-        needs = find_needs(graph, [graph.asks[n].value for n in self.tickets], self.held)
+        self.tickets = [n for n, saved in enumerate(graph.saved) if not self.is_here[saved.value]]
+        needs = find_needs(graph, [graph.saved[n].value for n in self.tickets], self.held)
         #: What backward has recomputed or fetched, in bytes.
         self.working = WorkingSet[int](needs.uses)
         #: Bytes of generator states, which are held until the end.
         self.states = sum(graph.ops[op].state for op in needs.again)
-        self.born: list[list[int]] = [[] for _ in graph.moments]
-        self.dies: list[list[int]] = [[] for _ in graph.moments]
-        for number, memory in enumerate(graph.memories):
-            self.born[memory.born].append(number)
-            self.dies[memory.dies].append(number)
+        self.born: list[list[int]] = [[] for _ in graph.events]
+        self.dies: list[list[int]] = [[] for _ in graph.events]
+        for number, storage in enumerate(graph.storages):
+            self.born[storage.born].append(number)
+            self.dies[storage.dies].append(number)
             self.holders[number] = 1
-        for ask in graph.asks:
-            if self.is_here[ask.value]:
-                self.holders[values[ask.value].memory] += 1
+        for saved in graph.saved:
+            if self.is_here[saved.value]:
+                self.holders[values[saved.value].storage] += 1
         #: The kept values that others are recomputed from, with the first ticket that needs each.
         self.order = [(value, index) for value, index in needs.order if self.is_here[value]]
         for held, _ in self.order:
-            self.holders[values[held].memory] += 1
+            self.holders[values[held].storage] += 1
         #: The copies to the host that are in flight.
         self.leaving: deque[tuple[int, int, float]] = deque()
         self.leaving_bytes = 0
@@ -139,26 +139,26 @@ class _Run:
                 if self.is_away[number] and needs.uses[number]:
                     end = max(value.op, graph.ops[value.op].last)
                     self.sent.setdefault(end, []).append(number)
-                    self.holders[value.memory] += 1
+                    self.holders[value.storage] += 1
 
     def run(self) -> Outcome:
         """The whole step."""
         graph = self.graph
-        asks = graph.asks
+        saved = graph.saved
         ends_of_memory = self.dies
-        for now, moment in enumerate(graph.moments):
+        for now, event in enumerate(graph.events):
             self.now = now
             for number in self.born[now]:
-                self.here += graph.memories[number].nbytes
-            for number in moment.asks:
-                self._ask(asks[number].value, moment.before)
-            self._note(moment.during)
-            self.clock += moment.seconds
-            if moment.op in self.sent:
-                self._send(self.sent[moment.op])
-            if self.leaving and moment.op >= 0 and self._can_arrive_after(moment.op):
-                self._let_arrive(moment.op)
-            for number in moment.ends:
+                self.here += graph.storages[number].nbytes
+            for number in event.unpacks:
+                self._unpack(saved[number].value, event.before)
+            self._note(event.during)
+            self.clock += event.seconds
+            if event.op in self.sent:
+                self._send(self.sent[event.op])
+            if self.leaving and event.op >= 0 and self._can_arrive_after(event.op):
+                self._let_arrive(event.op)
+            for number in event.frees:
                 self._end(number)
             for number in ends_of_memory[now]:
                 self._drop(number)
@@ -184,10 +184,10 @@ class _Run:
         if self.curve is not None:
             self.curve.append((self.clock, total))
 
-    def _drop(self, memory: int) -> None:
-        self.holders[memory] -= 1
-        if not self.holders[memory]:
-            self.here -= self.graph.memories[memory].nbytes
+    def _drop(self, storage: int) -> None:
+        self.holders[storage] -= 1
+        if not self.holders[storage]:
+            self.here -= self.graph.storages[storage].nbytes
 
     def _grow(self, value: int) -> None:
         """A value was recomputed, or is being fetched."""
@@ -202,7 +202,7 @@ class _Run:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _ask(self, value: int, before: int) -> None:
+    def _unpack(self, value: int, before: int) -> None:
         if self.is_here[value]:
             return
         working = self.working
@@ -220,12 +220,12 @@ class _Run:
         self.given[value] += 1
         working.give(value)
 
-    def _end(self, ask: int) -> None:
+    def _end(self, saved: int) -> None:
         """Autograd has freed a saved tensor."""
-        self.dead[ask] = True
-        value = self.graph.asks[ask].value
+        self.dead[saved] = True
+        value = self.graph.saved[saved].value
         if self.is_here[value]:
-            self._drop(self.graph.values[value].memory)
+            self._drop(self.graph.values[value].storage)
         elif self.given[value]:
             self.given[value] -= 1
             if not self.given[value] and value not in self.working.here:
@@ -236,7 +236,7 @@ class _Run:
         while tickets and self.dead[tickets[-1]]:
             tickets.pop()
         for value in pop_unneeded(self.order, len(tickets)):
-            self._drop(self.graph.values[value].memory)
+            self._drop(self.graph.values[value].storage)
 
     def _run_op(self, number: int, before: int) -> None:
         """Run an op again."""
@@ -277,7 +277,7 @@ class _Run:
             value = self.graph.values[number]
             start = max(self.clock, self.out_clock)
             self.out_clock = start + value.nbytes / link.out_rate
-            self.leaving.append((value.memory, value.nbytes, self.out_clock))
+            self.leaving.append((value.storage, value.nbytes, self.out_clock))
             self.leaving_bytes += value.nbytes
 
     def _can_arrive_after(self, number: int) -> bool:
@@ -300,10 +300,10 @@ class _Run:
 
     def _arrive(self) -> None:
         """Wait for the oldest copy to the host, and free its storage."""
-        memory, nbytes, done = self.leaving.popleft()
+        storage, nbytes, done = self.leaving.popleft()
         self._wait(done)
         self.leaving_bytes -= nbytes
-        self._drop(memory)
+        self._drop(storage)
 
     def _wait(self, until: float) -> None:
         if until > self.clock:

@@ -19,7 +19,7 @@ from recollect.graph.simulate import Schedule
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS
 from recollect.region import run_region
-from recollect.replay.planned_ops import Decisions
+from recollect.replay.planned_ops import PlannedOps
 
 __all__ = ["Blocks", "block_paths", "block_schedule", "unwrap_blocks", "wrap_blocks"]
 
@@ -49,7 +49,7 @@ class _Block:
             _active.is_on = True
 
 
-class Blocks(Decisions):
+class Blocks(PlannedOps):
     """The decision to checkpoint the blocks that are wrapped, and nothing else."""
 
     def __init__(self) -> None:

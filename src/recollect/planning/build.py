@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-from recollect.graph.graph import Ask, Graph, Link, Memory, Moment, Op, Origins, Value
+from recollect.graph.graph import Event, Graph, Link, Op, Origins, SavedTensor, Storage, Value
 from recollect.planning.trace import StepTrace
 from recollect.policy.op_info import op_info
+from recollect.replay.function_call import PackedTensor
+from recollect.replay.recorded_graph import RecordedOp, RecordedValue, is_whole
 from recollect.replay.recording import Recording
 from recollect.replay.region_schedule import find_holdable, forced_values
-from recollect.replay.steps import Pack
-from recollect.replay.tape import Buffer, is_whole
-from recollect.replay.tape import Op as TapeOp
 
 __all__ = ["build_graph", "resized"]
 
@@ -36,16 +35,16 @@ class _Builder:
     def __init__(self, trace: StepTrace, recording: Recording, on_device: bool) -> None:
         self._trace = trace
         self._recording = recording
-        self._tape = recording.tape
+        self._recorded = recording.graph
         self._on_device = on_device
         self._block = _BLOCK if on_device else 1
         #: By number of an op of the region: the moment in which it ran.
-        self._moments = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
-        self._forced = forced_values(recording.tape, recording.steps)
+        self._events = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
+        self._forced = forced_values(recording.graph, recording.calls)
         #: The results of ops that must not run again, but for what opaque functions do not return.
         self._held = {
             buffer.number
-            for op in self._tape.ops
+            for op in self._recorded.ops
             if op.keep is not None
             for buffer in self._results(op)
             if buffer.unsure is None
@@ -61,15 +60,15 @@ class _Builder:
         asks = self._asks()
         dies = self._deaths(values)
         memories = [
-            Memory(self._size(number), born, dies[number]) for number, born in self._memories
+            Storage(self._size(number), born, dies[number]) for number, born in self._memories
         ]
         origins = self._origins()
         return Graph(
-            ops=[self._op(op) for op in self._tape.ops],
+            ops=[self._op(op) for op in self._recorded.ops],
             values=values,
-            memories=memories,
-            asks=list(asks.values()),
-            moments=self._make_moments({pack: n for n, pack in enumerate(asks)}, origins),
+            storages=memories,
+            saved=list(asks.values()),
+            events=self._make_moments({pack: n for n, pack in enumerate(asks)}, origins),
             turn=next((n for n, e in enumerate(self._trace.events) if e.is_backward), 0),
             base=base,
             link=link,
@@ -87,27 +86,27 @@ class _Builder:
         values: list[Value] = []
         #: By number of a memory of the tape: of that of the trace.
         of_tape: dict[int, int] = {}
-        for op in self._tape.ops:
-            moment = self._moments.get(op.number)
-            if moment is None:
+        for op in self._recorded.ops:
+            event = self._events.get(op.number)
+            if event is None:
                 continue
-            made = self._trace.events[moment].made
+            made = self._trace.events[event].made
             for path, value in zip(op.paths, op.makes, strict=True):
-                buffer = self._tape.values[value]
+                buffer = self._recorded.values[value]
                 number = made.get(path)
                 if number is not None:
-                    of_tape[buffer.memory] = number
+                    of_tape[buffer.storage] = number
                     self._managed[number] = len(self._memories)
-                    self._memories.append((number, moment))
+                    self._memories.append((number, event))
             for buffer in self._results(op):
-                number = of_tape.get(buffer.memory)
+                number = of_tape.get(buffer.storage)
                 if number is not None:
                     self._values[buffer.number] = len(values)
                     values.append(Value(self._size(number), op.number, self._managed[number]))
         return values
 
-    def _results(self, op: TapeOp) -> list[Buffer]:
-        return [self._tape.values[number] for number in op.results]
+    def _results(self, op: RecordedOp) -> list[RecordedValue]:
+        return [self._recorded.values[number] for number in op.results]
 
     def _numbers(self, buffers: Iterable[int]) -> tuple[int, ...]:
         found = map(self._values.get, buffers)
@@ -115,10 +114,10 @@ class _Builder:
 
     # --- ops --------------------------------------------------------------------------------------
 
-    def _op(self, op: TapeOp) -> Op:
+    def _op(self, op: RecordedOp) -> Op:
         key = op.key
         path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
-        moment = self._moments.get(op.number)
+        moment = self._events.get(op.number)
         event = None if moment is None else self._trace.events[moment]
         values = self._values
         writes = tuple(
@@ -149,12 +148,12 @@ class _Builder:
     def _lasts(self) -> dict[int, int]:
         """By number of an op: of the last one that its function ran."""
         found: dict[int, int] = {}
-        for step in self._recording.steps:
-            ran = [number for number in range(*step.ops) if number in self._moments]
+        for step in self._recording.calls:
+            ran = [number for number in range(*step.ops) if number in self._events]
             found.update(dict.fromkeys(ran, ran[-1] if ran else -1))
         return found
 
-    def _state(self, op: TapeOp) -> int:
+    def _state(self, op: RecordedOp) -> int:
         """What it takes to draw the same random numbers again; it is held in the host's memory."""
         if op.generator is None or self._on_device:
             return 0
@@ -162,14 +161,14 @@ class _Builder:
 
     @cached_property
     def _holdable(self) -> set[int]:
-        return find_holdable(self._tape, self._recording.steps)
+        return find_holdable(self._recorded, self._recording.calls)
 
     @cached_property
     def _wanted(self) -> set[int]:
-        wanted = {read for op in self._tape.ops for read in op.reads}
-        return wanted | {pack.view.buffer.number for pack in self._packs if pack.view is not None}
+        wanted = {read for op in self._recorded.ops for read in op.reads}
+        return wanted | {pack.view.value.number for pack in self._packs if pack.view is not None}
 
-    def _can_keep(self, op: TapeOp) -> bool:
+    def _can_keep(self, op: RecordedOp) -> bool:
         info = op_info(op.op)
         wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
         return (info.can_be_kept or info.writes) and all(
@@ -177,7 +176,7 @@ class _Builder:
             for buffer in wanted
         )
 
-    def _can_send(self, op: TapeOp) -> bool:
+    def _can_send(self, op: RecordedOp) -> bool:
         wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
         large = [buffer for buffer in wanted if buffer.nbytes >= _SMALLEST_TO_SEND]
         # Small ones stay where they are.
@@ -190,20 +189,20 @@ class _Builder:
     # --- saved tensors ----------------------------------------------------------------------------
 
     @cached_property
-    def _packs(self) -> list[Pack]:
-        return [pack for step in self._recording.steps for pack in step.packs]
+    def _packs(self) -> list[PackedTensor]:
+        return [pack for step in self._recording.calls for pack in step.packed]
 
-    def _asks(self) -> dict[int, Ask]:
+    def _asks(self) -> dict[int, SavedTensor]:
         """What backward asks for, by the number of the saved tensor."""
-        asks: dict[int, Ask] = {}
+        asks: dict[int, SavedTensor] = {}
         number = 0
-        for step in self._recording.steps:
+        for step in self._recording.calls:
             first, last = step.ops
-            moment = self._moments.get(first if first < last else first - 1, 0)
-            for pack in step.packs:
-                value = None if pack.view is None else self._values.get(pack.view.buffer.number)
+            event = self._events.get(first if first < last else first - 1, 0)
+            for pack in step.packed:
+                value = None if pack.view is None else self._values.get(pack.view.value.number)
                 if value is not None:
-                    asks[number] = Ask(value, moment)
+                    asks[number] = SavedTensor(value, event)
                 number += 1
         return asks
 
@@ -224,7 +223,7 @@ class _Builder:
             # What has to be kept was held while the step was watched. In a plan it is as well, for
             # as long as it is needed; others hold it until they have read it.
             if buffer in self._held:
-                number = self._memories[values[self._values[buffer]].memory][0]
+                number = self._memories[values[self._values[buffer]].storage][0]
                 dies[number] = min(dies[number], moment)
         ends = self._ends()
         for saved, pack in enumerate(self._packs):
@@ -236,11 +235,11 @@ class _Builder:
     def _last_reads(self) -> dict[int, int]:
         """By number of a buffer: the moment in which it was made, or last read in forward."""
         found: dict[int, int] = {}
-        for op in self._tape.ops:
-            moment = self._moments.get(op.number, 0)
+        for op in self._recorded.ops:
+            event = self._events.get(op.number, 0)
             for number in [*op.results, *op.reads]:
                 if number in self._values:
-                    found[number] = moment
+                    found[number] = event
         return found
 
     def _origins(self) -> Origins:
@@ -269,20 +268,18 @@ class _Builder:
     def _total(self, memories: Iterable[int]) -> int:
         return sum(map(self._size, memories))
 
-    def _make_moments(self, numbers: dict[int, int], origins: Origins) -> list[Moment]:
+    def _make_moments(self, numbers: dict[int, int], origins: Origins) -> list[Event]:
         trace = self._trace
         ends: list[list[int]] = [[] for _ in trace.events]
         for saved, moment in self._ends().items():
             if saved in numbers and moment >= 0:
                 ends[moment].append(numbers[saved])
-        moments = []
+        events = []
         levels = _levels(origins, trace.sizes, origins.workspaces)
         for number, (event, (before, during)) in enumerate(zip(trace.events, levels, strict=True)):
             asks = tuple(numbers[saved] for saved in event.asks if saved in numbers)
-            moments.append(
-                Moment(event.seconds, before, during, event.op, asks, tuple(ends[number]))
-            )
-        return moments
+            events.append(Event(event.seconds, before, during, event.op, asks, tuple(ends[number])))
+        return events
 
 
 def _levels(
@@ -314,23 +311,23 @@ def resized(graph: Graph, sizes: Sequence[int], factors: Mapping[int, float]) ->
     workspaces = [math.ceil(w * factors.get(n, 1.0)) for n, w in enumerate(origins.workspaces)]
     memories = [
         replace(memory, nbytes=origins.size(sizes[number]))
-        for memory, number in zip(graph.memories, origins.memories, strict=True)
+        for memory, number in zip(graph.storages, origins.storages, strict=True)
     ]
     ops = list(graph.ops)
-    moments = []
+    events = []
     levels = _levels(origins, sizes, workspaces)
-    for number, (moment, (before, during)) in enumerate(zip(graph.moments, levels, strict=True)):
+    for number, (event, (before, during)) in enumerate(zip(graph.events, levels, strict=True)):
         factor = factors.get(number, 1.0)
-        seconds = moment.seconds * factor
-        moments.append(replace(moment, seconds=seconds, before=before, during=during))
-        if moment.op >= 0 and factor != 1.0:
-            op = ops[moment.op]
-            ops[moment.op] = replace(op, seconds=op.seconds * factor, workspace=workspaces[number])
+        seconds = event.seconds * factor
+        events.append(replace(event, seconds=seconds, before=before, during=during))
+        if event.op >= 0 and factor != 1.0:
+            op = ops[event.op]
+            ops[event.op] = replace(op, seconds=op.seconds * factor, workspace=workspaces[number])
     return replace(
         graph,
         ops=ops,
-        values=[replace(v, nbytes=memories[v.memory].nbytes) for v in graph.values],
-        memories=memories,
-        moments=moments,
+        values=[replace(v, nbytes=memories[v.storage].nbytes) for v in graph.values],
+        storages=memories,
+        events=events,
         origins=replace(origins, workspaces=tuple(workspaces)),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, simulate, uses_under
 from recollect.planning.blocks import Blocks
-from recollect.replay.planned_ops import Alike, Decisions
+from recollect.replay.planned_ops import Alike, PlannedOps
 from recollect.store.host import HostStore
 
 __all__ = ["Choices", "trimmed"]
@@ -73,7 +73,7 @@ class Choices:
             return Schedule(kept | away)
         return Schedule(kept, away, self.limit, self.ahead, self.begin)
 
-    def decisions(self, alike: Alike | None = None) -> Decisions:
+    def decisions(self, alike: Alike | None = None) -> PlannedOps:
         """What the engine goes by. Others at every call: recordings know them by identity."""
         if self.blocks:
             return Blocks()
@@ -82,7 +82,7 @@ class Choices:
             store = HostStore(in_flight=self.limit, ahead=self.ahead, _polls=False)
         kept = {key: frozenset(results) for key, results in self.kept}
         away = {key: frozenset(results) for key, results in self.away}
-        return Decisions(kept, away, store, dict(self.arrivals), self.begin, alike)
+        return PlannedOps(kept, away, store, dict(self.arrivals), self.begin, alike)
 
 
 def trimmed(graph: Graph, schedule: Schedule) -> Schedule:
@@ -95,5 +95,5 @@ def trimmed(graph: Graph, schedule: Schedule) -> Schedule:
 def _wanted(graph: Graph, schedule: Schedule) -> set[int]:
     """The values that are asked for, or read to make others."""
     uses = uses_under(graph, schedule)
-    asked = {ask.value for ask in graph.asks}
+    asked = {saved.value for saved in graph.saved}
     return asked | {value for value, count in enumerate(uses) if count}

@@ -72,7 +72,7 @@ def points_of(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
 def rows_of(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
     """The ops whose results backward reads, or that run again for others, in their order."""
     uses = uses_under(graph, schedule)
-    asked = {ask.value for ask in graph.asks}
+    asked = {saved.value for saved in graph.saved}
     rows = []
     for number, op in enumerate(graph.ops):
         wanted = [value for value in graph.results[number] if uses[value] or value in asked]

@@ -20,10 +20,10 @@ from recollect.planning.build import build_graph
 from recollect.planning.choices import Choices
 from recollect.planning.prices import OpPrice
 from recollect.planning.trace import StepTrace, TracedOp
+from recollect.replay.function_call import FunctionCall
 from recollect.replay.planned_ops import Alike
+from recollect.replay.recorded_graph import RecordedGraph, RecordedValue
 from recollect.replay.recording import Recording
-from recollect.replay.steps import Step
-from recollect.replay.tape import Buffer, Tape
 
 __all__ = ["Footprint", "counted", "estimated", "outline_of", "tally_of"]
 
@@ -75,25 +75,27 @@ def estimated(outline: Graph, choices: Choices, alike: Alike | None = None) -> i
     return simulate(outline, choices.schedule_in(outline, alike)).peak
 
 
-def tally_of(recording: Recording, before: Tape | None = None, steps: Iterable[Step] = ()) -> Tally:
+def tally_of(
+    recording: Recording, before: RecordedGraph | None = None, steps: Iterable[FunctionCall] = ()
+) -> Tally:
     """The bytes of a forward. ``before``, ``steps``: of the part before what was recorded."""
     made: dict[str, int] = {}
     sizes: dict[tuple[int, int], int] = {}
-    for part, tape in enumerate((before or Tape(), recording.tape)):
-        for op in tape.ops:
+    for part, recorded in enumerate((before or RecordedGraph(), recording.graph)):
+        for op in recorded.ops:
             if op.makes:
                 path = "" if op.key is None else op.key.partition("|")[0]
-                for buffer in (tape.values[number] for number in op.makes):
-                    sizes[part, buffer.memory] = buffer.nbytes
+                for buffer in (recorded.values[number] for number in op.makes):
+                    sizes[part, buffer.storage] = buffer.nbytes
                     made[path] = made.get(path, 0) + buffer.nbytes
     saved = {
-        (part, pack.memory)
-        for part, each in enumerate((steps, recording.steps))
+        (part, pack.storage)
+        for part, each in enumerate((steps, recording.calls))
         for step in each
-        for pack in step.packs
-        if pack.memory is not None
+        for pack in step.packed
+        if pack.storage is not None
     }
-    outsides = [each.buffer for each in recording.outsides.values() if each.looks[4]]
+    outsides = [each.value for each in recording.outsides.values() if each.metadata[4]]
     return Tally(
         made=tuple(made.items()),
         saved=sum(sizes.get(place, 0) for place in saved),
@@ -116,7 +118,7 @@ class _GuessedStep:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._tape = recording.tape
+        self._recorded = recording.graph
         self.trace = StepTrace()
         #: By number of a memory of the tape: of that of the trace, and of that of its gradient.
         self._memories: dict[int, int] = {}
@@ -125,9 +127,9 @@ class _GuessedStep:
         self._freed: list[int] = []
         self._trained = _trained(recording)
         self._forward()
-        packs = [pack for step in recording.steps for pack in step.packs]
+        packs = [pack for step in recording.calls for pack in step.packed]
         self.trace.saved = [
-            None if pack.memory is None else self._memories.get(pack.memory) for pack in packs
+            None if pack.storage is None else self._memories.get(pack.storage) for pack in packs
         ]
         self._backward()
 
@@ -143,43 +145,45 @@ class _GuessedStep:
         return event
 
     def _forward(self) -> None:
-        ops, values = self._tape.ops, self._tape.values
-        last = {values[n].memory: op.number for op in ops for n in (*op.reads, *op.results)}
-        kept = {buffer.memory for buffer in values if buffer.is_output}
+        ops, values = self._recorded.ops, self._recorded.values
+        last = {values[n].storage: op.number for op in ops for n in (*op.reads, *op.results)}
+        kept = {buffer.storage for buffer in values if buffer.is_output}
         ending: dict[int, list[int]] = {}
         for memory, number in last.items():
             ending.setdefault(number, []).append(memory)
         for op in ops:
             event = self._event(op.number, is_backward=False)
             for path, buffer in zip(op.paths, (values[n] for n in op.makes), strict=True):
-                event.made[path] = self._memories[buffer.memory] = self._add(buffer.nbytes)
+                event.made[path] = self._memories[buffer.storage] = self._add(buffer.nbytes)
             for memory in ending.get(op.number, ()):
                 if memory in self._memories and memory not in kept:
                     self._freed.append(self._memories[memory])
 
     def _backward(self) -> None:
         number = len(self.trace.saved)
-        for step in reversed(self._recording.steps):
-            number -= len(step.packs)
+        for step in reversed(self._recording.calls):
+            number -= len(step.packed)
             read, made = self._with_gradients(step)
-            if not made and not step.packs:
+            if not made and not step.packed:
                 continue
             event = self._event(-1, is_backward=True)
-            event.asks = [*range(number, number + len(step.packs))]
+            event.asks = [*range(number, number + len(step.packed))]
             self.trace.ends += event.asks
-            for memory in {buffer.memory for buffer in made}:
+            for memory in {buffer.storage for buffer in made}:
                 if memory in self._gradients:
                     self._freed.append(self._gradients.pop(memory))
-            for place, (memory, nbytes) in enumerate({b.memory: b.nbytes for b in read}.items()):
+            for place, (memory, nbytes) in enumerate({b.storage: b.nbytes for b in read}.items()):
                 gradient = event.made[place,] = self._add(nbytes)
                 if memory in self._gradients:
                     self._freed.append(gradient)  # it is added to the one that is there
                 else:
                     self._gradients[memory] = gradient
 
-    def _with_gradients(self, step: Step) -> tuple[list[Buffer], list[Buffer]]:
+    def _with_gradients(
+        self, step: FunctionCall
+    ) -> tuple[list[RecordedValue], list[RecordedValue]]:
         """What a function reads and makes that has a gradient."""
-        ops, values = self._tape.ops[slice(*step.ops)], self._tape.values
+        ops, values = self._recorded.ops[slice(*step.ops)], self._recorded.values
         made = dict.fromkeys(number for op in ops for number in op.results)
         read = dict.fromkeys(number for op in ops for number in op.reads)
         return (
@@ -191,12 +195,12 @@ class _GuessedStep:
 def _trained(recording: Recording) -> set[int]:
     """The numbers of the buffers that have a gradient."""
     found = {
-        outside.buffer.number
+        outside.value.number
         for outside in recording.outsides.values()
-        if outside.buffer is not None and outside.looks[4]
+        if outside.value is not None and outside.metadata[4]
     }
-    values = recording.tape.values
-    for op in recording.tape.ops:
+    values = recording.graph.values
+    for op in recording.graph.ops:
         if op.grad_enabled and any(read in found for read in op.reads):
             found.update(n for n in op.results if values[n].layout[3].is_floating_point)
     return found

@@ -24,7 +24,7 @@ from recollect.planning.model_state import ModelState
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.sizes import dense_strides
 from recollect.planning.trace import StepTrace, TensorLayout, layout_of
-from recollect.replay.planned_ops import Decisions
+from recollect.replay.planned_ops import PlannedOps
 
 __all__ = ["Basis", "PlannedStep", "with_larger_batch"]
 
@@ -90,16 +90,16 @@ class PlannedStep:
     output_bytes: int | None = None
 
     @cached_property
-    def decisions(self) -> Decisions:
+    def decisions(self) -> PlannedOps:
         """What the engine goes by."""
         return self.choices.decisions(self.footprint.alike)
 
     @property
-    def least_decisions(self) -> Decisions:
+    def least_decisions(self) -> PlannedOps:
         """What the engine goes by where nothing is known of a step: the least peak of all."""
         return self.decisions_for(self.alternatives[-1] if self.alternatives else self.choices)
 
-    def decisions_for(self, choices: Choices) -> Decisions:
+    def decisions_for(self, choices: Choices) -> PlannedOps:
         """The decisions for one of the alternatives: one object for each, for their recordings."""
         if choices == self.choices:
             return self.decisions
@@ -109,7 +109,7 @@ class PlannedStep:
         return known
 
     @cached_property
-    def _decisions(self) -> dict[Choices, Decisions]:
+    def _decisions(self) -> dict[Choices, PlannedOps]:
         return {}
 
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:

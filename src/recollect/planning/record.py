@@ -29,7 +29,7 @@ from recollect.planning.trace import StepTrace, Trace
 from recollect.replay.engine import Hooks, observe_region
 from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
-from recollect.replay.rematerialize import Recall
+from recollect.replay.rematerialize import Rematerializer
 
 __all__ = ["Profile", "predict_step", "profile_step", "record_step", "trace_step"]
 
@@ -136,7 +136,7 @@ def trace_step(
     step: TrainingStep, prices: Prices, link: Link | None = None
 ) -> tuple[Graph, StepTrace]:
     """Run the step once with as little kept as possible, and record all of it."""
-    return _graph_of(_traced(step, prices, lambda recall: recall.unpack), link)
+    return _graph_of(_traced(step, prices, lambda remat: remat.unpack), link)
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,18 @@ class _Traced:
 
 
 def _traced(
-    step: TrainingStep, prices: Prices, unpack_of: Callable[[Recall], Callable[[Any], _Tensor]]
+    step: TrainingStep,
+    prices: Prices,
+    unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
 ) -> _Traced:
     """Run the step once. ``unpack_of`` gives the function by which backward gets saved tensors."""
     trace = Trace(prices, tensors_of_batch(step.args, step.kwargs), step.static())
     recordings: list[Recording] = []
     base = step.base()
 
-    def hooks(recorder: Recorder, recall: Recall) -> Hooks:
+    def hooks(recorder: Recorder, remat: Rematerializer) -> Hooks:
         trace.count_ops = recorder.count_ops
-        return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(recall))
+        return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(remat))
 
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -203,7 +205,7 @@ def _fake_of_ticket(ticket: list[Any]) -> _Tensor:
     if view is None or tensor is not None:
         return tensor  # type: ignore[no-any-return]
     size, stride, _, dtype, _ = view.layout
-    return torch.empty_strided(size, stride, dtype=dtype, device=view.buffer.device)
+    return torch.empty_strided(size, stride, dtype=dtype, device=view.value.device)
 
 
 def _timed(graph: Graph, seconds: float) -> Graph:
@@ -214,10 +216,10 @@ def _timed(graph: Graph, seconds: float) -> Graph:
     """
     total = graph.plain_seconds
     if seconds >= total:
-        between = (seconds - total) / len(graph.moments)
-        moments = [replace(m, seconds=m.seconds + between) for m in graph.moments]
-        return replace(graph, moments=moments, rerun_cost=min(between, _RERUN_COST))
+        between = (seconds - total) / len(graph.events)
+        events = [replace(m, seconds=m.seconds + between) for m in graph.events]
+        return replace(graph, events=events, rerun_cost=min(between, _RERUN_COST))
     factor = seconds / total
-    moments = [replace(m, seconds=m.seconds * factor) for m in graph.moments]
+    events = [replace(m, seconds=m.seconds * factor) for m in graph.events]
     ops = [replace(op, seconds=op.seconds * factor) for op in graph.ops]
-    return replace(graph, moments=moments, ops=ops)
+    return replace(graph, events=events, ops=ops)

@@ -35,7 +35,7 @@ from recollect.planning.trace import (
     Unknown,
     layout_of,
 )
-from recollect.replay.tape import tensors_of
+from recollect.replay.recorded_graph import tensors_of
 
 __all__ = ["CannotPredict", "Rescaled", "rescaled"]
 

@@ -31,9 +31,9 @@ from recollect.planning.planned import PlannedStep
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
 from recollect.planning.watch import PeakWatch, tell_of_output, watch_output
-from recollect.replay.engine import LeftToRerun, Witness, replay_region
-from recollect.replay.planned_ops import Decisions
-from recollect.replay.rematerialize import Recall
+from recollect.replay.engine import CallReport, LeftToRerun, replay_region
+from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.rematerialize import Rematerializer
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
 
@@ -65,16 +65,16 @@ def run_planned(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    by: Decisions,
+    by: PlannedOps,
     told: WarnOnce,
-    witness: Witness | None = None,
+    report: CallReport | None = None,
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided."""
     if isinstance(by, Blocks):
         return by.run(function, args, kwargs)
     deposit = OffloadBatch(host=by.store, last_first=True)
-    witness = Witness() if witness is None else witness
-    result = replay_region(function, args, kwargs, by, deposit, False, witness)
+    report = CallReport() if report is None else report
+    result = replay_region(function, args, kwargs, by, deposit, False, report)
     if type(result) is LeftToRerun:
         reason = result.reason
         told.tell(
@@ -96,7 +96,9 @@ class Runner:
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
         #: Forwards whose backward may not have run yet, with their model and thread.
-        self._waiting: list[tuple[ReferenceType[Any] | None, int, ReferenceType[Recall]]] = []
+        self._waiting: list[
+            tuple[ReferenceType[Any] | None, int, ReferenceType[Rematerializer]]
+        ] = []
         self._peaks = PeakWatch(plan.budget)
         #: In how many calls as planned it is still to be checked who holds the output.
         self._checks = 0 if plan.output_bytes is None else _CHECKS
@@ -133,14 +135,14 @@ class Runner:
         if is_crowded:
             self._tell_of_two()
             decisions = self.plan.least_decisions
-        witness = Witness()
-        result = run_planned(function, args, kwargs, decisions, self.told, witness)
-        if witness.recall is not None:
+        report = CallReport()
+        result = run_planned(function, args, kwargs, decisions, self.told, report)
+        if report.remat is not None:
             owner = None if model is None else ref(model)
-            entry = owner, threading.get_ident(), ref(witness.recall)
+            entry = owner, threading.get_ident(), ref(report.remat)
             self._waiting = [*self._waiting[1 - _WAITING :], entry]
-        if witness.recording is not None or witness.is_unrecorded:
-            variant.judge(witness)
+        if report.recording is not None or report.is_unrecorded:
+            variant.judge(report)
         if self._checks > 0 and variant is self._as_planned and not is_crowded:
             self._checks -= 1
             watch_output(result, self._check_output)
@@ -214,9 +216,9 @@ class Runner:
         thread = threading.get_ident()
         self._waiting = [entry for entry in self._waiting if entry[2]() is not None]
         for owner, where, reference in self._waiting:
-            recall = reference()
+            remat = reference()
             of = None if owner is None else owner()
-            if recall is not None and of is model and where == thread and recall.is_waiting():
+            if remat is not None and of is model and where == thread and remat.is_waiting():
                 return True
         return False
 

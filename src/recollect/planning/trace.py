@@ -27,14 +27,14 @@ from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import name_of_storage, storage_key
 from recollect.planning.prices import OpPrice, Prices
 from recollect.policy.op_info import op_info
-from recollect.replay.tape import tensors_of
+from recollect.replay.recorded_graph import tensors_of
 
 __all__ = [
     "SAME",
     "WHOLE",
-    "TensorLayout",
     "Ref",
     "StepTrace",
+    "TensorLayout",
     "Trace",
     "TracedOp",
     "Unknown",

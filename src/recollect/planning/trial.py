@@ -20,8 +20,8 @@ from recollect.planning.runner import Runner, WarnOnce
 from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.ways import Peaks, Way, peaks_under, times_under, with_overhead
-from recollect.replay.engine import Witness
-from recollect.replay.planned_ops import Alike, Decisions
+from recollect.replay.engine import CallReport
+from recollect.replay.planned_ops import Alike, PlannedOps
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
 
@@ -82,7 +82,7 @@ class Trials:
         self._peaks: dict[Schedule, Peaks] = {}
         self._times: dict[Schedule, Times | None] = {}
         self._compared: dict[Schedule, list[Timing] | None] = {}
-        self._choices: dict[Schedule, tuple[Choices, Decisions]] = {}
+        self._choices: dict[Schedule, tuple[Choices, PlannedOps]] = {}
 
     @cached_property
     def graph(self) -> Graph:
@@ -101,7 +101,7 @@ class Trials:
         """Maps ops that were not in the step to similar ones that were."""
         return Alike(dict(counted(self.graph)))
 
-    def choices(self, schedule: Schedule) -> tuple[Choices, Decisions]:
+    def choices(self, schedule: Schedule) -> tuple[Choices, PlannedOps]:
         """What the engine goes by: one object for each schedule, which identifies recordings."""
         known = self._choices.get(schedule)
         if known is None:
@@ -126,7 +126,7 @@ class Trials:
         simulated = simulate(self.graph, schedule).peak
         if not self.profile.can_run:
             return simulated
-        witnesses: list[Witness] = []
+        witnesses: list[CallReport] = []
         try:
             found = self._run(Way(self.choices(schedule)[1]), witnesses)
         except RuntimeError as error:
@@ -137,30 +137,30 @@ class Trials:
         self._peaks[schedule] = found
         return found.expected
 
-    def _run(self, way: Way, witnesses: list[Witness] | None = None) -> Peaks:
+    def _run(self, way: Way, witnesses: list[CallReport] | None = None) -> Peaks:
         def progress(done: float) -> None:
             self._progress("trying the plan", done)
 
         with self._unplanned():
             return peaks_under(way, self.step, self._told, progress, witnesses)
 
-    def _is_another(self, witness: Witness) -> bool:
+    def _is_another(self, report: CallReport) -> bool:
         """Whether a forward that was tried is not the recorded one."""
-        recording, tally = witness.recording, self.graph.tally
-        if recording is None or tally is None or witness.difference is not None:
-            return witness.difference is not None
+        recording, tally = report.recording, self.graph.tally
+        if recording is None or tally is None or report.difference is not None:
+            return report.difference is not None
         return tally_of(recording).made != tally.made
 
     def _compare(
-        self, schedule: Schedule, simulated: int, found: Peaks, witnesses: list[Witness]
+        self, schedule: Schedule, simulated: int, found: Peaks, witnesses: list[CallReport]
     ) -> Peaks:
         """The peak of the recorded step, from those of steps whose forward is random."""
         base, choices = self.graph.base, self.choices(schedule)[0]
         scale = (simulated - base) / self.estimate(self.graph.outline, choices)
         expected = [found.expected]
-        for peak, witness in zip(found.each, witnesses, strict=True):
-            if witness.recording is not None and witness.difference is None:
-                guess = self.estimate(outline_of(witness.recording), choices)
+        for peak, report in zip(found.each, witnesses, strict=True):
+            if report.recording is not None and report.difference is None:
+                guess = self.estimate(outline_of(report.recording), choices)
                 excess = peak / (base + scale * guess)
                 expected.append(math.ceil(simulated * max(1.0, excess)))
         return replace(found, expected=max(expected))

@@ -18,8 +18,8 @@ from recollect.planning.choices import Choices
 from recollect.planning.estimate import Footprint, estimated, outline_of, tally_of
 from recollect.planning.model_state import Differences
 from recollect.planning.planned import PlannedStep
-from recollect.replay.engine import Witness
-from recollect.replay.planned_ops import Decisions
+from recollect.replay.engine import CallReport
+from recollect.replay.planned_ops import PlannedOps
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -65,7 +65,7 @@ class Variant:
         self._differences = differences
         by = plan if larger is None else larger
         #: What the engine goes by; None: the step fits without a plan.
-        self.decisions: Decisions | None = _decisions_of(by)
+        self.decisions: PlannedOps | None = _decisions_of(by)
         #: The choices behind them; None: nothing is known of such calls yet.
         self._choices: Choices | None = by.choices
         if differences is not None:  # the first goes by the least memory
@@ -85,14 +85,14 @@ class Variant:
 
     # --- after a call -----------------------------------------------------------------------------
 
-    def judge(self, witness: Witness) -> None:
+    def judge(self, report: CallReport) -> None:
         """A call was recorded, all of it or a part: compare it with the planned one."""
         before = self.decisions
-        if witness.difference is None:
-            assert witness.recording is not None
-            self._judge_whole(witness.recording)
+        if report.difference is None:
+            assert report.recording is not None
+            self._judge_whole(report.recording)
         else:
-            self._judge_rest(witness)
+            self._judge_rest(report)
         if self._is_trial and self.decisions is before:
             self.decisions = None
         self._is_trial = False
@@ -167,14 +167,14 @@ class Variant:
             plan.base + factors[number] * estimated(outline, choices, plan.footprint.alike) + more
         )
 
-    def _judge_rest(self, witness: Witness) -> None:
+    def _judge_rest(self, report: CallReport) -> None:
         """A call differed from its recording at some op; the rest of it was recorded."""
-        if witness.is_unrecorded:
-            self._tell_unrecorded(str(witness.difference))
+        if report.is_unrecorded:
+            self._tell_unrecorded(str(report.difference))
         footprint, plan = self._footprint, self._plan
-        if witness.recording is None or footprint is None:
+        if report.recording is None or footprint is None:
             return
-        tally = tally_of(witness.recording, witness.before, witness.steps)
+        tally = tally_of(report.recording, report.before, report.calls)
         # What comes from outside of the rest is not from outside of the call.
         tally = replace(tally, gradients=footprint.tally.gradients)
         growth = footprint.growth(tally)
@@ -219,5 +219,5 @@ class Variant:
         )
 
 
-def _decisions_of(plan: PlannedStep) -> Decisions | None:
+def _decisions_of(plan: PlannedStep) -> PlannedOps | None:
     return None if plan.plain_peak <= plan.budget else plan.decisions

@@ -26,8 +26,8 @@ from recollect.planning.sampling import Timing, timing_of
 from recollect.planning.step import TrainingStep
 from recollect.planning.watch import watch_output
 from recollect.policy.op_sets import ATTENTION, MATMULS
-from recollect.replay.engine import Witness
-from recollect.replay.planned_ops import Decisions
+from recollect.replay.engine import CallReport
+from recollect.replay.planned_ops import PlannedOps
 from recollect.state.streams import read_streams, settle_streams, write_streams
 
 __all__ = ["Peaks", "Way", "expensive_ops", "peaks_under", "times_under", "with_overhead"]
@@ -46,7 +46,7 @@ _LITTLE = 0.03
 class Way:
     """How the step is run."""
 
-    by: Decisions | None = None  #: what the engine goes by; None: plain
+    by: PlannedOps | None = None  #: what the engine goes by; None: plain
     blocks: tuple[str, ...] = ()  #: paths of modules that are checkpointed
 
     @contextmanager
@@ -55,7 +55,7 @@ class Way:
         model: nn.Module,
         told: WarnOnce,
         note: Callable[[int], None] | None = None,
-        witnesses: list[Witness] | None = None,
+        witnesses: list[CallReport] | None = None,
     ) -> Iterator[None]:
         """A context in which ``model`` is run so.
 
@@ -68,11 +68,11 @@ class Way:
             return
 
         def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-            witness = Witness()
-            output = run_planned(function, args, kwargs, by, told, witness)
+            report = CallReport()
+            output = run_planned(function, args, kwargs, by, told, report)
             if witnesses is not None:
-                witness.recall = None  # which holds tensors: they would count in the next step
-                witnesses.append(witness)
+                report.remat = None  # which holds tensors: they would count in the next step
+                witnesses.append(report)
             if note is not None:
                 watch_output(output, lambda alive, _: note(alive))
             return output
@@ -102,7 +102,7 @@ def peaks_under(
     step: TrainingStep,
     told: WarnOnce,
     progress: Callable[[float], None],
-    witnesses: list[Witness] | None = None,
+    witnesses: list[CallReport] | None = None,
 ) -> Peaks:
     """The peaks of steps that are run in a way."""
     measured, spare = [], []
@@ -154,7 +154,7 @@ def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
 def with_overhead(profile: Profile, step: TrainingStep, told: WarnOnce) -> Profile:
     """The profile with the costs of the engine in its graph."""
     graph = profile.graph
-    if _PER_OP * len(graph.moments) < _LITTLE * profile.seconds or not graph.choices:
+    if _PER_OP * len(graph.events) < _LITTLE * profile.seconds or not graph.choices:
         return profile
     everything, again = Schedule(frozenset(graph.choices)), _that_runs_again(graph)
     ways = [Way(), *(Way(Choices.of(graph, each).decisions()) for each in (everything, again))]

@@ -10,7 +10,7 @@ from torch.backends import opt_einsum
 from recollect._torch.modes import any_autocast_enabled
 from recollect.state.rng import HAS_ACCELERATOR
 
-__all__ = ["DEVICES", "casts", "mood"]
+__all__ = ["DEVICES", "call_mode", "casts"]
 
 _is_grad_enabled = torch.is_grad_enabled
 #: The types of devices whose autocast is compared.
@@ -26,7 +26,7 @@ def casts() -> Any:
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
 
 
-def mood(function: Any) -> Any:
+def call_mode(function: Any) -> Any:
     """Grad mode and autocast; for einsum, also how it orders products."""
     base: Any = _is_grad_enabled()
     if any_autocast_enabled():

@@ -28,25 +28,25 @@ from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.policy.op_info import op_info
-from recollect.replay.call_mode import mood
-from recollect.replay.checked_step import Expected
-from recollect.replay.held_tensor import Held, Ticket, hold_for_good, saved_in
-from recollect.replay.memory_tracker import start_of
-from recollect.replay.record import Recorder
-from recollect.replay.recording import Recording
-from recollect.replay.rematerialize import Recall
-from recollect.replay.steps import (
+from recollect.replay.call_mode import call_mode
+from recollect.replay.checked_step import CheckedStep
+from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
     WRONG_IN_MODES,
     Constant,
     Items,
     Number,
-    Objects,
-    looks_of,
+    TensorNumbers,
+    metadata_of,
     same_constant,
     tensors_in,
 )
+from recollect.replay.held_tensor import HeldTensor, Ticket, hold_for_good, saved_in
+from recollect.replay.memory_tracker import start_of
+from recollect.replay.record import Recorder
+from recollect.replay.recording import Recording
+from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import read_flags
 
 __all__ = ["Checker"]
@@ -60,26 +60,26 @@ class Checker(TorchFunctionMode):
     def __init__(
         self,
         recording: Recording,
-        first: Expected | None,
-        recall: Recall,
+        first: CheckedStep | None,
+        remat: Rematerializer,
         offload_inputs: bool,
-        record_rest: Callable[[Recall, int, ExitStack], Recorder | None],
+        record_rest: Callable[[Rematerializer, int, ExitStack], Recorder | None],
     ) -> None:
         super().__init__()
         self._recording = recording
         #: The function that comes next. None at the end, and after a difference.
         self._next = first
-        self._recall = recall
+        self._remat = remat
         self._offload_inputs = offload_inputs
-        self._objects = Objects()
+        self._numbers = TensorNumbers()
         #: Whether a function is running, and what autograd has saved in it.
         self._is_inside = False
         self._tickets: list[Ticket] = []
         #: Held tensors that the last function wrote to: the write may not have been counted yet.
-        self._written: list[Held] = []
+        self._written: list[HeldTensor] = []
         self._is_paused = False
         #: By key of a storage: the first outside tensor on it, and its offset.
-        self._memories: dict[int, tuple[int, int]] = {}
+        self._storages: dict[int, tuple[int, int]] = {}
         #: Why the call is not the recorded one, once it differs.
         self.difference: str | None = None
         #: How many ops came before that.
@@ -88,17 +88,19 @@ class Checker(TorchFunctionMode):
         self.recorded: Recording | None = None
         self.is_unrecorded = False
         #: What starts to record the rest, None once it was called; the recorder, and its end.
-        self._record_rest: Callable[[Recall, int, ExitStack], Recorder | None] | None = record_rest
+        self._record_rest: Callable[[Rematerializer, int, ExitStack], Recorder | None] | None = (
+            record_rest
+        )
         self._rest: Recorder | None = None
         self._end_rest: ExitStack | None = None
         #: How many dispatch modes are active outside of functions.
         self._modes = dispatch_mode_count()
         self._stream = current_stream_key()
-        recall.pause = self._pause
+        remat.pause = self._pause
 
     def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._recall.pause = None
+        self._remat.pause = None
         self._record_rest = None
         if self._end_rest is not None:
             self._end_rest.__exit__(*exc)
@@ -121,18 +123,18 @@ class Checker(TorchFunctionMode):
             # The user may change what the region returns, and that may be held.
             for leaf in tree_leaves(result):
                 if isinstance(leaf, _Tensor):
-                    self._recall.before_write(leaf)
+                    self._remat.before_write(leaf)
         if self._rest is not None:
             self.recorded = self._rest.finish(result)
-        self._recall.is_running = False
-        self._recall.saw_all = self.difference is None
+        self._remat.is_running = False
+        self._remat.saw_all = self.difference is None
         return self.difference
 
     def _differ(self, how: str, *, is_over: bool = False) -> None:
         """Stop comparing, before the next function or, if it ``is_over``, after it."""
         if self.difference is None:
-            ops = self._recording.tape.ops
-            self.done = len(ops) if self._next is None else self._next.step.ops[is_over]
+            ops = self._recording.graph.ops
+            self.done = len(ops) if self._next is None else self._next.call.ops[is_over]
             self.difference = how
         self._next = None
 
@@ -151,9 +153,9 @@ class Checker(TorchFunctionMode):
         if self._written:
             self._count_versions()
         values = (*args, *kwargs.values()) if kwargs else args
-        is_usual = grad_enabled() is expected.mood and not autocast_enabled()
+        is_usual = grad_enabled() is expected.call_mode and not autocast_enabled()
         if not (
-            (is_usual or mood(func) == expected.mood)
+            (is_usual or call_mode(func) == expected.call_mode)
             and (list(kwargs) if kwargs else None) == expected.keys
             and dispatch_mode_count() == self._modes
             and (self._stream is None or is_current_stream(self._stream))
@@ -164,10 +166,10 @@ class Checker(TorchFunctionMode):
             return self._run_unchecked(func, args, kwargs or {})
         for op in expected.draws:
             assert op.generator is not None
-            self._recall.states[op.number] = op.generator.get_state()
-        if expected.changes_looks:
+            self._remat.states[op.number] = op.generator.get_state()
+        if expected.changes_metadata:
             for tensor in tensors_in(values):
-                self._written += self._recall.before_look(tensor)
+                self._written += self._remat.before_metadata_change(tensor)
         self._is_inside = True
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -191,10 +193,10 @@ class Checker(TorchFunctionMode):
         if self._rest is not None:
             return func(*args, **kwargs)
         if func not in WRONG_IN_MODES and func not in EXPOSING:
-            with _CopyOnWrite(self._recall):
+            with _CopyOnWrite(self._remat):
                 return func(*args, **kwargs)
         for tensor in tensors_in([*args, *kwargs.values()]):
-            self._recall.before_write(tensor)
+            self._remat.before_write(tensor)
         return func(*args, **kwargs)
 
     def _start_recording(self) -> None:
@@ -206,19 +208,19 @@ class Checker(TorchFunctionMode):
         if (
             self._recording.reason is not None  # a second recording would not get further
             or dispatch_mode_count() != self._modes  # modes and hooks have to be left in order
-            or not unpacks_by(self._recall.unpack)
+            or not unpacks_by(self._remat.unpack)
             or (self._stream is not None and not is_current_stream(self._stream))
         ):
             return
         self._end_rest = ExitStack()
-        self._rest = record_rest(self._recall, self.done, self._end_rest)
+        self._rest = record_rest(self._remat, self.done, self._end_rest)
         self.is_unrecorded = self._rest is None
 
-    def _fits(self, expected: Expected, values: tuple[Any, ...]) -> bool:
+    def _fits(self, expected: CheckedStep, values: tuple[Any, ...]) -> bool:
         """Whether the arguments are those of the recording."""
         if not expected.is_simple:
             return self._fit(values, expected.values)
-        known, versions = self._objects.tensors, self._objects.versions
+        known, versions = self._numbers.tensors, self._numbers.versions
         for place, number, writes in expected.tensors:
             value = values[place]
             if number >= len(known):
@@ -256,11 +258,11 @@ class Checker(TorchFunctionMode):
         return type(expected) is Constant or same_constant(value, expected)
 
     def _fits_number(self, value: Any, expected: Number) -> bool:
-        objects = self._objects
-        number = objects.number_of(value)
+        numbers = self._numbers
+        number = numbers.number_of(value)
         if number is None:
             return self._bind(value, expected.number)
-        return number == expected.number and objects.writes_to(value, number) == expected.writes
+        return number == expected.number and numbers.writes_to(value, number) == expected.writes
 
     def _fits_items(self, value: Any, expected: Items) -> bool:
         """Whether a container is as recorded."""
@@ -279,25 +281,25 @@ class Checker(TorchFunctionMode):
         outside = recording.outsides.get(number)
         if (
             outside is None
-            or number != len(self._objects.tensors)
+            or number != len(self._numbers.tensors)
             or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
-            or self._objects.number_of(tensor) is not None
+            or self._numbers.number_of(tensor) is not None
             or (recording.shares_memory and not self._is_placed(tensor, number))
             or (outside.start is not None and start_of(tensor) != outside.start)
             or (outside.host is not None and not self._is_on(tensor, outside.host))
         ):
             return False
-        self._objects.add(tensor)
+        self._numbers.add(tensor)
         if outside.is_held:
-            buffer = outside.buffer
-            assert buffer is not None
+            value = outside.value
+            assert value is not None
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
-            self._recall.keep(buffer, without_history(tensor), buffer.layout, away=away)
+            self._remat.keep(value, without_history(tensor), value.layout, away=away)
         return True
 
     def _is_on(self, tensor: _Tensor, host: int) -> bool:
         """Whether ``tensor`` is on the storage of the tensor whose number is ``host``."""
-        found = self._objects.tensors[host]()
+        found = self._numbers.tensors[host]()
         return found is not None and storage_key(found) == storage_key(tensor)
 
     def _is_placed(self, tensor: _Tensor, number: int) -> bool:
@@ -306,7 +308,7 @@ class Checker(TorchFunctionMode):
         key = storage_key(tensor)
         assert key is not None
         start = start_of(tensor)
-        first = self._memories.setdefault(key, (number, start))
+        first = self._storages.setdefault(key, (number, start))
         return first == ((number, start) if twin is None else (twin[0], start - twin[1]))
 
     # --- saved and returned tensors ---------------------------------------------------------------
@@ -330,12 +332,12 @@ class Checker(TorchFunctionMode):
             self._differ("other tensors are saved")
             hold_for_good(ticket)
             return
-        pack = expected.step.packs[0]
-        number = self._objects.number_of(tensor)
+        pack = expected.call.packed[0]
+        number = self._numbers.number_of(tensor)
         if pack.view is not None and not (
             number is not None
             and number == pack.number
-            and self._objects.writes_to(tensor, number) == pack.writes
+            and self._numbers.writes_to(tensor, number) == pack.writes
         ):
             self._differ("another tensor is saved")
             hold_for_good(ticket)
@@ -343,27 +345,27 @@ class Checker(TorchFunctionMode):
         self._next = expected.following
         self._settle(expected, [ticket])
 
-    def _end(self, expected: Expected, out: Any) -> None:
+    def _end(self, expected: CheckedStep, out: Any) -> None:
         """The function has returned: if all is as recorded, drop and hold by the schedule."""
         tickets = self._tickets
-        objects = self._objects
-        known = objects.tensors
+        numbers = self._numbers
+        known = numbers.tensors
         number = len(known)
         if number != expected.first_out or type(out) is not _Tensor:
             self._end_with_care(expected, tensors_in(out))
             return
-        other = objects.by_id.get(id(out))
+        other = numbers.by_id.get(id(out))
         if (
             (other is not None and known[other]() is out)
             or (len(tickets) != expected.count and not expected.is_opaque)
             or out.dtype is not expected.dtypes[0]
-            or (expected.looks is not None and looks_of(out) != expected.looks[0])
+            or (expected.metadata is not None and metadata_of(out) != expected.metadata[0])
         ):
             self._give_up(f"another result of {expected.function}")
             return
         known.append(ref(out))
-        objects.versions.append(None if out.is_inference() else out._version)
-        objects.by_id[id(out)] = number
+        numbers.versions.append(None if out.is_inference() else out._version)
+        numbers.by_id[id(out)] = number
         self._next = expected.following
         if expected.caught_returns:
             self._catch(expected, (out,))
@@ -371,15 +373,17 @@ class Checker(TorchFunctionMode):
             self._settle(expected, tickets)
             self._tickets = []
         if expected.arrivals:
-            self._recall.deposit.release(expected.arrivals)
+            self._remat.deposit.release(expected.arrivals)
 
-    def _end_with_care(self, expected: Expected, returned: list[_Tensor]) -> None:
+    def _end_with_care(self, expected: CheckedStep, returned: list[_Tensor]) -> None:
         tickets = self._tickets
         if (
             len(returned) != len(expected.dtypes)
             or (len(tickets) != expected.count and not expected.is_opaque)
-            or (expected.looks is not None and [*map(looks_of, returned)] != expected.looks)
-            or not all(map(self._is_result, returned, expected.step.outs, expected.dtypes))
+            or (
+                expected.metadata is not None and [*map(metadata_of, returned)] != expected.metadata
+            )
+            or not all(map(self._is_result, returned, expected.call.outs, expected.dtypes))
         ):
             self._give_up(f"another result of {expected.function}")
             return
@@ -388,12 +392,12 @@ class Checker(TorchFunctionMode):
         self._settle(expected, tickets)
         self._tickets = []
         if expected.arrivals:
-            self._recall.deposit.release(expected.arrivals)
+            self._remat.deposit.release(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
-        number = self._objects.number_of(tensor)
+        number = self._numbers.number_of(tensor)
         if number is None:
-            number = self._objects.add(tensor)
+            number = self._numbers.add(tensor)
         return number == expected and tensor.dtype is dtype
 
     def _give_up(self, how: str) -> None:
@@ -403,20 +407,20 @@ class Checker(TorchFunctionMode):
             hold_for_good(ticket)
         self._tickets = []
 
-    def _catch(self, expected: Expected, returned: Any) -> None:
+    def _catch(self, expected: CheckedStep, returned: Any) -> None:
         """Keep what the schedule says of the returned tensors."""
-        for place, buffer, layout, away in expected.caught_returns:
-            self._recall.keep(buffer, without_history(returned[place]), layout, away=away)
+        for place, value, layout, away in expected.caught_returns:
+            self._remat.keep(value, without_history(returned[place]), layout, away=away)
 
-    def _note_writes(self, expected: Expected, values: tuple[Any, ...]) -> None:
+    def _note_writes(self, expected: CheckedStep, values: tuple[Any, ...]) -> None:
         """Keep what the schedule says of the tensors that a function has written to."""
         for tensor in tensors_in(values):
-            known = self._objects.number_of(tensor)
-            for number, buffer, layout, away in expected.caught_args:
+            known = self._numbers.number_of(tensor)
+            for number, value, layout, away in expected.caught_args:
                 if known == number:
-                    self._recall.keep(buffer, without_history(tensor), layout, away=away)
+                    self._remat.keep(value, without_history(tensor), layout, away=away)
             if known in expected.written:
-                held = self._recall.held_of(tensor)
+                held = self._remat.held_of(tensor)
                 if held and is_in_custom_function(sys._getframe(1)):
                     self._written += held
                 for each in held:
@@ -428,29 +432,29 @@ class Checker(TorchFunctionMode):
             held.count_version()
         self._written.clear()
 
-    def _settle(self, expected: Expected, tickets: list[Ticket]) -> None:
+    def _settle(self, expected: CheckedStep, tickets: list[Ticket]) -> None:
         """Hold what the schedule says of the saved tensors, and drop the rest."""
-        recall = self._recall
+        remat = self._remat
         if expected.is_opaque:
             for ticket in tickets:
                 hold_for_good(ticket)
         for place in expected.held:
             hold_for_good(tickets[place])
-        for place, buffer, layout, away in expected.caught_packs:
-            recall.keep(buffer, saved_in(tickets[place]), layout, away=away)
+        for place, value, layout, away in expected.caught_packed:
+            remat.keep(value, saved_in(tickets[place]), layout, away=away)
         for place, view in expected.dropped:
             ticket = tickets[place]
             ticket[0] = None
             ticket[2] = view
-            recall.tickets.append(ticket)
+            remat.tickets.append(ticket)
 
 
 class _CopyOnWrite(DispatchMode):
     """After a difference: copies a held tensor before an op writes to it."""
 
-    def __init__(self, recall: Recall) -> None:
+    def __init__(self, remat: Rematerializer) -> None:
         super().__init__()
-        self._recall = recall
+        self._remat = remat
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -459,5 +463,5 @@ class _CopyOnWrite(DispatchMode):
         kwargs = kwargs or {}
         if info.writes:
             for tensor in info.written(args, kwargs):
-                self._recall.before_write(tensor)
+                self._remat.before_write(tensor)
         return info.call(*args, **kwargs)

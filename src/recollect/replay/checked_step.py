@@ -10,61 +10,61 @@ from itertools import pairwise
 from typing import Any
 
 from recollect.policy.op_info import op_info
+from recollect.replay.function_call import Constant, FunctionCall, Items, Number, equal_type
+from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.replay.recording import Recording
-from recollect.replay.steps import Constant, Items, Number, Step, equal_type
-from recollect.replay.tape import Buffer, Layout, Op, Tape, View
 
-__all__ = ["Expected", "expected_of"]
+__all__ = ["CheckedStep", "checked_steps"]
 
 #: The place of a value that is kept, the value, the layout of the tensor there, and whether it is
 #: offloaded.
-Catch = tuple[int, Buffer, Layout, bool]
+Catch = tuple[int, RecordedValue, Layout, bool]
 
 
-class Expected:
+class CheckedStep:
     """One function."""
 
-    def __init__(self, recording: Recording, step: Step, caught: set[int]) -> None:
-        self.step = step
+    def __init__(self, recording: Recording, call: FunctionCall, caught: set[int]) -> None:
+        self.call = call
         #: The next one.
-        self.following: Expected | None = None
-        self.function = step.function
-        self.mood = step.mood
-        self._split_arguments(step)
+        self.following: CheckedStep | None = None
+        self.function = call.function
+        self.call_mode = call.call_mode
+        self._split_arguments(call)
         #: How many tensors autograd saves in it, and whether all of them are held.
-        self.count = len(step.packs)
-        self.is_opaque = step.is_opaque
+        self.count = len(call.packed)
+        self.is_opaque = call.is_opaque
         #: If it returns one tensor, and that is new, its number; else -1.
-        self.first_out = step.outs[0] if len(step.outs) == 1 and step.is_new else -1
+        self.first_out = call.outs[0] if len(call.outs) == 1 and call.is_new else -1
         #: Of what it returns: the dtypes, which may follow from the default dtype; the metadata.
-        self.dtypes = [None if view is None else view.layout[3] for view in step.returns]
-        self.looks = step.looks
-        self._split_saved(recording, step)
+        self.dtypes = [None if view is None else view.layout[3] for view in call.returns]
+        self.metadata = call.metadata
+        self._split_saved(recording, call)
         #: The values to keep that are found among saved tensors, returned ones, and arguments that
         #: are written to.
-        self.caught_packs = _catch((pack.view for pack in step.packs), recording, caught)
-        self.caught_returns = _catch(step.returns, recording, caught)
+        self.caught_packed = _catch((pack.view for pack in call.packed), recording, caught)
+        self.caught_returns = _catch(call.returns, recording, caught)
         self.caught_args = [
-            (step.changed[place][0], buffer, layout, away)
-            for place, buffer, layout, away in _catch(
-                (view for _, view in step.changed), recording, caught
+            (call.changed[place][0], value, layout, away)
+            for place, value, layout, away in _catch(
+                (view for _, view in call.changed), recording, caught
             )
         ]
         #: The tensors that it writes to, and whether it changes the metadata of one in place.
-        self.written = {number for number, _ in step.changed}
-        self.changes_looks = step.changes_looks
-        ops = recording.tape.ops[slice(*step.ops)]
+        self.written = {number for number, _ in call.changed}
+        self.changes_metadata = call.changes_metadata
+        ops = recording.graph.ops[slice(*call.ops)]
         #: The flags that it ran under, if they may matter to it.
-        heeds_switches = any(_heeds_switches(recording.tape, op) for op in ops)
-        self.flags = step.flags if not step.is_opaque and heeds_switches else None
+        heeds_switches = any(_heeds_switches(recording.graph, op) for op in ops)
+        self.flags = call.flags if not call.is_opaque and heeds_switches else None
         #: How many of the tensors offloaded before are freed after it.
         self.arrivals = sum(op.arrivals for op in ops)
-        self.draws = [op for op in step.draws if op.number in recording.schedule.draws]
+        self.draws = [op for op in call.draws if op.number in recording.schedule.draws]
 
-    def _split_arguments(self, step: Step) -> None:
+    def _split_arguments(self, call: FunctionCall) -> None:
         """Tell tensors from constants, if there are no tensors in containers."""
-        args = [] if step.args is None else step.args.items
-        kwargs = step.kwargs
+        args = [] if call.args is None else call.args.items
+        kwargs = call.kwargs
         #: The names of keyword arguments, and how many arguments there are with these.
         self.keys = None if kwargs is None else kwargs.keys
         values = self.values = args if kwargs is None else [*args, *kwargs.items]
@@ -87,12 +87,12 @@ class Expected:
             else:
                 self.constants.append((place, value, equal_type(value)))
 
-    def _split_saved(self, recording: Recording, step: Step) -> None:
+    def _split_saved(self, recording: Recording, call: FunctionCall) -> None:
         """Tell saved tensors that are held from those that are dropped."""
         here = recording.schedule.kept - recording.schedule.away
         # Another call of an opaque function may save other tensors: all are held.
-        views = [] if step.is_opaque else [pack.view for pack in step.packs]
-        is_held = [view is None or view.buffer.number in here for view in views]
+        views = [] if call.is_opaque else [pack.view for pack in call.packed]
+        is_held = [view is None or view.value.number in here for view in views]
         self.held = [place for place, held in enumerate(is_held) if held]
         #: The place and the view of each.
         self.dropped = [
@@ -100,9 +100,9 @@ class Expected:
         ]
 
 
-def _heeds_switches(tape: Tape, op: Op) -> bool:
+def _heeds_switches(graph: RecordedGraph, op: RecordedOp) -> bool:
     """Whether a flag may decide how ``op`` computes, or in which dtype."""
-    is_floating = any(tape.values[n].layout[3].is_floating_point for n in op.reads)
+    is_floating = any(graph.values[n].layout[3].is_floating_point for n in op.reads)
     return not is_floating or op_info(op.op).depends_on_flags
 
 
@@ -110,19 +110,19 @@ def _catch(views: Iterable[View | None], recording: Recording, caught: set[int])
     schedule = recording.schedule
     found: list[Catch] = []
     for place, view in enumerate(views):
-        number = -1 if view is None else view.buffer.number
+        number = -1 if view is None else view.value.number
         if view is not None and number in schedule.caught and number not in caught:
             caught.add(number)
-            found.append((place, view.buffer, view.layout, number in schedule.away))
+            found.append((place, view.value, view.layout, number in schedule.away))
     return found
 
 
-def expected_of(recording: Recording) -> Expected | None:
+def checked_steps(recording: Recording) -> CheckedStep | None:
     """What the first function is checked against, linked to the next ones; None if none is."""
     caught: set[int] = set()
     for number, outside in recording.outsides.items():
-        outside.is_held = outside.buffer is not None and number in recording.schedule.outsides
-    steps = [Expected(recording, step, caught) for step in recording.steps]
-    for step, following in pairwise(steps):
-        step.following = following
-    return steps[0] if steps else None
+        outside.is_held = outside.value is not None and number in recording.schedule.outsides
+    calls = [CheckedStep(recording, call, caught) for call in recording.calls]
+    for call, following in pairwise(calls):
+        call.following = following
+    return calls[0] if calls else None

@@ -44,18 +44,18 @@ from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
-from recollect.replay.checked_step import expected_of
-from recollect.replay.planned_ops import Decisions, Directed
+from recollect.replay.checked_step import checked_steps
+from recollect.replay.function_call import FunctionCall
+from recollect.replay.planned_ops import PlannedOps, PlannedQuery
 from recollect.replay.record import Recorder
+from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
-from recollect.replay.recording_cache import Slot, Strange, signature_of, slot_of
-from recollect.replay.rematerialize import Recall
-from recollect.replay.steps import Step
-from recollect.replay.tape import Tape
+from recollect.replay.recording_cache import CacheEntry, UnsupportedArgument, entry_of, signature_of
+from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["LeftToRerun", "Witness", "observe_region", "replay_region"]
+__all__ = ["CallReport", "LeftToRerun", "observe_region", "replay_region"]
 
 #: What is called when autograd saves a tensor, and when it unpacks it.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -87,13 +87,13 @@ def _must_rerun() -> bool:
 
 
 @dataclass(eq=False)
-class Witness:
+class CallReport:
     """What a caller learns about a call. Filled in by the engine."""
 
     #: What the call holds; None if another engine has to run it.
-    recall: Recall | None = None
+    remat: Rematerializer | None = None
     #: What the rest of it holds, if it differed from the recording.
-    rest: Recall | None = None
+    rest: Rematerializer | None = None
     policy: Policy | None = None
     #: Why everything is held, or recorded, from some point on; why every call is recorded.
     stopped: str | None = None
@@ -104,8 +104,8 @@ class Witness:
     recording: Recording | None = None
     #: How it differed from the recording, if it did, and what was as recorded until then.
     difference: str | None = None
-    before: Tape = field(default_factory=Tape)
-    steps: list[Step] = field(default_factory=list)
+    before: RecordedGraph = field(default_factory=RecordedGraph)
+    calls: list[FunctionCall] = field(default_factory=list)
     #: Whether the rest could not be recorded, and everything that autograd saved in it is held.
     is_unrecorded: bool = False
 
@@ -120,58 +120,58 @@ def replay_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | Decisions | None,
+    policy: Policy | PlannedOps | None,
     deposit: OffloadBatch,
     offload_inputs: bool,
-    witness: Witness | None = None,
+    report: CallReport | None = None,
 ) -> Any:
     """Run the function and return its result; `LeftToRerun` if others have to run it."""
     if _running.is_running:
         # The region around it sees every op, and drops what this one would.
         return function(*args, **kwargs)
     if _must_rerun():
-        return _leave("it is inside of another region, or of hooks or modes", witness)
+        return _leave("it is inside of another region, or of hooks or modes", report)
     flags = read_flags()
     try:
         sends_away = (deposit.chosen, offload_inputs)
         signature = signature_of(function, args, kwargs, policy, sends_away, flags)
-        slot = slot_of(function, signature)
-    except Strange as strange:
-        return _leave(strange.args[0], witness)
-    if slot.fallback is not None:
-        return _leave(slot.fallback, witness)
+        entry = entry_of(function, signature)
+    except UnsupportedArgument as error:
+        return _leave(error.args[0], report)
+    if entry.fallback is not None:
+        return _leave(entry.fallback, report)
     observer = observing.observer
-    if observer is not None and witness is None:
-        witness = Witness()
-    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, witness)
-    recall = Recall(deposit, flags)
-    if witness is not None:
-        witness.recall = recall
-    if isinstance(policy, Decisions):
-        recall.begin = policy.begin
-    if observer is None or witness is None:
-        return _run(call, recall, slot)
-    witness.policy = policy if isinstance(policy, Policy) else None
-    with observer.region("replay", function, None, witness):
-        return _run(call, recall, slot)
+    if observer is not None and report is None:
+        report = CallReport()
+    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, report)
+    remat = Rematerializer(deposit, flags)
+    if report is not None:
+        report.remat = remat
+    if isinstance(policy, PlannedOps):
+        remat.begin = policy.begin
+    if observer is None or report is None:
+        return _run(call, remat, entry)
+    report.policy = policy if isinstance(policy, Policy) else None
+    with observer.region("replay", function, None, report):
+        return _run(call, remat, entry)
 
 
-def _leave(reason: str, witness: Witness | None) -> LeftToRerun:
+def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
     """Leave a region to another engine. Warns, unless the caller gets a report."""
-    if isinstance(reason, UnsupportedTensor) and witness is None:
+    if isinstance(reason, UnsupportedTensor) and report is None:
         _warn_of_fallback(reason)
     if observing.observer is not None:
         observing.observer.fell_back(reason)
     return LeftToRerun(reason)
 
 
-def _run(call: _Call, recall: Recall, slot: Slot) -> Any:
+def _run(call: _Call, remat: Rematerializer, entry: CacheEntry) -> Any:
     _running.is_running = True
     try:
-        recording = slot.recording  # once: another thread may change it
+        recording = entry.recording  # once: another thread may change it
         if recording is None:
-            return _record(call, recall, slot)
-        return _check(call, recall, recording, slot)
+            return _record(call, remat, entry)
+        return _check(call, remat, recording, entry)
     finally:
         _running.is_running = False
 
@@ -180,16 +180,16 @@ def observe_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wrap: Callable[[Recorder, Recall], Hooks],
+    wrap: Callable[[Recorder, Rematerializer], Hooks],
 ) -> tuple[Any, Recording]:
     """Record a call that keeps as little as possible, with the caller's own saved-tensor hooks.
 
     ``wrap`` is given what records the call and what recomputes in backward, and returns the hooks.
     """
-    recall = Recall(OffloadBatch(), read_flags())
-    recorder = _Call(function, args, kwargs, Decisions({}), False).recorder(recall)
+    remat = Rematerializer(OffloadBatch(), read_flags())
+    recorder = _Call(function, args, kwargs, PlannedOps({}), False).recorder(remat)
     _running.is_running = True
-    push_saved_tensor_hooks(*wrap(recorder, recall))
+    push_saved_tensor_hooks(*wrap(recorder, remat))
     try:
         with recorder:
             out = function(*args, **kwargs)
@@ -206,30 +206,32 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    policy: Policy | Decisions
+    policy: Policy | PlannedOps
     offload_inputs: bool
     #: What the caller learns about it.
-    witness: Witness | None = None
+    report: CallReport | None = None
 
     @property
     def is_planned(self) -> bool:
         """Whether it follows a plan, under which no call may hold more than others."""
-        return isinstance(self.policy, Decisions)
+        return isinstance(self.policy, PlannedOps)
 
-    def recorder(self, recall: Recall, earlier: Recall | None = None, done: int = 0) -> Recorder:
+    def recorder(
+        self, remat: Rematerializer, earlier: Rematerializer | None = None, done: int = 0
+    ) -> Recorder:
         """What records the call, or the rest of it after ``done`` ops of ``earlier``."""
         is_whole = earlier is None
-        consultation: PolicyCall | Directed
-        if isinstance(self.policy, Decisions):
-            before = () if earlier is None else earlier.tape.ops[:done]
-            consultation = Directed(self.policy, self.function, before)
+        query: PolicyCall | PlannedQuery
+        if isinstance(self.policy, PlannedOps):
+            before = () if earlier is None else earlier.graph.ops[:done]
+            query = PlannedQuery(self.policy, self.function, before)
         else:
             values = (*self.args, *self.kwargs.values())
-            consultation = PolicyCall(self.policy, self.function, values, checks=is_whole)
+            query = PolicyCall(self.policy, self.function, values, checks=is_whole)
         # The rest hardly ever starts from an input, and then that was offloaded before.
-        return Recorder(recall, consultation, self.offload_inputs and is_whole, earlier)
+        return Recorder(remat, query, self.offload_inputs and is_whole, earlier)
 
-    def record_rest(self, earlier: Recall, done: int, stack: ExitStack) -> Recorder | None:
+    def record_rest(self, earlier: Rematerializer, done: int, stack: ExitStack) -> Recorder | None:
         """Start to record the rest of the call after ``done`` ops, until ``stack`` is closed.
 
         None if that is not possible. Without this everything that follows would be held, and the
@@ -237,18 +239,18 @@ class _Call:
         """
         if isinstance(self.policy, Policy) and rulebook_of(self.policy).modules:
             return None  # it is not known which modules are being called
-        recall = Recall(earlier.deposit, earlier.flags)
-        recorder = self.recorder(recall, earlier, done)
-        if self.witness is not None:
-            self.witness.rest = recall
-        push_saved_tensor_hooks(observed_pack(recorder.pack), recall.unpack)
+        remat = Rematerializer(earlier.deposit, earlier.flags)
+        recorder = self.recorder(remat, earlier, done)
+        if self.report is not None:
+            self.report.rest = remat
+        push_saved_tensor_hooks(observed_pack(recorder.pack), remat.unpack)
         stack.callback(pop_saved_tensor_hooks)
         stack.enter_context(recorder)
         return recorder
 
-    def run(self, mode: Recorder | Checker, recall: Recall) -> Any:
+    def run(self, mode: Recorder | Checker, remat: Rematerializer) -> Any:
         """Call the function under ``mode``."""
-        push_saved_tensor_hooks(observed_pack(mode.pack), recall.unpack)
+        push_saved_tensor_hooks(observed_pack(mode.pack), remat.unpack)
         try:
             with mode:
                 return self.function(*self.args, **self.kwargs)
@@ -256,53 +258,53 @@ class _Call:
             pop_saved_tensor_hooks()
 
 
-def _record(call: _Call, recall: Recall, slot: Slot) -> Any:
-    recorder = call.recorder(recall)
-    out = call.run(recorder, recall)
+def _record(call: _Call, remat: Rematerializer, entry: CacheEntry) -> Any:
+    recorder = call.recorder(remat)
+    out = call.run(recorder, remat)
     recording = recorder.finish(out)
     if not recording.is_supported:
         assert recording.reason is not None
-        slot.fallback = recording.reason
-        if call.witness is None:
+        entry.fallback = recording.reason
+        if call.report is None:
             _warn_of_fallback(recording.reason)
-    if call.witness is not None:
-        call.witness.recording = recording
-    slot.recorded(recording, has_budget=call.is_planned)
-    if call.witness is not None:
-        _tell_outcome(call.witness, slot, recording.reason)
-        call.witness.is_rehearsal = slot.recording is not None or slot.fallback is not None
+    if call.report is not None:
+        call.report.recording = recording
+    entry.recorded(recording, has_budget=call.is_planned)
+    if call.report is not None:
+        _tell_outcome(call.report, entry, recording.reason)
+        call.report.is_rehearsal = entry.recording is not None or entry.fallback is not None
     return out
 
 
-def _check(call: _Call, recall: Recall, recording: Recording, slot: Slot) -> Any:
+def _check(call: _Call, remat: Rematerializer, recording: Recording, entry: CacheEntry) -> Any:
     if recording.expected is None:
-        recording.expected = expected_of(recording)
-    recall.follow(recording.tape, recording.schedule)
-    checker = Checker(recording, recording.expected, recall, call.offload_inputs, call.record_rest)
-    out = call.run(checker, recall)
+        recording.expected = checked_steps(recording)
+    remat.follow(recording.graph, recording.schedule)
+    checker = Checker(recording, recording.expected, remat, call.offload_inputs, call.record_rest)
+    out = call.run(checker, remat)
     difference = checker.finish(out)
     if difference is None:
-        recall.confirm()
-    elif call.witness is not None:
-        _tell_rest(call.witness, checker, recording)
-    slot.checked(None if difference == recording.reason else difference)
-    if call.witness is not None:
-        _tell_outcome(call.witness, slot, difference)
+        remat.confirm()
+    elif call.report is not None:
+        _tell_rest(call.report, checker, recording)
+    entry.checked(None if difference == recording.reason else difference)
+    if call.report is not None:
+        _tell_outcome(call.report, entry, difference)
     return out
 
 
-def _tell_outcome(witness: Witness, slot: Slot, stopped: str | None) -> None:
-    witness.stopped, witness.unsettled = stopped, slot.unsettled
+def _tell_outcome(report: CallReport, entry: CacheEntry, stopped: str | None) -> None:
+    report.stopped, report.unsettled = stopped, entry.unsettled
 
 
-def _tell_rest(witness: Witness, checker: Checker, recording: Recording) -> None:
+def _tell_rest(report: CallReport, checker: Checker, recording: Recording) -> None:
     """Report a call that differed from the recording."""
-    witness.difference = checker.difference
-    witness.before = recording.tape.until(checker.done)
-    witness.steps = [step for step in recording.steps if step.ops[1] <= checker.done]
-    witness.recording = checker.recorded
+    report.difference = checker.difference
+    report.before = recording.graph.until(checker.done)
+    report.calls = [call for call in recording.calls if call.ops[1] <= checker.done]
+    report.recording = checker.recorded
     # A call that was not recorded to its end is held from there on, as it was when recorded.
-    witness.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
+    report.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
 
 
 _warned: set[str] = set()

@@ -9,10 +9,10 @@ import torch
 from recollect._torch.autograd import has_history, without_history
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
-from recollect.replay.tape import Layout, copy_of_memory, view_of
+from recollect.replay.recorded_graph import Layout, copy_of_storage, view_of
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["Held", "Ticket", "hold_for_good", "saved_in"]
+__all__ = ["HeldTensor", "Ticket", "hold_for_good", "saved_in"]
 
 #: Stands in the autograd graph for a saved tensor: the tensor if it is held, its version, and if it
 #: is not held the view that it is. A list, since one is made for each saved tensor of a model.
@@ -34,7 +34,7 @@ def hold_for_good(ticket: Ticket) -> None:
     ticket[0] = saved_in(ticket)
 
 
-class Held:
+class HeldTensor:
     """A tensor of a value, on the device or in a store."""
 
     __slots__ = ("away", "layout", "tensor", "version")
@@ -46,7 +46,7 @@ class Held:
         self.away: OffloadedTensor | None = None
 
     @property
-    def memory(self) -> int | None:
+    def storage(self) -> int | None:
         """The key of its storage, or of the one it was offloaded from; None if that is gone."""
         return memory_key(self.tensor) if self.away is None else self.away.address
 
@@ -74,7 +74,7 @@ class Held:
 
     def become_copy(self) -> None:
         """Hold a copy: the storage is about to be written to, or may be."""
-        self.tensor = copy_of_memory(self.tensor)
+        self.tensor = copy_of_storage(self.tensor)
         self.version = version_of(self.tensor)
 
     def get(self, own: Layout, *, is_guarded: bool) -> torch.Tensor:

@@ -22,13 +22,13 @@ from recollect._torch.tensors import (
     unsupported_tensor,
     version_of,
 )
-from recollect.replay.held_tensor import Held
-from recollect.replay.rematerialize import Recall
-from recollect.replay.steps import Step
-from recollect.replay.tape import Buffer, Op, View, layout_of
+from recollect.replay.function_call import FunctionCall
+from recollect.replay.held_tensor import HeldTensor
+from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View, layout_of
+from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import Flags
 
-__all__ = ["OPAQUE", "Ground", "Memory", "start_of"]
+__all__ = ["OPAQUE", "MemoryTracker", "RecordedStorage", "start_of"]
 
 _Tensor = torch.Tensor
 
@@ -42,18 +42,18 @@ def start_of(tensor: _Tensor) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class RecordedStorage:
     """A storage, the value that it holds now, and the offset of the first tensor seen of it."""
 
     storage: ReferenceType[Any]
-    buffer: Buffer
+    value: RecordedValue
     start: int
     #: The number of the tensor by which it was first seen, if the region did not make it.
     outside: int | None
     #: Whether the first tensor seen of it has the same offset in every call.
     is_placed: bool = False
     #: Tensors that autograd saved, each with its version and its value at the time.
-    saved: list[tuple[ReferenceType[_Tensor], int, Buffer]] = field(default_factory=list)
+    saved: list[tuple[ReferenceType[_Tensor], int, RecordedValue]] = field(default_factory=list)
     #: Whether there is a tensor from ``.data``, by which to write to it unnoticed by autograd.
     has_data: bool = False
     #: Whether somebody unseen can write to it.
@@ -90,20 +90,20 @@ class Memory:
         return not is_counted
 
 
-class Ground:
+class MemoryTracker:
     """The state that the two modes which record a call share.
 
     Args:
-        recall: What the call holds.
+        remat: What the call holds.
         earlier: What the first part of the call holds, if only the rest is recorded.
     """
 
-    def __init__(self, recall: Recall, earlier: Recall | None) -> None:
-        self.recall = recall
+    def __init__(self, remat: Rematerializer, earlier: Rematerializer | None) -> None:
+        self.remat = remat
         self.earlier = earlier
-        self.tape = recall.tape
+        self.graph = remat.graph
         #: The function that is running.
-        self.step: Step | None = None
+        self.call: FunctionCall | None = None
         #: Whether it runs under autocast, which ops cannot tell.
         self.is_casting = False
         #: Its flags, if they differ from those of the region.
@@ -117,19 +117,19 @@ class Ground:
         #: Whether the region writes to a storage that it did not make.
         self.writes_outside = False
         #: The storages that the function has written to.
-        self.written: set[Memory] = set()
+        self.written: set[RecordedStorage] = set()
         #: The storages of tensors whose metadata was changed, which counts as a write.
-        self._looked_at: set[Memory] = set()
+        self._reshaped: set[RecordedStorage] = set()
         #: By number of an outside tensor: its offset, if that matters.
         self.places: dict[int, int] = {}
         #: The storages that an opaque function has made so far. Only what it returns can be read.
-        self.inner: set[Memory] = set()
-        self._memories: dict[int, Memory] = {}
+        self.inner: set[RecordedStorage] = set()
+        self._storages: dict[int, RecordedStorage] = {}
         #: Held tensors whose last write may not have been counted yet.
-        self._new: list[Held] = []
+        self._new: list[HeldTensor] = []
         #: Values to offload when the function is over, and how many of those offloaded before are
         #: freed then.
-        self._leaving: list[Buffer] = []
+        self._leaving: list[RecordedValue] = []
         self.arrivals = 0
 
     def is_idle(self) -> bool:
@@ -149,8 +149,8 @@ class Ground:
         """Hold everything from now on."""
         if self.stopped is None:
             self.stopped = reason
-            if self.step is not None:
-                self.step.is_opaque = True
+            if self.call is not None:
+                self.call.is_opaque = True
 
     def stop_at(self, tensor: _Tensor) -> None:
         """Hold everything from now on, since ``tensor`` is not supported."""
@@ -158,86 +158,86 @@ class Ground:
 
     # --- storages ---------------------------------------------------------------------------------
 
-    def memory(self, tensor: _Tensor) -> Memory | None:
+    def storage(self, tensor: _Tensor) -> RecordedStorage | None:
         """The storage of ``tensor``, if it is known."""
         key = memory_key(tensor)
         return None if key is None else self._alive(key)
 
-    def memory_of(self, untyped: torch.UntypedStorage) -> Memory | None:
+    def storage_of(self, untyped: torch.UntypedStorage) -> RecordedStorage | None:
         """The same, by torch's storage."""
         return self._alive(key_of_storage(untyped))
 
-    def _alive(self, key: int) -> Memory | None:
-        memory = self._memories.get(key)
-        return memory if memory is not None and memory.storage() is not None else None
+    def _alive(self, key: int) -> RecordedStorage | None:
+        storage = self._storages.get(key)
+        return storage if storage is not None and storage.storage() is not None else None
 
-    def add(self, tensor: _Tensor, outside: int | None = None) -> Memory:
+    def add(self, tensor: _Tensor, outside: int | None = None) -> RecordedStorage:
         """Add a storage that is seen for the first time."""
         untyped = tensor.untyped_storage()
         start = start_of(tensor)
-        buffer = self.tape.new(tensor, untyped.nbytes(), start)
-        buffer.outside = outside
-        memory = self._memories[key_of_storage(untyped)] = Memory(
-            ref(untyped), buffer, start, outside
+        value = self.graph.new(tensor, untyped.nbytes(), start)
+        value.outside = outside
+        storage = self._storages[key_of_storage(untyped)] = RecordedStorage(
+            ref(untyped), value, start, outside
         )
         if not untyped.resizable() and not isinstance(tensor, nn.Parameter):
             # Not allocated by torch: perhaps an array of numpy, by which others can write to it.
-            memory.is_exposed = True
-            buffer.unsure = OPAQUE
-        return memory
+            storage.is_exposed = True
+            value.unsure = OPAQUE
+        return storage
 
-    def add_stranger(self, tensor: _Tensor) -> Memory:
+    def add_stranger(self, tensor: _Tensor) -> RecordedStorage:
         """Add a storage that nothing seen has made."""
-        memory = self.add(tensor)
-        memory.buffer.unsure = OPAQUE
-        return memory
+        storage = self.add(tensor)
+        storage.value.unsure = OPAQUE
+        return storage
 
-    def find(self, tensor: _Tensor) -> Memory | None:
+    def find(self, tensor: _Tensor) -> RecordedStorage | None:
         """Add a storage that no op has made: perhaps a weight that autocast had cast before."""
         if not is_plain_tensor(tensor):
             self.stop_at(tensor)
             return None
-        memory = self.add_stranger(tensor)
+        storage = self.add_stranger(tensor)
         weight = cast_weight(tensor)
-        if weight is not None and self.memory(weight) is not None:
-            memory.buffer.unsure = None
+        if weight is not None and self.storage(weight) is not None:
+            storage.value.unsure = None
             op = self.new_op(CAST, bare_op(CAST))
             view = self.view(weight)
             assert view is not None
-            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.buffer.number]
-            op.make((), memory.buffer)
-        return memory
+            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.value.number]
+            op.make((), storage.value)
+        return storage
 
     def view(self, tensor: _Tensor) -> View | None:
         """The view that ``tensor`` is; None if it is not supported."""
-        memory = self.memory(tensor) or self.find(tensor)
-        return None if memory is None else self.view_in(memory, tensor)
+        storage = self.storage(tensor) or self.find(tensor)
+        return None if storage is None else self.view_in(storage, tensor)
 
     @staticmethod
-    def view_in(memory: Memory, tensor: _Tensor) -> View:
+    def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
         """The same, of a tensor on a known storage."""
-        own = memory.buffer.layout
-        layout = layout_of(tensor, memory.start)
-        return View(memory.buffer, own if layout == own else layout)
+        own = storage.value.layout
+        layout = layout_of(tensor, storage.start)
+        return View(storage.value, own if layout == own else layout)
 
-    def new_op(self, op: Any, call: Any) -> Op:
+    def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""
-        made = Op(len(self.tape.ops), op, call, self.flags)
-        self.tape.ops.append(made)
+        made = RecordedOp(len(self.graph.ops), op, call, self.flags)
+        self.graph.ops.append(made)
         return made
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def before_change(self, memory: Memory) -> None:
-        """``memory`` is about to be written to: copy what is held of it and still needed."""
-        buffer = memory.buffer
-        self.writes_outside |= memory.is_outside
-        if buffer.op < 0:
+    def before_change(self, storage: RecordedStorage) -> None:
+        """``storage`` is about to be written to: copy what is held of it and still needed."""
+        value = storage.value
+        self.writes_outside |= storage.is_outside
+        if value.op < 0:
             # A later call could hold it, but would not copy it before the write.
-            buffer.unsure = buffer.unsure or "changed later"
-        if buffer.number in self.recall.kept:
+            value.unsure = value.unsure or "changed later"
+        if value.number in self.remat.kept:
             with self.pause():
-                self.recall.before_overwrite(buffer)
+                self.remat.before_overwrite(value)
 
     def protect(self, tensor: _Tensor) -> None:
         """``tensor`` is about to be written to: copy held tensors that nobody else copies.
@@ -252,23 +252,23 @@ class Ground:
             if self.earlier is not None:
                 self.earlier.before_write(tensor)
             if self.stopped is not None:
-                self.recall.before_write(tensor)
+                self.remat.before_write(tensor)
 
     def end_writes(self) -> None:
         """A function that wrote to storages is over."""
-        for memory in self.written:
-            self._note_spoilt(memory)
-            held = self.recall.kept.get(memory.buffer.number)
-            if held is not None and memory.counts_late:
+        for storage in self.written:
+            self._note_spoilt(storage)
+            held = self.remat.kept.get(storage.value.number)
+            if held is not None and storage.counts_late:
                 self._new.append(held)  # a custom function counts its writes when it is over
         self.written.clear()
 
-    def _note_spoilt(self, memory: Memory) -> None:
+    def _note_spoilt(self, storage: RecordedStorage) -> None:
         """After a write: find the saved tensors that autograd would refuse to use now."""
-        for reference, version, buffer in memory.saved:
+        for reference, version, value in storage.saved:
             tensor = reference()
-            if not buffer.is_last and tensor is not None and tensor._version != version:
-                buffer.is_spoilt = True
+            if not value.is_last and tensor is not None and tensor._version != version:
+                value.is_spoilt = True
 
     def find_changes(self, tensor: _Tensor) -> None:
         """Look for writes to ``tensor`` by no op that was seen.
@@ -276,65 +276,65 @@ class Ground:
         Another thread may have written, or compiled code. The value before is gone: if it cannot be
         recomputed, backward raises.
         """
-        memory = self.memory(tensor)
-        if memory is None or not memory.is_changed(tensor):
+        storage = self.storage(tensor)
+        if storage is None or not storage.is_changed(tensor):
             return
-        old = memory.buffer
-        self.writes_outside |= memory.is_outside
+        old = storage.value
+        self.writes_outside |= storage.is_outside
         if old.op < 0:  # as before a write that is seen: a later call must not hold it
             old.unsure = old.unsure or "changed later"
-        self.recall.after_overwrite(old)
-        memory.is_exposed = True
-        memory.buffer = self.tape.after(old)
-        memory.buffer.unsure = OPAQUE
-        self._note_spoilt(memory)
+        self.remat.after_overwrite(old)
+        storage.is_exposed = True
+        storage.value = self.graph.after(old)
+        storage.value.unsure = OPAQUE
+        self._note_spoilt(storage)
 
     def note_place(self, tensor: _Tensor) -> None:
         """A view of ``tensor`` is made whose offset counts from the beginning of the storage."""
-        memory = self.memory(tensor) or self.find(tensor)
-        if memory is None:
+        storage = self.storage(tensor) or self.find(tensor)
+        if storage is None:
             return
-        if memory.outside is not None:
-            self.places[memory.outside] = memory.start
-        elif self.step is not None and not memory.is_placed:
-            self.step.is_opaque = True
+        if storage.outside is not None:
+            self.places[storage.outside] = storage.start
+        elif self.call is not None and not storage.is_placed:
+            self.call.is_opaque = True
 
     def end_inner(self) -> None:
         """An opaque function is over: values of its own that are not held by now are lost."""
-        for memory in self.inner:
-            if memory.buffer.number not in self.recall.kept:
-                memory.buffer.unsure = OPAQUE
+        for storage in self.inner:
+            if storage.value.number not in self.remat.kept:
+                storage.value.unsure = OPAQUE
         self.inner.clear()
 
     def expose(self, tensor: _Tensor) -> None:
         """Somebody unseen gets access to the storage of a tensor, and may write to it."""
         self.protect(tensor)
-        memory = self.memory(tensor)
-        if memory is not None:
-            self.before_change(memory)
-            memory.is_exposed = True
-            memory.buffer = self.tape.after(memory.buffer)
-            memory.buffer.unsure = OPAQUE
+        storage = self.storage(tensor)
+        if storage is not None:
+            self.before_change(storage)
+            storage.is_exposed = True
+            storage.value = self.graph.after(storage.value)
+            storage.value.unsure = OPAQUE
 
     # --- held tensors -----------------------------------------------------------------------------
 
     def hold(self, view: View, tensor: _Tensor, ruling: Any) -> None:
         """Hold the value of ``view``, which is ``tensor``."""
-        recall = self.recall
+        remat = self.remat
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
-        self._new.append(recall.keep(view.buffer, alias, view.layout, away=False))
-        if ruling is not None and (ruling.offloads or recall.deposit.chosen):
-            self._leaving.append(view.buffer)
+        self._new.append(remat.keep(view.value, alias, view.layout, away=False))
+        if ruling is not None and (ruling.offloads or remat.deposit.chosen):
+            self._leaving.append(view.value)
 
-    def note_looks(self, tensor: _Tensor) -> None:
+    def note_metadata_change(self, tensor: _Tensor) -> None:
         """The metadata of ``tensor`` is changed in place. That counts as a write, but is none."""
-        if self.step is not None:
-            self.step.changes_looks = True
-        memory = self.memory(tensor)
-        if memory is not None:
-            self._looked_at.add(memory)
-        for recall in (self.recall, self.earlier):
-            self._new += [] if recall is None else recall.before_look(tensor)
+        if self.call is not None:
+            self.call.changes_metadata = True
+        storage = self.storage(tensor)
+        if storage is not None:
+            self._reshaped.add(storage)
+        for remat in (self.remat, self.earlier):
+            self._new += [] if remat is None else remat.before_metadata_change(tensor)
 
     def end_function(self) -> None:
         """Offload what is to be offloaded, and free what has arrived.
@@ -345,17 +345,17 @@ class Ground:
         for held in self._new:
             held.count_version()
         self._new.clear()
-        if self.written or self._looked_at:
+        if self.written or self._reshaped:
             is_inside = is_in_custom_function(sys._getframe(1))
-            for memory in self.written | self._looked_at:
-                memory.counts_late = is_inside
-                memory.count_versions()
-            self._looked_at.clear()
+            for storage in self.written | self._reshaped:
+                storage.counts_late = is_inside
+                storage.count_versions()
+            self._reshaped.clear()
         if not self._leaving and not self.arrivals:
             return
         leaving, self._leaving = self._leaving, []
         arrivals, self.arrivals = self.arrivals, 0
         with self.pause():
-            for buffer in leaving:
-                self.recall.send(buffer)
-            self.recall.deposit.release(arrivals)
+            for value in leaving:
+                self.remat.send(value)
+            self.remat.deposit.release(arrivals)

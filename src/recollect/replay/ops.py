@@ -15,10 +15,17 @@ from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rulings import Ruling
-from recollect.replay.memory_tracker import OPAQUE, Ground, Memory
-from recollect.replay.planned_ops import Directed
-from recollect.replay.steps import tensors_in
-from recollect.replay.tape import Buffer, Op, View, Views, is_whole, tensors_of
+from recollect.replay.function_call import tensors_in
+from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
+from recollect.replay.planned_ops import PlannedQuery
+from recollect.replay.recorded_graph import (
+    RecordedOp,
+    RecordedValue,
+    View,
+    Views,
+    is_whole,
+    tensors_of,
+)
 from recollect.state.devices import device_module
 
 __all__ = ["OpRecorder"]
@@ -28,92 +35,92 @@ _Args = tuple[Any, ...]
 #: Why the results of an op are kept that is not torch's.
 FOREIGN = "of another library"
 #: The storages that an op writes to, each with the argument by which it does.
-_Written = dict[Memory, _Tensor]
+_Written = dict[RecordedStorage, _Tensor]
 
 
 class OpRecorder(DispatchMode):
     """Records what each op reads, makes and writes, and holds what must not be recomputed."""
 
-    def __init__(self, ground: Ground, consultation: PolicyCall | Directed) -> None:
+    def __init__(self, tracker: MemoryTracker, query: PolicyCall | PlannedQuery) -> None:
         super().__init__()
-        self._ground = ground
-        self._consultation = consultation
-        consultation.keep = self._keep_named
+        self._tracker = tracker
+        self._query = query
+        query.keep = self._keep_named
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
         info = op_info(func)
-        ground = self._ground
-        if ground.is_idle():
+        tracker = self._tracker
+        if tracker.is_idle():
             kwargs = kwargs or {}
             if info.writes:
                 for tensor in info.written(args, kwargs):
-                    ground.protect(tensor)
+                    tracker.protect(tensor)
             return info.call(*args, **kwargs)
-        if ground.step is not None:
+        if tracker.call is not None:
             return self._note(info, args, kwargs or {})
         with no_function_modes():  # outside of functions, the recorder would see what follows
             return self._note(info, args, kwargs or {})
 
     def _note(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
-        ground = self._ground
+        tracker = self._tracker
         if info.unrecordable is not None:
             if not self._is_look(info, args):
-                ground.stop(info.unrecordable)
+                tracker.stop(info.unrecordable)
             return info.call(*args, **kwargs)
         if info.runs_no_kernel:
-            if (ground.is_casting or ground.step is None) and info.is_alias:
+            if (tracker.is_casting or tracker.call is None) and info.is_alias:
                 self._find_casts(args)
             if info.has_absolute_offset(args, kwargs):
-                ground.note_place(args[0])
+                tracker.note_place(args[0])
             if info.is_inplace_view:
-                ground.note_looks(args[0])
+                tracker.note_metadata_change(args[0])
             return info.call(*args, **kwargs)
-        step = ground.step
-        if step is not None:
+        call = tracker.call
+        if call is not None:
             # The function reads a number into Python, which may differ in another call.
-            step.is_opaque |= info.reads_number
-            step.is_opaque |= step.own is not None and not is_form_of(info.op, step.own)
-            step.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
+            call.is_opaque |= info.reads_number
+            call.is_opaque |= call.own is not None and not is_form_of(info.op, call.own)
+            call.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
         return self._run(info, args, kwargs)
 
     def _run(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
-        ground = self._ground
+        tracker = self._tracker
         args = info.without_idle_state(args)
-        op = ground.new_op(info.op, info.call)
+        op = tracker.new_op(info.op, info.call)
         written: _Written = {}
         if info.writes:
             written = self._written(info, args, kwargs)
-            for memory in written:
-                ground.before_change(memory)
+            for storage in written:
+                tracker.before_change(storage)
         if info.writes_unseen:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, _Tensor):
-                    ground.expose(leaf)
+                    tracker.expose(leaf)
         self._read(op, args, kwargs)
         if written:
             self._note_overwritten(op, info, written)
-        if ground.is_idle():
+        if tracker.is_idle():
             return info.call(*args, **kwargs)
         if info.is_random and not info.has_library_rng:
             out = self._draw(op, info, args, kwargs)
         else:
             out = info.call(*args, **kwargs)
-        ground.is_in_op = True
+        tracker.is_in_op = True
         self._decide(op, info, out, args, kwargs)
         if written:
             self._write(op, written)
         self._note_results(op, info, out)
-        ground.arrivals += op.arrivals
-        ground.is_in_op = False
+        tracker.arrivals += op.arrivals
+        tracker.is_in_op = False
         return out
 
     def _find_casts(self, args: _Args) -> None:
         """Before a view: find weights that autocast has cast, which their views do not tell."""
         for tensor in tensors_in(args):
-            if self._ground.memory(tensor) is None:
-                self._ground.find(tensor)
+            if self._tracker.storage(tensor) is None:
+                self._tracker.find(tensor)
 
     def _is_look(self, info: OpInfo, args: _Args) -> bool:
         """Whether an op makes a new tensor a view of a known storage.
@@ -122,20 +129,20 @@ class OpRecorder(DispatchMode):
         """
         if not info.sets_storage or args[0].numel():
             return False
-        return self._ground.memory_of(args[1]) is not None
+        return self._tracker.storage_of(args[1]) is not None
 
     # --- arguments --------------------------------------------------------------------------------
 
     def _written(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> _Written:
         found: _Written = {}
         for tensor in info.written(args, kwargs):
-            self._ground.protect(tensor)
-            memory = self._ground.memory(tensor) or self._ground.find(tensor)
-            if memory is not None:
-                found[memory] = tensor
+            self._tracker.protect(tensor)
+            storage = self._tracker.storage(tensor) or self._tracker.find(tensor)
+            if storage is not None:
+                found[storage] = tensor
         return found
 
-    def _read(self, op: Op, args: _Args, kwargs: dict[str, Any]) -> None:
+    def _read(self, op: RecordedOp, args: _Args, kwargs: dict[str, Any]) -> None:
         reads: dict[int, None] = {}
         op.args = [self._argument(each, reads) for each in args]
         if kwargs:
@@ -144,10 +151,10 @@ class OpRecorder(DispatchMode):
 
     def _argument(self, value: Any, reads: dict[int, None]) -> Any:
         if isinstance(value, _Tensor):
-            view = self._ground.view(value)
+            view = self._tracker.view(value)
             if view is not None:
-                reads[view.buffer.number] = None
-                view.buffer.is_wanted = True
+                reads[view.value.number] = None
+                view.value.is_wanted = True
             return view
         if type(value) is list or type(value) is tuple:
             items = [self._argument(each, reads) for each in value]
@@ -155,30 +162,30 @@ class OpRecorder(DispatchMode):
                 return Views(items, type(value))
         return value
 
-    def _note_overwritten(self, op: Op, info: OpInfo, written: _Written) -> None:
+    def _note_overwritten(self, op: RecordedOp, info: OpInfo, written: _Written) -> None:
         """Find the values that ``op`` overwrites without reading them."""
         fresh = []
-        for memory, tensor in written.items():
-            view = self._ground.view_in(memory, tensor)
-            buffer = view.buffer
-            whole = view.layout is buffer.layout and is_whole(view.layout, buffer.nbytes)
+        for storage, tensor in written.items():
+            view = self._tracker.view_in(storage, tensor)
+            value = view.value
+            whole = view.layout is value.layout and is_whole(view.layout, value.nbytes)
             if info.updates_statistics:
-                self._hold_saved(buffer)
-            if whole and (info.updates_statistics or (info.overwrites and _times(buffer, op) == 1)):
-                fresh.append(buffer)
-        op.fresh = frozenset(buffer.number for buffer in fresh)
+                self._hold_saved(value)
+            if whole and (info.updates_statistics or (info.overwrites and _times(value, op) == 1)):
+                fresh.append(value)
+        op.fresh = frozenset(value.number for value in fresh)
         op.reads = [number for number in op.reads if number not in op.fresh]
 
-    def _hold_saved(self, buffer: Buffer) -> None:
-        """An op writes to ``buffer`` unnoticed by autograd, which may have saved it."""
-        step = self._ground.step
-        for pack in () if step is None else step.packs:
-            if pack.view is not None and pack.view.buffer is buffer:
+    def _hold_saved(self, value: RecordedValue) -> None:
+        """An op writes to ``value`` unnoticed by autograd, which may have saved it."""
+        call = self._tracker.call
+        for pack in () if call is None else call.packed:
+            if pack.view is not None and pack.view.value is value:
                 pack.view = None
 
     # --- results ----------------------------------------------------------------------------------
 
-    def _draw(self, op: Op, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
+    def _draw(self, op: RecordedOp, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run an op that may draw random numbers."""
         generator = info.generator(args, kwargs) or _default_generator(args, kwargs)
         state = generator.get_state()
@@ -188,19 +195,21 @@ class OpRecorder(DispatchMode):
         if is_unmoved:
             return out  # there is no dropout
         op.generator = generator
-        self._ground.recall.states[op.number] = state
-        if self._ground.step is not None:
-            self._ground.step.draws.append(op)
+        self._tracker.remat.states[op.number] = state
+        if self._tracker.call is not None:
+            self._tracker.call.draws.append(op)
         return out
 
-    def _decide(self, op: Op, info: OpInfo, out: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+    def _decide(
+        self, op: RecordedOp, info: OpInfo, out: Any, args: _Args, kwargs: dict[str, Any]
+    ) -> None:
         """Find out why the op must not run again, if so."""
-        step, tape = self._ground.step, self._ground.tape
-        if step is None or step.is_opaque or not info.is_overload or tape.unsure_read(op):
+        call, graph = self._tracker.call, self._tracker.graph
+        if call is None or call.is_opaque or not info.is_overload or graph.unsure_read(op):
             op.never_again(OPAQUE, None)
             return
-        decider = self._consultation
-        if isinstance(decider, Directed):
+        decider = self._query
+        if isinstance(decider, PlannedQuery):
             ruling = op.ruling = decider.decide(op, info)
         else:
             ruling = op.ruling = decider.decide(info, out, args, kwargs)
@@ -217,60 +226,60 @@ class OpRecorder(DispatchMode):
         elif why_kept is not None:
             op.never_again(why_kept, ruling)
 
-    def _write(self, op: Op, written: _Written) -> None:
+    def _write(self, op: RecordedOp, written: _Written) -> None:
         """Make the next value of each storage that was written to."""
-        ground = self._ground
-        ground.written.update(written)
-        for memory, tensor in written.items():
-            old = memory.buffer
-            lost = ground.tape.maker_of(old) if old.number not in ground.recall.kept else None
+        tracker = self._tracker
+        tracker.written.update(written)
+        for storage, tensor in written.items():
+            old = storage.value
+            lost = tracker.graph.maker_of(old) if old.number not in tracker.remat.kept else None
             if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
                 # The value before was held, and cannot be any longer.
                 op.never_again(lost.keep, lost.ruling)
-            new = memory.buffer = ground.tape.after(old)
-            old.is_spoilt |= memory.has_data
+            new = storage.value = tracker.graph.after(old)
+            old.is_spoilt |= storage.has_data
             new.op = op.number
             op.writes.append((old.number, new.number))
-            if memory.is_outside:
+            if storage.is_outside:
                 new.unsure = "state of the model"
-            elif memory.is_exposed:
+            elif storage.is_exposed:
                 new.unsure = OPAQUE
-            elif _holds(op, None) and memory not in ground.inner:
-                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+            elif _holds(op, None) and storage not in tracker.inner:
+                tracker.hold(tracker.view_in(storage, tensor), tensor, op.ruling)
             elif old.number not in op.fresh:
                 new.unsure = old.unsure
 
-    def _note_results(self, op: Op, info: OpInfo, out: Any) -> None:
-        ground = self._ground
+    def _note_results(self, op: RecordedOp, info: OpInfo, out: Any) -> None:
+        tracker = self._tracker
         for path, tensor in tensors_of(out):
-            known = ground.memory(tensor)
+            known = tracker.storage(tensor)
             if known is not None:  # an argument, a view of one, or a view of another result
                 if op.keep == FOREIGN and not info.is_alias:
                     # A storage of the library's own, which it has written to.
-                    ground.expose(tensor)
+                    tracker.expose(tensor)
                 continue
             if not is_plain_tensor(tensor):
-                ground.stop_at(tensor)
+                tracker.stop_at(tensor)
                 return
-            memory = ground.add(tensor)
-            op.make(path, memory.buffer)
-            memory.is_placed = memory.start == 0 and op.keep not in (OPAQUE, FOREIGN)
-            if ground.step is not None and ground.step.is_opaque:
-                ground.inner.add(memory)
+            storage = tracker.add(tensor)
+            op.make(path, storage.value)
+            storage.is_placed = storage.start == 0 and op.keep not in (OPAQUE, FOREIGN)
+            if tracker.call is not None and tracker.call.is_opaque:
+                tracker.inner.add(storage)
             elif _holds(op, len(op.makes) - 1):
-                ground.hold(ground.view_in(memory, tensor), tensor, op.ruling)
+                tracker.hold(tracker.view_in(storage, tensor), tensor, op.ruling)
             elif info.leaves_uninitialized:
-                memory.buffer.unsure = OPAQUE
+                storage.value.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
         """Keep a tensor that was given a name."""
-        ground = self._ground
-        memory = None if ground.is_idle() else ground.memory(tensor)
-        if memory is not None:
-            ground.find_changes(tensor)
-        if memory is None or memory.buffer.unsure is not None:
+        tracker = self._tracker
+        storage = None if tracker.is_idle() else tracker.storage(tensor)
+        if storage is not None:
+            tracker.find_changes(tensor)
+        if storage is None or storage.value.unsure is not None:
             return
-        op = ground.tape.maker_of(memory.buffer)
+        op = tracker.graph.maker_of(storage.value)
         if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
             return  # it is held anyway, or an earlier rule has it recomputed
         if not op_info(op.op).can_be_kept:
@@ -279,11 +288,11 @@ class OpRecorder(DispatchMode):
                 "changed in place. Name the result of another op."
             )
         op.never_again(ruling.reason, ruling)
-        ground.hold(ground.view_in(memory, tensor), tensor, ruling)
-        ground.recall.release_last()
+        tracker.hold(tracker.view_in(storage, tensor), tensor, ruling)
+        tracker.remat.release_last()
 
 
-def _holds(op: Op, result: int | None) -> bool:
+def _holds(op: RecordedOp, result: int | None) -> bool:
     """Whether a result of ``op`` is held: its position in ``makes``; None: one in place."""
     if op.keep is not None or op.planned is None:
         return op.keep is not None
@@ -314,8 +323,8 @@ def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
     return generator
 
 
-def _times(buffer: Buffer, op: Op) -> int:
-    """How often ``buffer`` is among the arguments of ``op``."""
+def _times(value: RecordedValue, op: RecordedOp) -> int:
+    """How often ``value`` is among the arguments of ``op``."""
     args = [*op.args, *op.kwargs.values()]
     flat = [each for arg in args for each in (arg if type(arg) is Views else [arg])]
-    return sum(type(each) is View and each.buffer is buffer for each in flat)
+    return sum(type(each) is View and each.value is value for each in flat)

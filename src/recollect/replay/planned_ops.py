@@ -23,10 +23,10 @@ from recollect._torch.ops import op_name
 from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo
 from recollect.policy.rulings import Ruling
-from recollect.replay.tape import Op
+from recollect.replay.recorded_graph import RecordedOp
 from recollect.store.protocol import Store
 
-__all__ = ["Alike", "Decisions", "Directed"]
+__all__ = ["Alike", "PlannedOps", "PlannedQuery"]
 
 
 class _Keys:
@@ -96,7 +96,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(eq=False)
-class Decisions:
+class PlannedOps:
     """Which results of the ops of a model are kept or offloaded; all others are recomputed.
 
     Compared by identity: a recording belongs to one of these.
@@ -118,10 +118,10 @@ class Decisions:
     begin: int | None = None
     alike: Alike | None = None
 
-    def __deepcopy__(self, memo: Any) -> Decisions:
+    def __deepcopy__(self, memo: Any) -> PlannedOps:
         return self
 
-    def decide(self, key: str, op: Op) -> Ruling:
+    def decide(self, key: str, op: RecordedOp) -> Ruling:
         """The decision for ``op``, whose key is ``key``."""
         op.key = key
         op.arrivals = self.arrivals.get(key, 0)
@@ -138,11 +138,11 @@ _OFFLOADED = Ruling(CheckpointPolicy.MUST_CPU_OFFLOAD, "planned", 0)
 _RECOMPUTED = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "planned", 0)
 
 
-class Directed:
+class PlannedQuery:
     """The decisions for one call of ``function``, in place of a policy's."""
 
     def __init__(
-        self, decisions: Decisions, function: Callable[..., Any], before: Iterable[Op] = ()
+        self, decisions: PlannedOps, function: Callable[..., Any], before: Iterable[RecordedOp] = ()
     ) -> None:
         self._decisions = decisions
         self._keys = _Keys(getattr(function, "__self__", function))
@@ -155,6 +155,6 @@ class Directed:
     def __exit__(self, *exc: object) -> None:
         self.keep = None  # the autograd graph leads here by the hook that recorded it
 
-    def decide(self, op: Op, info: OpInfo) -> Ruling:
+    def decide(self, op: RecordedOp, info: OpInfo) -> Ruling:
         """The decision for an op."""
         return self._decisions.decide(self._keys.next(info.op, sys._getframe(1)), op)

@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from recollect._torch.tensors import UnsupportedTensor
+from recollect.replay.function_call import FunctionCall, OutsideTensor
+from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.region_schedule import RegionSchedule
-from recollect.replay.steps import Outside, Step
-from recollect.replay.tape import Tape
 
 __all__ = ["Recording"]
 
@@ -17,8 +17,8 @@ class Recording:
     """One recorded call.
 
     Args:
-        tape: Its ops and values.
-        steps: The functions that it called.
+        graph: Its ops and values.
+        calls: The functions that it called.
         outsides: The tensors that it did not make, by number.
         writes_outside: Whether it wrote to one of their storages.
         stores_all: Whether everything that the policy keeps is offloaded.
@@ -27,21 +27,21 @@ class Recording:
 
     def __init__(
         self,
-        tape: Tape,
-        steps: list[Step],
-        outsides: dict[int, Outside],
+        graph: RecordedGraph,
+        calls: list[FunctionCall],
+        outsides: dict[int, OutsideTensor],
         writes_outside: bool,
         stores_all: bool,
         reason: str | None,
     ) -> None:
-        self.tape = tape
-        self.steps = steps
+        self.graph = graph
+        self.calls = calls
         self.outsides = outsides
         self._stores_all = stores_all
         #: Whether it matters which outside tensors share a storage.
         self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
         #: The metadata that depends on data.
-        self.shapes = [step.looks for step in steps if step.depends_on_data]
+        self.shapes = [call.metadata for call in calls if call.depends_on_data]
         self.reason = reason
         #: False if that is a tensor which the engine does not support.
         self.is_supported = not isinstance(reason, UnsupportedTensor)
@@ -50,10 +50,10 @@ class Recording:
 
     def is_like(self, other: Recording) -> bool:
         """Whether both called the same functions."""
-        pairs = zip(self.steps, other.steps, strict=False)
-        return len(self.steps) == len(other.steps) and all(a.is_like(b) for a, b in pairs)
+        pairs = zip(self.calls, other.calls, strict=False)
+        return len(self.calls) == len(other.calls) and all(a.is_like(b) for a, b in pairs)
 
     @cached_property
     def schedule(self) -> RegionSchedule:
         """What later calls hold."""
-        return RegionSchedule(self.tape, self.steps, stores_all=self._stores_all)
+        return RegionSchedule(self.graph, self.calls, stores_all=self._stores_all)

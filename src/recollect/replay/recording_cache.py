@@ -19,11 +19,11 @@ from recollect._torch.modes import dispatch_mode_count, dispatch_modes
 from recollect._torch.tensors import is_plain_tensor, unsupported_tensor
 from recollect.observer import observing
 from recollect.replay.call_mode import casts
+from recollect.replay.function_call import is_comparable, metadata_of
 from recollect.replay.recording import Recording
-from recollect.replay.steps import is_comparable, looks_of
 from recollect.state.flags import Flags
 
-__all__ = ["Slot", "Strange", "recordings_preserved", "signature_of", "slot_of"]
+__all__ = ["CacheEntry", "UnsupportedArgument", "entry_of", "recordings_preserved", "signature_of"]
 
 #: How many signatures of a function have an entry.
 _SIGNATURES = 16
@@ -32,7 +32,7 @@ _PATIENCE = 2
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class CacheEntry:
     """What is known of the calls of one function with one signature."""
 
     recording: Recording | None = None
@@ -69,40 +69,42 @@ class Slot:
             self.unsettled = f"it is another function at every call: {difference}"
 
 
-_slots: WeakKeyDictionary[Any, OrderedDict[Any, Slot]] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[Any, OrderedDict[Any, CacheEntry]] = WeakKeyDictionary()
 
 
-def slot_of(function: Callable[..., Any], signature: Any) -> Slot:
+def entry_of(function: Callable[..., Any], signature: Any) -> CacheEntry:
     """The entry of a call. A function that cannot be a key gets a new one every time."""
     owner = _owner(function)
     try:
-        slots = _slots.get(owner)
-        if slots is None:
-            slots = _slots.setdefault(owner, OrderedDict())
-        slot = slots.get(signature)
+        entries = _entries.get(owner)
+        if entries is None:
+            entries = _entries.setdefault(owner, OrderedDict())
+        entry = entries.get(signature)
     except TypeError:  # it has no weak references, or no hash
-        return Slot()
-    if slot is None:
-        slot = slots[signature] = Slot()
-        if len(slots) > _SIGNATURES:
-            slots.popitem(last=False)
-    elif len(slots) > 1:
-        slots.pop(signature, None)  # to insert it as the newest
-        slots[signature] = slot
-    return slot
+        return CacheEntry()
+    if entry is None:
+        entry = entries[signature] = CacheEntry()
+        if len(entries) > _SIGNATURES:
+            entries.popitem(last=False)
+    elif len(entries) > 1:
+        entries.pop(signature, None)  # to insert it as the newest
+        entries[signature] = entry
+    return entry
 
 
 @contextmanager
 def recordings_preserved() -> Iterator[None]:
     """A context after which all recordings are as they were before."""
-    before = dict(_slots.items())
-    for owner, slots in before.items():
-        _slots[owner] = OrderedDict((signature, copy(slot)) for signature, slot in slots.items())
+    before = dict(_entries.items())
+    for owner, entries in before.items():
+        _entries[owner] = OrderedDict(
+            (signature, copy(entry)) for signature, entry in entries.items()
+        )
     try:
         yield
     finally:
-        _slots.clear()
-        _slots.update(before)
+        _entries.clear()
+        _entries.update(before)
 
 
 def _owner(function: Any) -> Any:
@@ -140,7 +142,7 @@ def signature_of(
         values = [_sign(value) for value in args]
         values += [(name, _sign(value)) for name, value in kwargs.items()]
     except RecursionError:
-        raise Strange("an argument that contains itself") from None
+        raise UnsupportedArgument("an argument that contains itself") from None
     return (_code(function), policy, sends_away, modes, training, casts(), flags, *values)
 
 
@@ -152,15 +154,15 @@ def _modes() -> tuple[type, ...]:
     return tuple(kind for kind in kinds if not getattr(kind, "only_watches", False))
 
 
-class Strange(Exception):
+class UnsupportedArgument(Exception):
     """There is an argument that the engine does not support. Says which."""
 
 
 def _sign(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not is_plain_tensor(value):
-            raise Strange(unsupported_tensor(value))
-        return looks_of(value)
+            raise UnsupportedArgument(unsupported_tensor(value))
+        return metadata_of(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_sign, value)
     if isinstance(value, dict):

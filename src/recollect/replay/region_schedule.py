@@ -13,8 +13,8 @@ from collections.abc import Container
 
 from recollect.graph.flow import FOREVER, minimum_cut
 from recollect.graph.release import find_needs
-from recollect.replay.steps import Step
-from recollect.replay.tape import Op, Tape
+from recollect.replay.function_call import FunctionCall
+from recollect.replay.recorded_graph import RecordedGraph, RecordedOp
 
 __all__ = ["RegionSchedule", "find_holdable", "forced_values", "saved_by"]
 
@@ -23,34 +23,36 @@ class RegionSchedule:
     """The values of a recording that are held or offloaded.
 
     Args:
-        tape: The recorded graph.
-        steps: The recorded functions.
+        graph: The recorded graph.
+        calls: The recorded functions.
         stores_all: Whether everything that the policy keeps is offloaded.
     """
 
     __slots__ = ("away", "caught", "chains", "draws", "kept", "order", "outsides", "uses")
 
-    def __init__(self, tape: Tape, steps: list[Step], *, stores_all: bool) -> None:
-        holdable = find_holdable(tape, steps)
+    def __init__(
+        self, graph: RecordedGraph, calls: list[FunctionCall], *, stores_all: bool
+    ) -> None:
+        holdable = find_holdable(graph, calls)
         #: What a plan has held, each with whether it is offloaded.
-        planned = {n: op.ruling.offloads for op in tape.ops for n in op.held if n in holdable}
-        saved = saved_by(steps)
+        planned = {n: op.ruling.offloads for op in graph.ops for n in op.held if n in holdable}
+        saved = saved_by(calls)
         #: The values that are not recomputed.
-        self.kept = _choose(tape, saved, holdable, planned) | planned.keys()
+        self.kept = _choose(graph, saved, holdable, planned) | planned.keys()
         #: Those of them that are offloaded.
         self.away = frozenset(
             n
             for n in self.kept
-            if (planned[n] if n in planned else _goes_away(tape, n, self.kept, stores_all))
+            if (planned[n] if n in planned else _goes_away(graph, n, self.kept, stores_all))
         )
         # Autograd holds the saved tensors of values that stay on the device.
         here = self.kept - self.away
-        needs = find_needs(tape, [n for n in saved if n not in here], self.kept)
+        needs = find_needs(graph, [n for n in saved if n not in here], self.kept)
         #: By value: how often backward uses it.
         self.uses = needs.uses
         #: The values that others are recomputed from, each with the first ticket that needs it.
         self.order = needs.order
-        sources = [tape.values[number] for number, _ in needs.order]
+        sources = [graph.values[number] for number, _ in needs.order]
         #: The values that a call has to catch: the kept ones of these, and constants that a
         #: function made without an op.
         self.caught = frozenset(
@@ -59,67 +61,65 @@ class RegionSchedule:
         #: The outside tensors that are needed, by their number.
         self.outsides = frozenset(b.outside for b in sources if b.outside is not None)
         #: The ops that draw again, and whose generators must be read.
-        self.draws = frozenset(n for n in needs.again if tape.ops[n].generator is not None)
+        self.draws = frozenset(n for n in needs.again if graph.ops[n].generator is not None)
         #: By value: the ops that recompute it from what is kept, once they are known.
         self.chains: dict[int, list[int]] = {}
 
 
-def forced_values(tape: Tape, steps: list[Step]) -> frozenset[int]:
+def forced_values(graph: RecordedGraph, calls: list[FunctionCall]) -> frozenset[int]:
     """The values that are kept whatever a plan says, since their ops must not run again."""
-    holdable = find_holdable(tape, steps)
-    return _choose(tape, saved_by(steps), holdable, ())
+    holdable = find_holdable(graph, calls)
+    return _choose(graph, saved_by(calls), holdable, ())
 
 
-def saved_by(steps: list[Step]) -> list[int]:
-    """The values that autograd saves in ``steps``, and does not hold itself."""
-    packs = (pack for step in steps for pack in step.packs)
-    return [pack.view.buffer.number for pack in packs if pack.view is not None]
+def saved_by(calls: list[FunctionCall]) -> list[int]:
+    """The values that autograd saves in ``calls``, and does not hold itself."""
+    packs = (pack for call in calls for pack in call.packed)
+    return [pack.view.value.number for pack in packs if pack.view is not None]
 
 
-def find_holdable(tape: Tape, steps: list[Step]) -> set[int]:
+def find_holdable(graph: RecordedGraph, calls: list[FunctionCall]) -> set[int]:
     """The values that a call can hold: those it can still get at when their function ends.
 
     Saved tensors that can be neither held like this nor recomputed are left to autograd.
     """
     found: set[int] = set()
-    saved = set(saved_by(steps))
-    for step in steps:
-        first, last = step.ops
-        seen = [view.buffer for view in step.returns if view is not None]
-        seen += [view.buffer for _, view in step.changed]
+    saved = set(saved_by(calls))
+    for call in calls:
+        first, last = call.ops
+        seen = [view.value for view in call.returns if view is not None]
+        seen += [view.value for _, view in call.changed]
         # The user may change what the region returns. What autograd saved must not be changed
         # anyway, unless in ways that it does not notice.
-        seen = [buffer for buffer in seen if not buffer.is_output or buffer.number in saved]
-        seen += [pack.view.buffer for pack in step.packs if pack.view is not None]
+        seen = [value for value in seen if not value.is_output or value.number in saved]
+        seen += [pack.view.value for pack in call.packed if pack.view is not None]
         found.update(
-            buffer.number
-            for buffer in seen
-            if buffer.is_last
-            and first <= buffer.op < last
-            and not (buffer.is_output and buffer.unsure)
+            value.number
+            for value in seen
+            if value.is_last and first <= value.op < last and not (value.is_output and value.unsure)
         )
     blocked: set[int] = set()
-    for op in tape.ops:
-        if _must_not_run(tape, op) or any(read in blocked for read in op.reads):
+    for op in graph.ops:
+        if _must_not_run(graph, op) or any(read in blocked for read in op.reads):
             blocked.update(op.results)
     blocked -= found
-    for step in steps:
-        for pack in step.packs:
-            if pack.view is not None and pack.view.buffer.number in blocked:
+    for call in calls:
+        for pack in call.packed:
+            if pack.view is not None and pack.view.value.number in blocked:
                 pack.view = None
     return found
 
 
-def _must_not_run(tape: Tape, op: Op) -> bool:
-    return (op.keep or op.later or tape.unsure_read(op)) is not None
+def _must_not_run(graph: RecordedGraph, op: RecordedOp) -> bool:
+    return (op.keep or op.later or graph.unsure_read(op)) is not None
 
 
 def _choose(
-    tape: Tape, saved: list[int], holdable: set[int], planned: Container[int]
+    graph: RecordedGraph, saved: list[int], holdable: set[int], planned: Container[int]
 ) -> frozenset[int]:
     """The cheapest values to hold, in addition to the ``planned`` ones."""
-    needed = [tape.ops[n] for n in find_needs(tape, saved, planned).again]
-    never = {op.number for op in needed if _must_not_run(tape, op)}
+    needed = [graph.ops[n] for n in find_needs(graph, saved, planned).again]
+    never = {op.number for op in needed if _must_not_run(graph, op)}
     if not never:
         return frozenset()
     costs: dict[int, int] = {}
@@ -129,7 +129,7 @@ def _choose(
         for number in op.results:
             if number in planned:
                 continue
-            costs[number] = tape.values[number].nbytes if number in holdable else FOREVER
+            costs[number] = graph.values[number].nbytes if number in holdable else FOREVER
             if op.number in never:
                 sources.append(number)
             else:
@@ -139,7 +139,7 @@ def _choose(
     return minimum_cut(costs, edges, sources, sinks)
 
 
-def _goes_away(tape: Tape, number: int, kept: frozenset[int], stores_all: bool) -> bool:
+def _goes_away(graph: RecordedGraph, number: int, kept: frozenset[int], stores_all: bool) -> bool:
     """Whether the policy offloads all results that need not be recomputed thanks to a value."""
-    rulings = [op.ruling for op in tape.sources(number, kept, lambda op: op.keep is not None)]
+    rulings = [op.ruling for op in graph.sources(number, kept, lambda op: op.keep is not None)]
     return bool(rulings) and all(r is not None and (stores_all or r.offloads) for r in rulings)

@@ -23,24 +23,24 @@ from recollect._torch.tensors import memory_key
 from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
-from recollect.replay.held_tensor import Held, Ticket
-from recollect.replay.region_schedule import RegionSchedule
-from recollect.replay.tape import (
+from recollect.replay.held_tensor import HeldTensor, Ticket
+from recollect.replay.recorded_graph import (
     NEEDS_CARE,
-    Buffer,
     Layout,
-    Op,
-    Tape,
+    RecordedGraph,
+    RecordedOp,
+    RecordedValue,
     View,
     Views,
-    copy_of_memory,
+    copy_of_storage,
     is_whole,
 )
+from recollect.replay.region_schedule import RegionSchedule
 from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Recall"]
+__all__ = ["Rematerializer"]
 
 _LOST = (
     "a tensor that {op} made cannot be recomputed. This is a bug in recollect's replay engine: "
@@ -64,11 +64,11 @@ class _Pass(WorkingSet[torch.Tensor]):
         self.is_announced = False
 
 
-class Recall:
+class Rematerializer:
     """What one call of a region holds."""
 
     def __init__(self, deposit: OffloadBatch, flags: Flags) -> None:
-        self.tape = Tape()
+        self.graph = RecordedGraph()
         #: The schedule that the call follows, if it was recorded before.
         self._schedule: RegionSchedule | None = None
         self.deposit = deposit
@@ -77,7 +77,7 @@ class Recall:
         #: The flags that the region ran under.
         self.flags = flags
         #: By number of the value.
-        self.kept: dict[int, Held] = {}
+        self.kept: dict[int, HeldTensor] = {}
         #: These in the order in which they were kept, each with the number of tickets before.
         self._order: list[tuple[int, int]] = []
         #: The state of the generator, by number of the op that drew from it.
@@ -93,9 +93,9 @@ class Recall:
         self.passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
 
-    def follow(self, tape: Tape, schedule: RegionSchedule) -> None:
+    def follow(self, graph: RecordedGraph, schedule: RegionSchedule) -> None:
         """Hold what the schedule of an earlier call says."""
-        self.tape = tape
+        self.graph = graph
         self._schedule = schedule
 
     def confirm(self) -> None:
@@ -103,22 +103,24 @@ class Recall:
         assert self._schedule is not None
         self._order = self._schedule.order.copy()
 
-    def keep(self, buffer: Buffer, tensor: torch.Tensor, layout: Layout, *, away: bool) -> Held:
-        """Hold ``buffer``; ``tensor`` is a view of it.
+    def keep(
+        self, value: RecordedValue, tensor: torch.Tensor, layout: Layout, *, away: bool
+    ) -> HeldTensor:
+        """Hold ``value``; ``tensor`` is a view of it.
 
         The tensor must have no history, which would lead back to this.
         """
-        held = self.kept[buffer.number] = Held(tensor, layout)
-        self._order.append((buffer.number, len(self.tickets)))
+        held = self.kept[value.number] = HeldTensor(tensor, layout)
+        self._order.append((value.number, len(self.tickets)))
         if away:
-            self.send(buffer)
+            self.send(value)
         return held
 
-    def send(self, buffer: Buffer) -> None:
-        """Offload what is held of ``buffer``, if it still is and can be."""
-        held = self.kept.get(buffer.number)
-        if held is not None and held.away is None and is_whole(buffer.layout, buffer.nbytes):
-            held.send(self.deposit, buffer.layout)
+    def send(self, value: RecordedValue) -> None:
+        """Offload what is held of ``value``, if it still is and can be."""
+        held = self.kept.get(value.number)
+        if held is not None and held.away is None and is_whole(value.layout, value.nbytes):
+            held.send(self.deposit, value.layout)
 
     def release_last(self) -> None:
         """Release the value that was kept just now after all others: older tickets need it."""
@@ -127,12 +129,12 @@ class Recall:
 
     # --- writes -----------------------------------------------------------------------------------
 
-    def held_of(self, tensor: torch.Tensor) -> list[Held]:
+    def held_of(self, tensor: torch.Tensor) -> list[HeldTensor]:
         """What is held on the storage of ``tensor``, or was offloaded from there."""
-        memory = memory_key(tensor)
-        if memory is None:
+        storage = memory_key(tensor)
+        if storage is None:
             return []
-        return [each for each in self.kept.values() if each.memory == memory]
+        return [each for each in self.kept.values() if each.storage == storage]
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Copy what is held on the storage of ``tensor``, which is about to be written to."""
@@ -142,28 +144,28 @@ class Recall:
             elif held.is_unchanged():  # if not, there was an unseen write: backward raises
                 held.become_copy()
 
-    def before_overwrite(self, buffer: Buffer) -> None:
-        """The held ``buffer`` is about to be overwritten: copy it if it is needed."""
-        held = self.kept[buffer.number]
+    def before_overwrite(self, value: RecordedValue) -> None:
+        """The held ``value`` is about to be overwritten: copy it if it is needed."""
+        held = self.kept[value.number]
         if held.away is not None:
             held.away.before_write()
-        elif buffer.is_wanted:
+        elif value.is_wanted:
             held.become_copy()
         else:
-            del self.kept[buffer.number]
+            del self.kept[value.number]
 
-    def after_overwrite(self, buffer: Buffer) -> None:
-        """An unseen write has changed ``buffer``: recompute it, or raise if that is impossible."""
-        held = self.kept.get(buffer.number)
+    def after_overwrite(self, value: RecordedValue) -> None:
+        """An unseen write has changed ``value``: recompute it, or raise if that is impossible."""
+        held = self.kept.get(value.number)
         if held is None or held.away is not None:
             return
-        maker = self.tape.maker_of(buffer)
+        maker = self.graph.maker_of(value)
         if maker is not None and maker.keep is None:
-            del self.kept[buffer.number]
+            del self.kept[value.number]
         else:
             held.spoil()
 
-    def before_look(self, tensor: torch.Tensor) -> list[Held]:
+    def before_metadata_change(self, tensor: torch.Tensor) -> list[HeldTensor]:
         """The metadata of ``tensor`` is about to be changed in place, which counts as a write.
 
         Returns the held tensors whose version has to be read again afterwards.
@@ -177,18 +179,18 @@ class Recall:
     def copy_outputs(self, saved: Container[int]) -> None:
         """Copy held outputs of the region, since the user may change them; not the ``saved``."""
         for number, held in self.kept.items():
-            buffer = self.tape.values[number]
-            must_stay = number in saved and buffer.unsure is None
+            value = self.graph.values[number]
+            must_stay = number in saved and value.unsure is None
             is_here = held.away is None and held.is_unchanged()
-            if buffer.is_output and is_here and not must_stay:
+            if value.is_output and is_here and not must_stay:
                 held.become_copy()
 
     # --- release ----------------------------------------------------------------------------------
 
     def release_unneeded(self) -> None:
         """After a call that was recorded: release what no saved tensor needs."""
-        saved = [ticket[2].buffer.number for ticket in self.tickets]
-        needs = find_needs(self.tape, saved, self.kept)
+        saved = [ticket[2].value.number for ticket in self.tickets]
+        needs = find_needs(self.graph, saved, self.kept)
         self._order = needs.order
         wanted = {number for number, _ in needs.order}
         for number in self.kept.keys() - wanted:
@@ -221,20 +223,20 @@ class Recall:
         """The saved-tensor hook: autograd unpacks a tensor."""
         tensor, version, view = ticket
         if tensor is None:
-            return self._recall(view)
+            return self._recompute(view)
         if tensor._version != version:
             raise saved_tensor_changed(tensor)
         return tensor  # type: ignore[no-any-return]
 
-    def _recall(self, view: View) -> torch.Tensor:
-        buffer = view.buffer
-        if buffer.is_spoilt and self.saw_all and not self.is_running:
+    def _recompute(self, view: View) -> torch.Tensor:
+        value = view.value
+        if value.is_spoilt and self.saw_all and not self.is_running:
             raise saved_tensor_changed(view.layout[0])
         passed = self.passes.get(current_graph_task())
         if passed is not None and not self.is_running:
-            tensor = passed.here.get(buffer.number)
+            tensor = passed.here.get(value.number)
             if tensor is not None:  # the usual case: most are recomputed on the way to the first
-                passed.give(buffer.number)
+                passed.give(value.number)
                 return view.of(tensor)
         pause = self.pause if self.is_running else None
         # Two threads of one backward may be here at once.
@@ -246,11 +248,11 @@ class Recall:
                     passed.is_announced = True
                     self.deposit.announce()
             if passed.flags is None:
-                tensor = self._tensor(passed, buffer)
+                tensor = self._tensor(passed, value)
             else:
                 with _under(passed.flags):
-                    tensor = self._tensor(passed, buffer)
-            passed.give(buffer.number)
+                    tensor = self._tensor(passed, value)
+            passed.give(value.number)
             return view.of(tensor)
 
     def _pass(self) -> _Pass:
@@ -278,29 +280,29 @@ class Recall:
             assert schedule is not None
             return schedule.uses.copy()
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
-        return find_needs(self.tape, [ticket[2].buffer.number for ticket in alive], self.kept).uses
+        return find_needs(self.graph, [ticket[2].value.number for ticket in alive], self.kept).uses
 
-    def _tensor(self, passed: _Pass, buffer: Buffer) -> torch.Tensor:
+    def _tensor(self, passed: _Pass, value: RecordedValue) -> torch.Tensor:
         """The tensor of the value's own layout."""
-        number, here, uses = buffer.number, passed.here, passed.uses
+        number, here, uses = value.number, passed.here, passed.uses
         tensor = here.get(number)
         if tensor is not None:
             return tensor
         held = self.kept.get(number)
         if held is not None:
-            is_guarded = self._is_guarded or buffer.outside is None
-            tensor = held.get(buffer.layout, is_guarded=is_guarded)
+            is_guarded = self._is_guarded or value.outside is None
+            tensor = held.get(value.layout, is_guarded=is_guarded)
             if uses[number] > 1:
                 here[number] = tensor
             return tensor
         ops = self._missing(passed, number)
         if uses[number] <= 0:  # not counted: a tensor is unpacked for the second time
             for op in ops:
-                for read in self.tape.ops[op].reads:
+                for read in self.graph.ops[op].reads:
                     uses[read] += 1
         uses[number] += 1  # not to be released before it is returned
         for op in ops:
-            self._run(passed, self.tape.ops[op])
+            self._run(passed, self.graph.ops[op])
         tensor = here[number]
         passed.use(number)
         return tensor
@@ -312,15 +314,15 @@ class Recall:
             chains = schedule.chains  # there is what the schedule keeps, and nothing else
         ops = None if chains is None else chains.get(number)
         if ops is None:
-            ops = missing_ops(self.tape, number, passed.here, self.kept)
-            for op in (self.tape.ops[each] for each in ops):
+            ops = missing_ops(self.graph, number, passed.here, self.kept)
+            for op in (self.graph.ops[each] for each in ops):
                 if op.keep is not None:
                     raise CheckpointError(_LOST.format(op=op.op))
             if chains is not None:
                 chains[number] = ops
         return ops
 
-    def _run(self, passed: _Pass, op: Op) -> None:
+    def _run(self, passed: _Pass, op: RecordedOp) -> None:
         """Run ``op`` again."""
         if torch.is_grad_enabled() is not op.grad_enabled:
             set_grad_enabled(op.grad_enabled)
@@ -333,15 +335,15 @@ class Recall:
         here = passed.here
         args = op.args.copy()
         for place, view in views:
-            buffer = view.buffer
-            tensor = here.get(buffer.number)
+            value = view.value
+            tensor = here.get(value.number)
             if tensor is None:
-                tensor = self._tensor(passed, buffer)
+                tensor = self._tensor(passed, value)
             args[place] = view.of(tensor)
         out = op.call(*args, **op.kwargs)
         passed.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
 
-    def _run_with_care(self, passed: _Pass, op: Op) -> None:
+    def _run_with_care(self, passed: _Pass, op: RecordedOp) -> None:
         """Run an op that writes, draws, takes lists of tensors, or has flags of its own."""
         bases = {old: self._writable(passed, op, old) for old, _ in op.writes}
         args = [self._argument(passed, each, bases) for each in op.args]
@@ -354,24 +356,24 @@ class Recall:
 
     def _argument(self, passed: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
         if type(arg) is View:
-            base = bases.get(arg.buffer.number) if bases else None
-            return arg.of(self._tensor(passed, arg.buffer) if base is None else base)
+            base = bases.get(arg.value.number) if bases else None
+            return arg.of(self._tensor(passed, arg.value) if base is None else base)
         if type(arg) is Views:
             return arg.kind([self._argument(passed, each, bases) for each in arg])
         return arg
 
-    def _writable(self, passed: _Pass, op: Op, number: int) -> torch.Tensor:
+    def _writable(self, passed: _Pass, op: RecordedOp, number: int) -> torch.Tensor:
         """A tensor with the content of a value, which ``op`` may write to."""
-        buffer = self.tape.values[number]
+        value = self.graph.values[number]
         if number in op.fresh:
-            size, stride, _, dtype, _ = buffer.layout
-            return torch.empty_strided(size, stride, dtype=dtype, device=buffer.device)
-        tensor = self._tensor(passed, buffer)
+            size, stride, _, dtype, _ = value.layout
+            return torch.empty_strided(size, stride, dtype=dtype, device=value.device)
+        tensor = self._tensor(passed, value)
         if passed.use_up(number) and number not in self.kept:
             return tensor
-        return copy_of_memory(tensor)
+        return copy_of_storage(tensor)
 
-    def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _draw(self, op: RecordedOp, args: list[Any], kwargs: dict[str, Any]) -> Any:
         generator = op.generator
         assert generator is not None
         now = generator.get_state()
@@ -406,7 +408,7 @@ def _under(flags: Flags) -> Iterator[None]:
         write_flags(before)
 
 
-def _results(op: Op, out: Any) -> list[tuple[int, torch.Tensor]]:
+def _results(op: RecordedOp, out: Any) -> list[tuple[int, torch.Tensor]]:
     """The tensors that ``op`` made on new storages, by number of the value."""
     found = []
     for number, path in zip(op.makes, op.paths, strict=True):
@@ -422,8 +424,8 @@ def _results(op: Op, out: Any) -> list[tuple[int, torch.Tensor]]:
     return found
 
 
-def _end_pass(recall: ReferenceType[Recall], backward: int) -> None:
+def _end_pass(remat: ReferenceType[Rematerializer], backward: int) -> None:
     """Release what a backward has recomputed and not used: it is over."""
-    alive = recall()
+    alive = remat()
     if alive is not None:
         alive.passes.pop(backward, None)

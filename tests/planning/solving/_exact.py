@@ -74,7 +74,7 @@ class _Point:
         op: The op that is running again for the next of them; -1 if it is the moment's own.
     """
 
-    moment: int
+    event: int
     asks: int
     op: int
 
@@ -89,8 +89,8 @@ class _Watch(_Run):
         self._answered = 0
         self._op = -1
 
-    def _ask(self, value: int, before: int) -> None:
-        super()._ask(value, before)
+    def _unpack(self, value: int, before: int) -> None:
+        super()._unpack(value, before)
         self._answered += 1
 
     def _run_op(self, number: int, before: int) -> None:
@@ -135,7 +135,7 @@ class _Model:
         self._ops = sorted(n for n in graph.needed if not graph.ops[n].forced)
         self._choices = frozenset(graph.choices)
         #: The asks in the order in which they are answered.
-        self._order = [number for moment in graph.moments for number in moment.asks]
+        self._order = [number for event in graph.events for number in event.unpacks]
         #: By value: the ops that may run again and read it.
         self._readers: dict[int, list[int]] = {}
         for number in self._ops:
@@ -145,13 +145,13 @@ class _Model:
         self._forced: dict[int, int] = {}
         for number in graph.forced & graph.needed:
             for value in graph.results[number]:
-                memory = graph.values[value].memory
+                memory = graph.values[value].storage
                 end = self._lives.end[value]
                 self._forced[memory] = max(end, self._forced.get(memory, -1))
         #: More than a budget can be exceeded by.
         self._slack = 2.0 * sum(value.nbytes for value in graph.values)
         self._slack += max(op.workspace for op in graph.ops) + sum(op.state for op in graph.ops)
-        self._slack += graph.base + max(each.during for each in graph.moments)
+        self._slack += graph.base + max(each.during for each in graph.events)
         self._keep = {number: self._variable() for number in sorted(self._choices)}
         self._ran: dict[int, dict[int, int]] = {}
         self._runs = self._ran_by(len(self._order))
@@ -170,7 +170,7 @@ class _Model:
             return self._ran[answered]
         graph = self._graph
         found = self._ran[answered] = {}
-        wanted = {graph.values[graph.asks[n].value].op for n in self._order[:answered]}
+        wanted = {graph.values[graph.saved[n].value].op for n in self._order[:answered]}
         for number in reversed(self._ops):
             users = [found[user] for user in self._lives.users[number] if user in found]
             if number in wanted or users:
@@ -215,21 +215,21 @@ class _Model:
 
     def _fixed(self, point: _Point) -> int:
         """What is there whatever is kept."""
-        graph, now = self._graph, point.moment
-        total = graph.base + sum(m.nbytes for m in graph.memories if m.born <= now <= m.dies)
+        graph, now = self._graph, point.event
+        total = graph.base + sum(m.nbytes for m in graph.storages if m.born <= now <= m.dies)
         for number, end in self._forced.items():
-            memory = graph.memories[number]
+            memory = graph.storages[number]
             if memory.born <= now <= end and now > memory.dies:
                 total += memory.nbytes
         if point.op < 0:
-            return total + graph.moments[now].during
+            return total + graph.events[now].during
         made = sum(graph.values[value].nbytes for value in graph.results[point.op])
-        return total + graph.moments[now].before + graph.ops[point.op].workspace + made
+        return total + graph.events[now].before + graph.ops[point.op].workspace + made
 
     def _is_free(self, value: int, now: int) -> bool:
         """Whether it makes no difference then if a value is kept."""
-        number = self._graph.values[value].memory
-        memory = self._graph.memories[number]
+        number = self._graph.values[value].storage
+        memory = self._graph.storages[number]
         is_natural = now <= max(memory.dies, self._forced.get(number, -1))
         return is_natural or now < memory.born or self._lives.counts[number] != value
 
@@ -238,12 +238,12 @@ class _Model:
         each = self._graph.values[value]
         here: list[tuple[float, int]] = []
         kept: list[tuple[float, int]] = []
-        if each.op in self._keep and not self._is_free(value, point.moment):
+        if each.op in self._keep and not self._is_free(value, point.event):
             kept = [(1.0, self._keep[each.op])]
             here += kept
         if each.op in ran:
             here.append((1.0, ran[each.op]))
-        if self._lives.end[value] >= point.moment:
+        if self._lives.end[value] >= point.event:
             return [(float(each.nbytes), column) for _, column in here]
         column = -1
         for user in self._readers.get(value, ()):
@@ -253,7 +253,7 @@ class _Model:
                 continue
             will_run = (-1.0, self._runs[user])
             has_run = [(1.0, ran[user])] if user in ran else []
-            is_held = self._lives.horizon[user] >= point.moment
+            is_held = self._lives.horizon[user] >= point.event
             column = self._variable() if column < 0 else column
             if here:
                 less = [(-1.0, each) for _, each in here]

@@ -157,7 +157,7 @@ def test_a_step_that_takes_no_time() -> None:
     graph = replace(
         graph,
         ops=[replace(op, seconds=0.0) for op in graph.ops],
-        moments=[replace(moment, seconds=0.0) for moment in graph.moments],
+        events=[replace(event, seconds=0.0) for event in graph.events],
         rerun_cost=0.0,
     )
     assert lower_bound(graph, simulate_plain(graph).peak * 9 // 10, offload=True) == 0.0

@@ -33,12 +33,12 @@ def test_it_finds_the_best(seed: int) -> None:
 @pytest.mark.parametrize("seed", sampled(range(12), usual=range(0, 12, 2)))
 def test_it_finds_the_best_where_some_is_saved_and_never_asked_for(seed: int) -> None:
     graph = random_dag(seed, 5 + seed % 4)
-    unasked = range(seed % 2, len(graph.asks), 2)
-    moments = [
-        replace(moment, asks=tuple(n for n in moment.asks if n not in unasked))
-        for moment in graph.moments
+    unasked = range(seed % 2, len(graph.saved), 2)
+    events = [
+        replace(event, unpacks=tuple(n for n in event.unpacks if n not in unasked))
+        for event in graph.events
     ]
-    _assert_best(replace(graph, moments=moments))
+    _assert_best(replace(graph, events=events))
 
 
 def test_it_finds_that_there_is_nothing_to_find() -> None:

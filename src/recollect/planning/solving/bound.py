@@ -62,10 +62,10 @@ def _with_link(lives: Lives, budget: int) -> float:
     """
     graph = lives.graph
     assert graph.link is not None
-    first = next((n for n, each in enumerate(graph.moments) if each.asks), 0)
-    ahead = sum(moment.seconds for moment in graph.moments[:first])
-    last = max((n for n, each in enumerate(graph.moments) if each.op >= 0), default=-1)
-    forward = sum(moment.seconds for moment in graph.moments[: last + 1])
+    first = next((n for n, each in enumerate(graph.events) if each.unpacks), 0)
+    ahead = sum(event.seconds for event in graph.events[:first])
+    last = max((n for n, each in enumerate(graph.events) if each.op >= 0), default=-1)
+    forward = sum(event.seconds for event in graph.events[: last + 1])
     high = PriceSearch(lives, Relaxation(lives), budget).run()
     search = PriceSearch(lives, Relaxation(lives, offload=True), budget)
     low = best = search.run()

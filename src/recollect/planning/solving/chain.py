@@ -106,10 +106,10 @@ def _points_of(ways: list[_Way]) -> list[_Point]:
 def _turn(line: Line) -> int:
     """The most bytes between the last op of the row and its backward, beside what is held."""
     graph = line.graph
-    stop = min(line.begins[-1], len(graph.moments))
+    stop = min(line.begins[-1], len(graph.events))
     start = line.ran[line.ops[-1]] + 1
     changes = [0] * (graph.turn + 1)
-    for memory in graph.memories:
+    for memory in graph.storages:
         if start <= memory.born < graph.turn:
             changes[memory.born] += memory.nbytes
             changes[min(memory.dies + 1, graph.turn)] -= memory.nbytes
@@ -117,7 +117,7 @@ def _turn(line: Line) -> int:
     live = 0
     for now in range(start, graph.turn):
         live += changes[now]
-        most = max(most, live + graph.moments[now].during)
+        most = max(most, live + graph.events[now].during)
     return most
 
 

@@ -57,41 +57,41 @@ class Line:
     def _find_bytes(self) -> None:
         """What is allocated in backward whatever the plan, with what others hold of the region."""
         graph = self.graph
-        gone = [0] * (len(graph.moments) + 1)
-        for memory in graph.memories:
+        gone = [0] * (len(graph.events) + 1)
+        for memory in graph.storages:
             if memory.dies >= graph.turn:
                 gone[memory.dies] += memory.nbytes
         self.before, self.during = [], []
         left = sum(gone)
-        for number, moment in enumerate(graph.moments):
-            self.before.append(moment.before + left)
-            self.during.append(moment.during + left)
+        for number, event in enumerate(graph.events):
+            self.before.append(event.before + left)
+            self.during.append(event.during + left)
             left -= gone[number]
 
     def _find_asks(self) -> None:
-        graph, count = self.graph, len(self.graph.asks)
-        end = len(graph.moments)
+        graph, count = self.graph, len(self.graph.saved)
+        end = len(graph.events)
         #: By ask: the moment in which it is made, and whose it is.
         self.asked_at = [end] * count
-        for now, moment in enumerate(graph.moments):
-            for number in moment.asks:
+        for now, event in enumerate(graph.events):
+            for number in event.unpacks:
                 self.asked_at[number] = now
         ran = [0] * len(graph.ops)
-        for now, moment in enumerate(graph.moments[: graph.turn]):
-            if moment.op >= 0:
-                ran[moment.op] = now
+        for now, event in enumerate(graph.events[: graph.turn]):
+            if event.op >= 0:
+                ran[event.op] = now
         self.ran = ran
         ran_needed = [ran[op] for op in self.ops]
         self.place = [0] * count
         self.asks_of: list[list[int]] = [[] for _ in self.ops]
         self.last_ask = [-1] * len(graph.values)
         first = [end] * (len(self.ops) + 1)
-        for number, ask in enumerate(graph.asks):
-            made = self.position[graph.values[ask.value].op]
-            place = max(made, bisect_right(ran_needed, ask.saved) - 1)
+        for number, saved in enumerate(graph.saved):
+            made = self.position[graph.values[saved.value].op]
+            place = max(made, bisect_right(ran_needed, saved.event) - 1)
             self.place[number] = place
             self.asks_of[place].append(number)
-            self.last_ask[ask.value] = max(self.last_ask[ask.value], place)
+            self.last_ask[saved.value] = max(self.last_ask[saved.value], place)
             first[place + 1] = min(first[place + 1], self.asked_at[number])
         #: By place: the last moment in which something is asked for by what is behind it.
         self.busy_until = [-1] * (len(self.ops) + 1)

@@ -25,14 +25,14 @@ class Lives:
     def __init__(self, graph: Graph, *, offload: bool = False) -> None:
         self.graph = graph
         self._offload = offload
-        self.last = len(graph.moments) - 1
+        self.last = len(graph.events) - 1
         asked: dict[int, int] = {}
         ends: dict[int, int] = {}
         early: set[int] = set()
-        for now, moment in enumerate(graph.moments):
-            for number in moment.asks:
+        for now, event in enumerate(graph.events):
+            for number in event.unpacks:
                 asked.setdefault(number, now)
-            for number in moment.ends:
+            for number in event.frees:
                 ends.setdefault(number, now)
         #: By value: the moments from which and until which autograd has been given it.
         self.given: list[list[Span]] = [[] for _ in graph.values]
@@ -43,23 +43,23 @@ class Lives:
         self._asked = [self.last] * len(graph.ops)
         #: By op: when its results are let go that were asked for.
         self.ends: list[list[int]] = [[] for _ in graph.ops]
-        for number, ask in enumerate(graph.asks):
+        for number, saved in enumerate(graph.saved):
             end = ends.get(number, self.last)
             if number in asked:
-                op = graph.values[ask.value].op
+                op = graph.values[saved.value].op
                 self.is_asked[op] = True
                 self._asked[op] = min(self._asked[op], asked[number])
-                self.end[ask.value] = max(self.end[ask.value], end)
-                self.given[ask.value].append((asked[number], end))
+                self.end[saved.value] = max(self.end[saved.value], end)
+                self.given[saved.value].append((asked[number], end))
                 self.ends[op].append(end)
             if end < asked.get(number, end + 1):
-                early.add(ask.value)
+                early.add(saved.value)
         # What is let go before it is asked for is let go in place of another tensor of the value.
         for value in early:
             self.given[value] = []
-        self.of_memory: list[list[int]] = [[] for _ in graph.memories]
+        self.of_memory: list[list[int]] = [[] for _ in graph.storages]
         for number, each in enumerate(graph.values):
-            self.of_memory[each.memory].append(number)
+            self.of_memory[each.storage].append(number)
 
     @cached_property
     def _backwards(self) -> list[int]:
@@ -69,7 +69,7 @@ class Lives:
     def free(self) -> list[list[Span]]:
         """By memory: when it is allocated whatever is kept, or as much elsewhere."""
         result = []
-        for memory, values in zip(self.graph.memories, self.of_memory, strict=True):
+        for memory, values in zip(self.graph.storages, self.of_memory, strict=True):
             spans = [(memory.born, memory.dies)]
             for value in values:
                 spans += self.given[value]
@@ -84,7 +84,7 @@ class Lives:
     def there(self, value: int) -> Span:
         """When a value is there that is kept or made again in any schedule."""
         number = self.graph.values[value].op
-        born = self.graph.memories[self.graph.values[value].memory].born
+        born = self.graph.storages[self.graph.values[value].storage].born
         if self.graph.ops[number].forced:
             return (born, self.held_until(value))
         if number in self.again:
@@ -136,16 +136,16 @@ class Lives:
     def least(self) -> list[int]:
         """By moment: the bytes that are allocated whatever is kept."""
         graph = self.graph
-        change = [0] * (len(graph.moments) + 1)
-        for memory, spans in zip(graph.memories, self.free, strict=True):
+        change = [0] * (len(graph.events) + 1)
+        for memory, spans in zip(graph.storages, self.free, strict=True):
             for low, high in spans:
                 change[low] += memory.nbytes
                 change[high + 1] -= memory.nbytes
         states = sum(graph.ops[number].state for number in self.again)
-        moments = graph.moments
+        events = graph.events
         return [
-            graph.base + states + moment.during + held
-            for moment, held in zip(moments, accumulate(change), strict=False)
+            graph.base + states + event.during + held
+            for event, held in zip(events, accumulate(change), strict=False)
         ]
 
     def held(self, value: int, end: int) -> list[Span]:
@@ -153,10 +153,10 @@ class Lives:
 
         Values made in place share their memory, so only one of them counts.
         """
-        memory = self.graph.values[value].memory
+        memory = self.graph.values[value].storage
         if self.counts[memory] != value:
             return []
-        return without((self.graph.memories[memory].born, end), self.free[memory])
+        return without((self.graph.storages[memory].born, end), self.free[memory])
 
     @cached_property
     def counts(self) -> list[int]:

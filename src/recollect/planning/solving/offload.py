@@ -83,15 +83,15 @@ class _Sender:
         self._graph = graph
         self._choices = frozenset(graph.choices)
         #: When each moment ends in the plain step, and by ask: when it is asked, when it ends.
-        self._clock = list(accumulate(moment.seconds for moment in graph.moments))
-        self._made = {moment.op: n for n, moment in enumerate(graph.moments) if moment.op >= 0}
-        self._asked = [0] * len(graph.asks)
-        self._ends = [len(graph.moments)] * len(graph.asks)
-        for number, moment in enumerate(graph.moments):
-            for ask in moment.asks:
-                self._asked[ask] = number
-            for ask in moment.ends:
-                self._ends[ask] = number
+        self._clock = list(accumulate(event.seconds for event in graph.events))
+        self._made = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
+        self._asked = [0] * len(graph.saved)
+        self._ends = [len(graph.events)] * len(graph.saved)
+        for number, event in enumerate(graph.events):
+            for saved in event.unpacks:
+                self._asked[saved] = number
+            for saved in event.frees:
+                self._ends[saved] = number
 
     def variants(self, schedule: Schedule, ways: _Ways) -> Iterator[Schedule]:
         """The schedule with some of what it keeps sent away, in several ways."""
@@ -137,26 +137,26 @@ class _Sender:
         values = self._graph.values
         asked = [
             self._asked[number]
-            for number, ask in enumerate(self._graph.asks)
-            if values[ask.value].op in schedule.away
+            for number, saved in enumerate(self._graph.saved)
+            if values[saved.value].op in schedule.away
         ]
         return min(asked, default=len(self._clock) - 1)
 
-    def _tickets_left(self, schedule: Schedule, moment: int) -> int:
+    def _tickets_left(self, schedule: Schedule, event: int) -> int:
         """How many asks for what is not on the device the engine counts at a moment."""
         graph = self._graph
         here = schedule.kept | graph.forced
         ends = [
             self._ends[number]
-            for number, ask in enumerate(graph.asks)
-            if graph.values[ask.value].op not in here
+            for number, saved in enumerate(graph.saved)
+            if graph.values[saved.value].op not in here
         ]
-        return max((n + 1 for n, end in enumerate(ends) if end >= moment), default=0)
+        return max((n + 1 for n, end in enumerate(ends) if end >= event), default=0)
 
     def _worth_it(self, schedule: Schedule) -> list[int]:
         """What is kept to some purpose and can be sent, in the order of forward."""
         graph = self._graph
-        asked = {ask.value for ask in graph.asks}
+        asked = {saved.value for saved in graph.saved}
         uses = uses_under(graph, schedule)
         found = [
             op

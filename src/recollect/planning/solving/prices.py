@@ -45,7 +45,7 @@ class PriceSearch:
         rounds = _WORK // max(1, len(lives.graph.needed))
         self._rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, rounds))
         #: The moments that have prices.
-        self._moments: list[int] = []
+        self._events: list[int] = []
         # Mixing begins with a choice that is within any budget, and slower than any schedule.
         slowest = relaxation.most * _EXPENSIVE
         self._found = [Cut(slowest, slowest, 0, lives.least)]
@@ -75,21 +75,21 @@ class PriceSearch:
 
     def _worth(self, link: float) -> float:
         """What the budget and the link are worth at the prices."""
-        rest = sum([self._prices[n] * (self._limits[n] - self._least[n]) for n in self._moments])
+        rest = sum([self._prices[n] * (self._limits[n] - self._least[n]) for n in self._events])
         return rest + self._send * link if self._send else rest
 
     def _mix(self, link: float) -> float:
         """The cost that a mixture reaches; sets its weights, and the prices at which it does."""
         found, budget = self._found, self._budget
-        rows = [[each.memory[now] / budget for each in found] for now in self._moments]
-        limits = [self._limits[now] / budget for now in self._moments]
+        rows = [[each.memory[now] / budget for each in found] for now in self._events]
+        limits = [self._limits[now] / budget for now in self._events]
         if link < math.inf:
             rows.append([each.sent / link for each in found])
             limits.append(1.0)
         costs = [each.seconds for each in found]
         reached, self._weights, worth = best_mixture(costs, rows, limits)
         self._prices = [0.0] * len(self._least)
-        for now, each in zip(self._moments, worth, strict=False):
+        for now, each in zip(self._events, worth, strict=False):
             self._prices[now] = each / budget
         self._send = worth[-1] / link if link < math.inf else 0.0
         return reached
@@ -98,14 +98,14 @@ class PriceSearch:
         """Price the moment at which the mixture exceeds the budget most; whether there is one."""
         parts = zip(self._weights, self._found, strict=True)
         scales = [(weight, cut.memory) for weight, cut in parts if weight > 0]
-        most, moment = 0.0, -1
+        most, event = 0.0, -1
         for now, limit in enumerate(self._limits):
             excess = sum([weight * memory[now] for weight, memory in scales]) - limit
             if excess > most:
-                most, moment = excess, now
-        if most <= self._budget * _EXCESS or moment in self._moments:
+                most, event = excess, now
+        if most <= self._budget * _EXCESS or event in self._events:
             return False
-        self._moments.append(moment)
+        self._events.append(event)
         return True
 
 

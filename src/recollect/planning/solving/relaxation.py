@@ -186,15 +186,15 @@ class Relaxation:
         """The seconds that recomputation takes at most."""
         return sum(each for _, each in self._seconds)
 
-    def solve(self, moments: Sequence[float], send: float = math.inf) -> Cut:
+    def solve(self, events: Sequence[float], send: float = math.inf) -> Cut:
         """The cheapest choice at a price for a byte at each moment, and for a byte that is sent."""
-        prices = _Prices([0.0, *accumulate(moments)], send)
+        prices = _Prices([0.0, *accumulate(events)], send)
         network = self._network
         cost = self._fill(prices)
         beyond, to = network.levels(), network.to
         is_cut = [beyond[to[edge + 1]] >= 0 > beyond[to[edge]] for edge in range(0, len(to), 2)]
         seconds = sum([each for edge, each in self._seconds if is_cut[edge // 2]])
-        change = [0] * (len(moments) + 1)
+        change = [0] * (len(events) + 1)
         sent = sum([i.take(prices, change) for i in self._items if is_cut[i.edge // 2]])
         again = frozenset(number for number, node in self._nodes.items() if beyond[node] >= 0)
         held = accumulate(change)

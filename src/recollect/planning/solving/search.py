@@ -118,7 +118,7 @@ class Search:
             for op in graph.ops
         ]
         cost = [op.seconds + graph.rerun_cost for op in graph.ops]
-        self._state = _State(reads, cost, sorted({values[ask.value].op for ask in graph.asks}))
+        self._state = _State(reads, cost, sorted({values[saved.value].op for saved in graph.saved}))
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
         self._draw = Random(0)  # solvers of one graph agree
@@ -285,9 +285,9 @@ class Search:
             for other in near[:number]:
                 yield kept ^ {op, other}
 
-    def _near(self, moment: int) -> list[int]:
+    def _near(self, event: int) -> list[int]:
         """All choices, those first that are asked for about then."""
         begins = self._line.begins
-        place = next((n for n, at in enumerate(begins) if at <= moment), len(begins))
+        place = next((n for n, at in enumerate(begins) if at <= event), len(begins))
         position = self._line.position
         return sorted(self._choices, key=lambda op: (abs(position[op] + 1 - place), op))

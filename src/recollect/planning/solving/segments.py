@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from recollect.graph.graph import Ask, Graph, Memory, Moment, Op, Value
+from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.simulate import Schedule, simulate
 from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.select import Piece, corners, reruns
@@ -59,7 +59,7 @@ class _Segment:
         self.local = {value: n for n, value in enumerate(self.values)}
         self.span = (line.begins[last], line.begins[first])
         if first == 0:
-            self.span = (line.begins[last], len(line.graph.moments))
+            self.span = (line.begins[last], len(line.graph.events))
         self.offset = 0
         self.graph = self._graph()
         self._weigh()
@@ -69,40 +69,40 @@ class _Segment:
     def _graph(self) -> Graph:
         line, whole = self.line, self.line.graph
         memories: dict[int, int] = {}
-        lives: list[Memory] = []
+        lives: list[Storage] = []
         values: list[Value] = []
         for value in self.values:
             old = whole.values[value]
             number = self.number[old.op]
-            if old.memory not in memories:
-                memories[old.memory] = len(lives)
-                size = 0 if self._is_there_anyway(old.memory) else old.nbytes
-                lives.append(Memory(size, number, number))
-            values.append(Value(old.nbytes, number, memories[old.memory]))
+            if old.storage not in memories:
+                memories[old.storage] = len(lives)
+                size = 0 if self._is_there_anyway(old.storage) else old.nbytes
+                lives.append(Storage(size, number, number))
+            values.append(Value(old.nbytes, number, memories[old.storage]))
         numbers = [
-            ask
+            saved
             for place in range(self.first, self.last)
-            for ask in line.asks_of[place]
-            if whole.asks[ask].value in self.local
+            for saved in line.asks_of[place]
+            if whole.saved[saved].value in self.local
         ]
         asks = [
-            Ask(self.local[whole.asks[n].value], self.number[line.ops[line.place[n]]])
+            SavedTensor(self.local[whole.saved[n].value], self.number[line.ops[line.place[n]]])
             for n in numbers
         ]
-        forward = [Moment(0.0, 0, -(1 << 60), op=n) for n in range(len(self.ops))]
-        backward = self._backward({ask: n for n, ask in enumerate(numbers)})
+        forward = [Event(0.0, 0, -(1 << 60), op=n) for n in range(len(self.ops))]
+        backward = self._backward({saved: n for n, saved in enumerate(numbers)})
         return Graph(
             ops=[self._op(op) for op in self.ops],
             values=values,
-            memories=lives,
-            asks=asks,
-            moments=[*forward, *backward],
+            storages=lives,
+            saved=asks,
+            events=[*forward, *backward],
             turn=len(forward),
             rerun_cost=whole.rerun_cost,
         )
 
     def _is_there_anyway(self, memory: int) -> bool:
-        return self.line.graph.memories[memory].dies >= max(self.span[0], self.line.graph.turn)
+        return self.line.graph.storages[memory].dies >= max(self.span[0], self.line.graph.turn)
 
     def _op(self, number: int) -> Op:
         op, local = self.line.graph.ops[number], self.local
@@ -116,16 +116,16 @@ class _Segment:
             forced=number in self.line.free,
         )
 
-    def _backward(self, numbers: dict[int, int]) -> list[Moment]:
+    def _backward(self, numbers: dict[int, int]) -> list[Event]:
         """The moments of its backward; those in which nothing changes are put together."""
         whole, (start, stop) = self.line.graph, self.span
         found: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
         done: set[int] = set()
         at_first, at_most = self.line.before, self.line.during
         for now in range(start, stop):
-            moment = whole.moments[now]
-            asks = tuple(numbers[n] for n in moment.asks if n in numbers)
-            ends = tuple(numbers[n] for n in moment.ends if n in numbers)
+            event = whole.events[now]
+            asks = tuple(numbers[n] for n in event.unpacks if n in numbers)
+            ends = tuple(numbers[n] for n in event.frees if n in numbers)
             done.update(asks)
             if found and not asks and not ends and not found[-1][2] and not found[-1][3]:
                 before, during, _, _ = found[-1]
@@ -137,13 +137,13 @@ class _Segment:
             bytes_then = at_first[min(stop, len(at_first)) - 1]
             found.append((bytes_then, bytes_then, late, late))
         self.offset = min((min(each[0], each[1]) for each in found), default=0)
-        return [Moment(0.0, b - self.offset, d - self.offset, -1, a, e) for b, d, a, e in found]
+        return [Event(0.0, b - self.offset, d - self.offset, -1, a, e) for b, d, a, e in found]
 
     # --- what to choose ---------------------------------------------------------------------------
 
     def _weigh(self) -> None:
         whole = self.line.graph
-        asked = {ask.value for ask in whole.asks}
+        asked = {saved.value for saved in whole.saved}
         self.reads: list[list[int]] = []
         self.nbytes: list[int] = []
         for op in self.ops:
@@ -151,7 +151,7 @@ class _Segment:
             self.reads.append([self.number[each] for each in dict.fromkeys(read)])
             self.nbytes.append(
                 sum(
-                    self.graph.memories[self.graph.values[self.local[v]].memory].nbytes
+                    self.graph.storages[self.graph.values[self.local[v]].storage].nbytes
                     for v in whole.results[op]
                     if v in asked or self.line.last_read[v] >= 0
                 )
@@ -167,7 +167,7 @@ class _Segment:
             [self.nbytes[n] if op.can_keep else None for n, op in enumerate(ops)],
             [op.forced or n in free for n, op in enumerate(ops)],
             self.reads,
-            frozenset(self.graph.values[ask.value].op for ask in self.graph.asks),
+            frozenset(self.graph.values[saved.value].op for saved in self.graph.saved),
         )
 
     def judge(self, piece: Piece, kept: frozenset[int]) -> Option:
@@ -179,14 +179,14 @@ class _Segment:
     def _held(self, kept: frozenset[int], again: set[int]) -> int:
         graph, whole = self.graph, self.line.graph
         read = {value for op in again for value in graph.ops[op].reads}
-        read |= {ask.value for ask in graph.asks}
+        read |= {saved.value for saved in graph.saved}
         read |= {self.local[value] for value in self.after.values if value in self.local}
         # What crosses but cannot be kept is made from what can.
         for leak in self.after.leaks:
             read |= {self.local[v] for v in whole.ops[leak].reads if v in self.local}
-        memories = {graph.values[v].memory for v in read if graph.values[v].op in kept}
+        memories = {graph.values[v].storage for v in read if graph.values[v].op in kept}
         states = sum(graph.ops[op].state for op in again)
-        return states + sum(graph.memories[memory].nbytes for memory in memories)
+        return states + sum(graph.storages[memory].nbytes for memory in memories)
 
 
 class Segments:
@@ -293,7 +293,7 @@ def _describe(line: Line, first: int, last: int) -> object:
                 tuple(names.get(read) for read in op.reads),
                 tuple(names.get(old) if old is not None else None for old, _ in op.writes),
                 tuple(_value(line, v, start) for v in graph.results[line.ops[place]]),
-                tuple(names.get(graph.asks[n].value) for n in line.asks_of[place]),
+                tuple(names.get(graph.saved[n].value) for n in line.asks_of[place]),
             )
         )
     edges = (
@@ -306,18 +306,18 @@ def _describe(line: Line, first: int, last: int) -> object:
 def _value(line: Line, value: int, start: int) -> object:
     graph = line.graph
     each = graph.values[value]
-    return each.nbytes, graph.memories[each.memory].dies >= max(start, graph.turn)
+    return each.nbytes, graph.storages[each.storage].dies >= max(start, graph.turn)
 
 
 def _moments(line: Line, first: int, last: int) -> object:
     graph = line.graph
     start = line.begins[last]
-    stop = len(graph.moments) if first == 0 else line.begins[first]
+    stop = len(graph.events) if first == 0 else line.begins[first]
     before, during = line.before, line.during
     at = before[min(start, len(before) - 1)]
     rows = []
     for now in range(start, stop):
-        moment = graph.moments[now]
-        asks = tuple(line.place[n] - first for n in moment.asks)
-        rows.append((before[now] - at, during[now] - at, asks, len(moment.ends)))
+        event = graph.events[now]
+        asks = tuple(line.place[n] - first for n in event.unpacks)
+        rows.append((before[now] - at, during[now] - at, asks, len(event.frees)))
     return tuple(rows), before[min(stop, len(before) - 1)] - at

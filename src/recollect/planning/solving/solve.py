@@ -97,7 +97,7 @@ class Solver:
         if not graph.needed <= choices | graph.forced:
             # Results that no plan can keep are there if there is no plan.
             pool.try_out(Schedule(frozenset(range(len(graph.ops)))))
-        work = max(1, len(graph.ops) + len(graph.moments))
+        work = max(1, len(graph.ops) + len(graph.events))
         affordable = (2 * _WORK if work <= _FEW else _WORK) // work
         tries = min(_TRIES, affordable, _TRIES_OF_EACH * len(choices))
         if 2 ** len(choices) <= tries:

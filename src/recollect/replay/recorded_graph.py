@@ -1,6 +1,6 @@
 """The graph that a region records: the ops that it ran, and the values they read and make.
 
-Values are in single-assignment form. A `Buffer` is the content of a storage between two
+Values are in single-assignment form. A `RecordedValue` is the content of a storage between two
 writes: a write makes the next value of the storage. A tensor is a `View` of a value, so views cost
 nothing to recompute, and whoever holds one view of a storage has all of them. Ops and values refer
 to each other by number, as in every `graph.release.Dataflow`.
@@ -20,13 +20,13 @@ import torch
 
 __all__ = [
     "NEEDS_CARE",
-    "Buffer",
     "Layout",
-    "Op",
-    "Tape",
+    "RecordedGraph",
+    "RecordedOp",
+    "RecordedValue",
     "View",
     "Views",
-    "copy_of_memory",
+    "copy_of_storage",
     "is_whole",
     "layout_of",
     "tensors_of",
@@ -59,7 +59,7 @@ def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
     return view.set_(storage, start // dtype.itemsize, size, stride)
 
 
-def copy_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on a copy of its whole storage."""
     storage: Any = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -88,12 +88,12 @@ def is_whole(layout: Layout, nbytes: int) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Buffer:
+class RecordedValue:
     """The content of a storage between two writes."""
 
     number: int
     #: The number of the storage.
-    memory: int
+    storage: int
     #: Of the first tensor that was seen of the storage.
     layout: Layout
     device: torch.device
@@ -117,17 +117,17 @@ class Buffer:
 class View:
     """A tensor, as an argument of an op or as autograd saved it."""
 
-    __slots__ = ("_make", "buffer", "layout")
+    __slots__ = ("_make", "layout", "value")
 
-    def __init__(self, buffer: Buffer, layout: Layout) -> None:
-        self.buffer = buffer
+    def __init__(self, value: RecordedValue, layout: Layout) -> None:
+        self.value = value
         self.layout = layout
         #: Found on first use: most views of a recording are never used.
         self._make: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This view of ``tensor``, which has the value's own layout."""
-        own = self.buffer.layout
+        own = self.value.layout
         if self.layout is own:
             return tensor
         make = self._make
@@ -156,12 +156,12 @@ class Views(list[Any]):
         self.kind = kind
 
 
-#: In `Op.views`: running the op takes more than to fill in its arguments.
+#: In `RecordedOp.views`: running the op takes more than to fill in its arguments.
 NEEDS_CARE: list[tuple[int, View]] = []
 
 
 @dataclass(eq=False, slots=True)
-class Op:
+class RecordedOp:
     """One call of an op."""
 
     number: int
@@ -199,10 +199,10 @@ class Op:
     #: The value that it makes, if it returns that and nothing else; -1 if not.
     only: int = -1
 
-    def make(self, path: tuple[int, ...], buffer: Buffer) -> None:
-        """Note that it makes ``buffer``, found at ``path`` in what it returns."""
-        buffer.op = self.number
-        self.makes.append(buffer.number)
+    def make(self, path: tuple[int, ...], value: RecordedValue) -> None:
+        """Note that it makes ``value``, found at ``path`` in what it returns."""
+        value.op = self.number
+        self.makes.append(value.number)
         self.paths.append(path)
 
     @property
@@ -242,55 +242,57 @@ class Op:
         self.args, self.kwargs = [], {}
 
 
-class Tape:
+class RecordedGraph:
     """The recorded ops and values of a region, in the order of forward."""
 
-    __slots__ = ("memories", "ops", "values")
+    __slots__ = ("ops", "storages", "values")
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.values: list[Buffer] = []
+        self.ops: list[RecordedOp] = []
+        self.values: list[RecordedValue] = []
         #: How many storages there are.
-        self.memories = 0
+        self.storages = 0
 
-    def new(self, tensor: torch.Tensor, nbytes: int, start: int) -> Buffer:
+    def new(self, tensor: torch.Tensor, nbytes: int, start: int) -> RecordedValue:
         """The first value of a storage: ``tensor``, which begins at the byte offset ``start``."""
-        self.memories += 1
-        return self._add(self.memories, layout_of(tensor, start), tensor.device, nbytes)
+        self.storages += 1
+        return self._add(self.storages, layout_of(tensor, start), tensor.device, nbytes)
 
-    def after(self, last: Buffer) -> Buffer:
+    def after(self, last: RecordedValue) -> RecordedValue:
         """The value that follows ``last`` in its storage."""
         last.is_last = False
-        return self._add(last.memory, last.layout, last.device, last.nbytes)
+        return self._add(last.storage, last.layout, last.device, last.nbytes)
 
-    def _add(self, memory: int, layout: Layout, device: torch.device, nbytes: int) -> Buffer:
-        buffer = Buffer(len(self.values), memory, layout, device, nbytes)
-        self.values.append(buffer)
-        return buffer
+    def _add(
+        self, storage: int, layout: Layout, device: torch.device, nbytes: int
+    ) -> RecordedValue:
+        value = RecordedValue(len(self.values), storage, layout, device, nbytes)
+        self.values.append(value)
+        return value
 
-    def until(self, count: int) -> Tape:
+    def until(self, count: int) -> RecordedGraph:
         """Its first ``count`` ops."""
-        part = Tape()
+        part = RecordedGraph()
         part.ops, part.values = self.ops[:count], self.values
         return part
 
-    def maker_of(self, buffer: Buffer) -> Op | None:
-        """The op that makes ``buffer``."""
-        return None if buffer.op < 0 else self.ops[buffer.op]
+    def maker_of(self, value: RecordedValue) -> RecordedOp | None:
+        """The op that makes ``value``."""
+        return None if value.op < 0 else self.ops[value.op]
 
-    def unsure_read(self, op: Op) -> str | None:
+    def unsure_read(self, op: RecordedOp) -> str | None:
         """Why a value that ``op`` reads cannot be recomputed, if there is one."""
         unsure = (self.values[number].unsure for number in op.reads)
         return next((reason for reason in unsure if reason is not None), None)
 
     def sources(
-        self, number: int, held: Container[int], is_source: Callable[[Op], object]
-    ) -> list[Op]:
+        self, number: int, held: Container[int], is_source: Callable[[RecordedOp], object]
+    ) -> list[RecordedOp]:
         """The nearest ops behind a value for which ``is_source`` holds.
 
         The search does not go beyond values that are ``held``, but for the given one.
         """
-        found: list[Op] = []
+        found: list[RecordedOp] = []
         seen = {number}
         wanted = [number]
         while wanted:

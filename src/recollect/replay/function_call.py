@@ -1,6 +1,6 @@
 """The functions of torch that a region calls, which later calls are compared with.
 
-A `Step` is one call. Tensors among its arguments are known by number, in the order in
+A `FunctionCall` is one call. Tensors among its arguments are known by number, in the order in
 which they are first seen, whether a function made them or they come from outside. All other
 arguments are constants. If every function so far was called with the same constants and the same
 tensors, and the tensors from outside have the same metadata, then the ops that ran and the tensors
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from recollect._torch.modes import set_grad_enabled
 from recollect._torch.tensors import is_plain_tensor, same_looks, version_of
-from recollect.replay.tape import Buffer, Op, View
+from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
 
 __all__ = [
     "EXPOSING",
@@ -32,16 +32,16 @@ __all__ = [
     "UNSUPPORTED",
     "WRONG_IN_MODES",
     "Constant",
+    "FunctionCall",
     "Items",
-    "Looks",
+    "Metadata",
     "Number",
-    "Objects",
-    "Outside",
-    "Pack",
-    "Step",
+    "OutsideTensor",
+    "PackedTensor",
+    "TensorNumbers",
     "equal_type",
     "is_comparable",
-    "looks_of",
+    "metadata_of",
     "same_constant",
     "tensors_in",
 ]
@@ -88,10 +88,10 @@ class Constant:
 
 
 #: The metadata by which a tensor from outside is compared with the one of the recording.
-Looks = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+Metadata = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
-def looks_of(tensor: _Tensor) -> Looks:
+def metadata_of(tensor: _Tensor) -> Metadata:
     """The metadata of ``tensor``."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -101,13 +101,13 @@ def _unknown(_: Any) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Outside:
+class OutsideTensor:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
 
     number: int
-    looks: Looks
+    metadata: Metadata
     #: None if it shares the storage of an earlier tensor.
-    buffer: Buffer | None = None
+    value: RecordedValue | None = None
     #: The number of a tensor that a function returned and whose storage this is on, by a way that
     #: was not seen.
     host: int | None = None
@@ -126,7 +126,7 @@ class Outside:
         if (
             not isinstance(tensor, _Tensor)
             or not is_plain_tensor(tensor)
-            or looks_of(tensor) != self.looks
+            or metadata_of(tensor) != self.metadata
         ):
             return False
         self.is_surely_like = same_looks(tensor)
@@ -134,7 +134,7 @@ class Outside:
 
 
 @dataclass(eq=False, slots=True)
-class Pack:
+class PackedTensor:
     """A tensor that autograd saved."""
 
     #: How to recompute it; None: autograd holds it.
@@ -143,17 +143,17 @@ class Pack:
     number: int | None = None
     writes: int | None = None
     #: The number of its storage, if the region made that.
-    memory: int | None = None
+    storage: int | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class FunctionCall:
     """One call of a function of torch."""
 
     #: None: a custom function saved a tensor outside of all functions of torch.
     function: Any
     #: Grad mode and autocast.
-    mood: Any
+    call_mode: Any
     #: The range of ops that it ran.
     ops: tuple[int, int]
     #: The flags that it ran under.
@@ -162,12 +162,12 @@ class Step:
     args: Any = None
     kwargs: Any = None
     #: The number of the first value that it makes.
-    first_buffer: int = 0
+    first_value: int = 0
     #: The function, if it is not torch's own. A custom op should run no op but itself.
     own: Any = None
     #: Whether another call may run other ops, though everything that is compared is the same.
     is_opaque: bool = False
-    packs: list[Pack] = field(default_factory=list)
+    packed: list[PackedTensor] = field(default_factory=list)
     #: The numbers of the tensors that it returns, and whether all of them are new.
     outs: list[int] = field(default_factory=list)
     is_new: bool = True
@@ -176,21 +176,21 @@ class Step:
     #: The numbers of the arguments that it writes to, and the view that each is afterwards.
     changed: list[tuple[int, View]] = field(default_factory=list)
     #: Whether it changes the metadata of a tensor in place, which counts as a write.
-    changes_looks: bool = False
+    changes_metadata: bool = False
     #: Whether the shapes that it returns depend on data; the metadata, if they may differ.
     depends_on_data: bool = False
-    looks: list[Looks] | None = None
+    metadata: list[Metadata] | None = None
     #: The ops that draw random numbers.
-    draws: list[Op] = field(default_factory=list)
+    draws: list[RecordedOp] = field(default_factory=list)
 
-    def is_like(self, other: Step) -> bool:
+    def is_like(self, other: FunctionCall) -> bool:
         """Whether both are the same call."""
         return (
             self.function == other.function
-            and self.mood == other.mood
+            and self.call_mode == other.call_mode
             and self.flags == other.flags
             and self.outs == other.outs
-            and self.looks == other.looks
+            and self.metadata == other.metadata
             and _same_template(self.args, other.args)
             and _same_template(self.kwargs, other.kwargs)
         )
@@ -206,7 +206,7 @@ def _same_template(a: Any, b: Any) -> bool:
     return type(a) is type(b) is Constant or same_constant(a, b)
 
 
-class Objects:
+class TensorNumbers:
     """The tensors of one call of a region, by number. Does not keep them alive."""
 
     __slots__ = ("by_id", "tensors", "versions")
