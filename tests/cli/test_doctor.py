@@ -15,7 +15,7 @@ CUDA = "cuda:0" if torch.cuda.is_available() else "CUDA"
 def test_the_doctor_finds_all_well(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for name in ("Python", "torch", "recollect", "exact solver", "CPU", "self-test", CUDA):
+    for name in ("Python", "torch", "recollect", "CPU", "self-test", CUDA):
         assert re.search(rf"^(ok|note) +{name} ", printed, re.MULTILINE), name
     assert "gradients bitwise equal" in printed
     assert printed.endswith("All is well\n")
@@ -44,12 +44,6 @@ def test_the_doctor_knows_versions_of_torch(capsys, monkeypatch, no_self_test, v
     monkeypatch.setattr(torch, "__version__", version)
     assert main(["doctor"]) == code
     assert said in capsys.readouterr().out
-
-
-def test_the_doctor_says_how_to_get_the_exact_solver(capsys, monkeypatch, no_self_test):
-    monkeypatch.setattr(doctor_module.importlib.util, "find_spec", lambda name: None)
-    assert main(["doctor"]) == 0
-    assert "pip install 'recollect[exact]'" in capsys.readouterr().out
 
 
 def test_the_doctor_notices_other_gradients(capsys, monkeypatch):

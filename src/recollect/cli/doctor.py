@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import sys
 import traceback
@@ -65,7 +64,6 @@ def _checks() -> Iterator[tuple[str, _Check]]:
     yield "Python", _python
     yield "torch", _torch
     yield "recollect", _recollect
-    yield "exact solver", _exact_solver
     yield "CPU", _cpu
     yield "self-test", partial(_self_test, torch.device("cpu"))
     if not torch.cuda.is_available():
@@ -113,13 +111,6 @@ def _torch() -> _Finding:
 
 def _recollect() -> _Finding:
     return _Finding(f"{recollect.__version__} at {Path(recollect.__file__).parent}")
-
-
-def _exact_solver() -> _Finding:
-    if importlib.util.find_spec("scipy") is not None:
-        return _Finding("scipy is installed")
-    advice = "Only proofs that a plan is the best one need it:  pip install 'recollect[exact]'"
-    return _Finding("scipy is not installed", _NOTE, advice)
 
 
 # --- devices --------------------------------------------------------------------------------------
