@@ -15,9 +15,9 @@ import torch
 
 from recollect.graph.simulate import Schedule, simulate, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.choices import Choices, trimmed
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
+from recollect.replay.named_schedule import NamedSchedule, trimmed
 from tests._support import assert_identical, gradients, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
 
@@ -58,7 +58,7 @@ class Bench:
 
     @contextmanager
     def under(self, schedule: Schedule) -> Iterator[None]:
-        decisions = Choices.of(self.graph, schedule).decisions()
+        decisions = NamedSchedule.of(self.graph, schedule)
         wrap_module(self.made.model, lambda *call: run_planned(*call, decisions, set()))
         try:
             yield

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from recollect.graph.simulate import Schedule
-from recollect.planning.choices import trimmed
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
 from recollect.planning.record import Profile
 from recollect.planning.trial import Candidate
+from recollect.replay.named_schedule import trimmed
 
 #: Tokens that there are.
 VOCABULARY = 96

@@ -396,7 +396,7 @@ def test_every_block_checkpointed_is_a_plan(
     monkeypatch.setattr(trial, "_NOTICEABLE", -1.0)  # compared however quick it is
     monkeypatch.setattr(trial, "_CLEARLY", -10.0)  # and taken
     plan = recollect.plan(dropout.model, dropout.batch, 0.7, loss=squares, offload=False)
-    assert len(plan.choices.blocks) == 8
+    assert len(plan.schedule.blocks) == 8
     twin = Made(fresh_copy(dropout.model), dropout.batch, dropout.loss)
     with plan.applied(dropout.model):
         assert max(peak(dropout) for _ in range(3)) <= plan.budget

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from recollect.graph.graph import Link
 from recollect.graph.simulate import Schedule, simulate
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning import choices, planner
-from recollect.planning.choices import trimmed
+from recollect.planning import planner
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
+from recollect.replay import named_schedule
+from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical, sampled
 from tests.planning._models import CASES, Case, Made
 from tests.store._fake import FakeLink, make_store
@@ -120,7 +121,7 @@ class Study:
 
     @contextmanager
     def under(self, schedule: Schedule) -> Iterator[None]:
-        _, decisions = self.planner.trials.choices(schedule)
+        decisions = self.planner.trials.named(schedule)
         told: set[str] = set()
         model = self.made.model
         wrap_module(model, lambda fn, args, kwargs: run_planned(fn, args, kwargs, decisions, told))
@@ -142,7 +143,7 @@ def study(request: pytest.FixtureRequest) -> Iterator[Study]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "measured_link", lambda device: Link(5e9, 5e9))
-        patch.setattr(choices, "HostStore", store)
+        patch.setattr(named_schedule, "HostStore", store)
         yield Study(STUDIED[request.param], links)
 
 

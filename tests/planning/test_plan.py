@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import recollect
 from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
-from recollect.planning.choices import trimmed
 from recollect.planning.rescale import rescaled
 from recollect.planning.solving import solve
 from recollect.planning.trace import layout_of
+from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -118,7 +118,7 @@ def test_it_cannot_be_changed(plan: recollect.Plan) -> None:
 
 def test_what_it_keeps_cannot_be_changed_either(plan: recollect.Plan) -> None:
     with pytest.raises((TypeError, AttributeError)):
-        copy.deepcopy(plan).choices.kept["layers.0|aten::mm|0"] = (0,)
+        copy.deepcopy(plan).schedule.kept["layers.0|aten::mm|0"] = (0,)
 
 
 def test_it_can_be_put_into_a_set(plan: recollect.Plan) -> None:
@@ -181,9 +181,7 @@ def test_its_alternatives_are_from_the_quickest_to_the_least(
     assert {max(plans), min(plans)} <= found
     # And hardly anything is less for one that is twice as large.
     assert peaks[-1] <= 1.02 * recollect.frontier(_model(), torch.cat([X, X]), loss=squares).least
-    least = plan.alternatives[-1].decisions()
-    assert (plan.least_decisions.kept, plan.least_decisions.away) == (least.kept, least.away)
-    assert plan.least_decisions is plan.least_decisions  # which recordings know it by
+    assert plan.least is plan.alternatives[-1]
 
 
 def test_their_reprs_are_one_short_line(plan: recollect.Plan, frontier: recollect.Frontier) -> None:

@@ -107,7 +107,7 @@ def test_a_larger_batch_that_fits_without_a_plan_runs_without_one(model):
     planned(model, "1GiB")
     assert_as_plain(model, torch.randn(300, 32))
     (variant,) = vars(model)[OPTIONS]._known.values()
-    assert variant.decisions is None
+    assert variant.schedule is None
 
 
 def test_hooks_see_tensors_with_values_alone(model):

@@ -297,7 +297,7 @@ def _forwards(model: Decoder, batch: Tensor = X) -> int:
 
 
 def test_a_slow_engine_makes_a_plan_of_blocks(blocks: recollect.Plan) -> None:
-    assert blocks.choices.blocks == ("layers.0", "layers.1", "layers.2")
+    assert blocks.schedule.blocks == ("layers.0", "layers.1", "layers.2")
     assert blocks.measured_time == blocks.predicted_time == 1.3
     assert blocks.measured_plain_time == 1.0
     assert blocks.measured_peak is not None
@@ -424,7 +424,7 @@ def test_blocks_that_are_not_clearly_quicker_are_only_shown(
     timed = _step_takes(monkeypatch, plain=1.0, planned=1.3, blocks=1.29)
     plan = recollect.plan(model, X, 0.8, loss=squares)
     assert "blocks" in timed
-    assert plan.choices.blocks == ()
+    assert plan.schedule.blocks == ()
     assert [p.seconds for p in plan.picture.points if "measured" in p.name] == [1.29]
 
 
@@ -434,7 +434,7 @@ def test_blocks_are_not_tried_if_the_plan_is_quick(
     timed = _step_takes(monkeypatch, plain=1.0, planned=1.05, blocks=0.5)
     plan = recollect.plan(model, X, 0.8, loss=squares)
     assert "blocks" not in timed
-    assert plan.choices.blocks == ()
+    assert plan.schedule.blocks == ()
 
 
 def test_blocks_that_do_not_fit_are_not_used(
@@ -445,8 +445,8 @@ def test_blocks_that_do_not_fit_are_not_used(
     found = frontier._planner.trials.blocks
     assert found is not None
     plan = frontier.plan_for(found.peak - 1)
-    assert plan.choices.blocks == ()
-    assert frontier.plan_for(found.peak).choices.blocks
+    assert plan.schedule.blocks == ()
+    assert frontier.plan_for(found.peak).schedule.blocks
 
 
 def test_another_budget_is_planned_for_while_a_plan_of_blocks_is_applied(
@@ -467,7 +467,7 @@ def test_a_model_without_blocks_is_left_alone(
     case = made("unrolled")
     _step_takes(monkeypatch, plain=1.0, planned=3.0, blocks=0.5)
     plan = recollect.plan(case.model, case.batch, 0.9, loss=case.loss)
-    assert plan.choices.blocks == ()
+    assert plan.schedule.blocks == ()
 
 
 class Stages(nn.Module):
@@ -497,7 +497,7 @@ def test_blocks_are_found_in_lists_of_lists_and_draw_the_same_numbers(
     model, batch = Stages(), torch.randn(64, 32)
     _step_takes(monkeypatch, plain=1.0, planned=3.0, blocks=0.5)
     plan = recollect.plan(model, batch, 0.9, loss=squares)
-    assert plan.choices.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
+    assert plan.schedule.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
     expected = _gradients(model, batch)
     with plan.applied(model):
         assert_identical(_gradients(model, batch), expected)
@@ -520,7 +520,7 @@ def test_what_the_engine_for_blocks_refuses_is_no_error_of_the_plan(
     model, batch = Parts(), torch.randn(64, 32)
     _step_takes(monkeypatch, plain=1.0, planned=3.0, blocks=0.5)
     plan = recollect.plan(model, batch, 0.9, loss=squares)
-    assert plan.choices.blocks == ()
+    assert plan.schedule.blocks == ()
     assert all(OPTIONS not in vars(module) for module in model.modules())
 
 

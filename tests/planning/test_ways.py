@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_bound")
 def test_a_step_holds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [each for _ in range(4) for each in (nn.Linear(32, 32), nn.GELU())]
     model, batch = nn.Sequential(*layers), torch.randn(64, 32)
-    by = recollect.plan(model, batch, 0.8).decisions
+    by = recollect.plan(model, batch, 0.8).schedule
     held: list[ref] = []
     run_planned = ways.run_planned
 

@@ -84,7 +84,7 @@ def same(
             counted = Counted(runner.run_planned)
             patch.setattr(runner, "run_planned", counted)
             # Batches of other looks would run without a plan, which they fit.
-            patch.setattr(variant, "_decisions_of", lambda plan: plan.decisions)
+            patch.setattr(variant, "_schedule_of", lambda plan: plan.schedule)
             found = played(planned, act or usual, steps)
         assert counted.started >= steps  # by the plan, and not as without one
         assert_identical(found, expected)

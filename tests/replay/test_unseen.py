@@ -32,7 +32,7 @@ from recollect._torch.ops import OpOverload
 from recollect.errors import InputChanged
 from recollect.policy.op_info import op_info
 from recollect.replay.engine import LeftToRerun, replay_region
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording_cache import _entries
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 
-_NOTHING_KEPT = PlannedOps({})
+_NOTHING_KEPT = NamedSchedule()
 
 
 def planned(function: Any, *args: Any) -> Any:

@@ -19,9 +19,8 @@ from recollect.graph.simulate import Schedule
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS
 from recollect.region import run_region
-from recollect.replay.planned_ops import PlannedOps
 
-__all__ = ["Blocks", "block_paths", "block_schedule", "unwrap_blocks", "wrap_blocks"]
+__all__ = ["run_blocks", "block_paths", "block_schedule", "unwrap_blocks", "wrap_blocks"]
 
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 
@@ -49,21 +48,13 @@ class _Block:
             _active.is_on = True
 
 
-class Blocks(PlannedOps):
-    """The decision to checkpoint the blocks that are wrapped, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the forward of the model, with its blocks checkpointed."""
-        before, _active.is_on = _active.is_on, True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _active.is_on = before
+def run_blocks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forward of a model, with the blocks checkpointed that are wrapped."""
+    before, _active.is_on = _active.is_on, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _active.is_on = before
 
 
 def wrap_blocks(model: nn.Module, paths: Iterable[str]) -> None:

@@ -17,11 +17,10 @@ from functools import cached_property
 from recollect.graph.graph import Graph, Link, Tally
 from recollect.graph.simulate import simulate
 from recollect.planning.build import build_graph
-from recollect.planning.choices import Choices
 from recollect.planning.prices import OpPrice
 from recollect.planning.trace import StepTrace, TracedOp
 from recollect.replay.function_call import FunctionCall
-from recollect.replay.planned_ops import Alike
+from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.replay.recorded_graph import RecordedGraph, RecordedValue
 from recollect.replay.recording import Recording
 
@@ -37,7 +36,7 @@ class Footprint:
     """The planned forward, in bytes."""
 
     tally: Tally  #: its bytes by module
-    #: Bytes of a step for each byte of the estimate from its outline: under the choices of the
+    #: Bytes of a step for each byte of the estimate from its outline: under the schedule of the
     #: plan, then under each of its alternatives.
     factors: tuple[float, ...]
     #: By module and name of an op, as in keys: how many of it there were.
@@ -70,9 +69,9 @@ def counted(graph: Graph) -> tuple[tuple[str, int], ...]:
     return tuple(Counter(op.key.rpartition("|")[0] for op in graph.ops if op.key).items())
 
 
-def estimated(outline: Graph, choices: Choices, alike: Alike | None = None) -> int:
-    """The estimated peak of a step under ``choices``, without what is there throughout."""
-    return simulate(outline, choices.schedule_in(outline, alike)).peak
+def estimated(outline: Graph, schedule: NamedSchedule) -> int:
+    """The estimated peak of a step under ``schedule``, without what is there throughout."""
+    return simulate(outline, schedule.schedule_in(outline)).peak
 
 
 def tally_of(

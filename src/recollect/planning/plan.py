@@ -15,11 +15,11 @@ from recollect._torch.modules import is_compiled
 from recollect.graph.graph import Tally
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.blocks import wrap_blocks
-from recollect.planning.choices import Choices
 from recollect.planning.estimate import Footprint
 from recollect.planning.model_state import ModelState, other_model
 from recollect.planning.planned import PlannedStep
 from recollect.planning.runner import Runner
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.rows import Row
@@ -46,7 +46,7 @@ class Plan(PlannedStep):
         plain_peak: Bytes without a plan.
         plain_time: Seconds without a plan.
         bound_time: A lower bound on the step time of any plan within the budget, in seconds.
-        alternatives: Other choices for the same step, from the quickest to the one of least peak:
+        alternatives: Other schedules for the same step, from the quickest to the one of least peak:
             for steps that are not the planned one.
         measured_peak: Bytes that steps under the plan took; None where it could not be run.
         measured_time: Seconds that one took; None where it could not be run.
@@ -81,7 +81,7 @@ class Plan(PlannedStep):
         self._check(model)
         wrap_module(model, Runner(self))
         try:
-            wrap_blocks(model, self.choices.blocks)
+            wrap_blocks(model, self.schedule.blocks)
         except ValueError:
             unwrap_module(model)
             raise
@@ -159,7 +159,13 @@ class Plan(PlannedStep):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
-        content = {"format": _FORMAT, **asdict(replace(self, basis=None))}
+        bare = replace(self, basis=None, schedule=NamedSchedule(), alternatives=())
+        content = {
+            "format": _FORMAT,
+            **asdict(bare),
+            "schedule": self.schedule.to_json(),
+            "alternatives": [each.to_json() for each in self.alternatives],
+        }
         del content["basis"]
         Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -179,13 +185,18 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
     if content.pop("format") != _FORMAT:
         raise ValueError("another version of recollect wrote it")
     content = {name: _tuples(value) for name, value in content.items()}
-    footprint, picture = content["footprint"], content["picture"]
+    footprint = Footprint(
+        **{**content["footprint"], "tally": Tally(**content["footprint"]["tally"])}
+    )
+    picture = content["picture"]
     return {
         **content,
-        "choices": Choices(**content["choices"]),
-        "alternatives": tuple(Choices(**each) for each in content["alternatives"]),
+        "schedule": NamedSchedule(**content["schedule"], alike=footprint.alike),
+        "alternatives": tuple(
+            NamedSchedule(**each, alike=footprint.alike) for each in content["alternatives"]
+        ),
         "state": ModelState(**content["state"]),
-        "footprint": Footprint(**{**footprint, "tally": Tally(**footprint["tally"])}),
+        "footprint": footprint,
         "picture": PlanReport(
             **{
                 **picture,

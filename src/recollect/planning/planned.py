@@ -1,7 +1,7 @@
 """What a plan decides for a step, and for the same step with a batch of another shape.
 
 For another batch none of the user's code runs, no memory is allocated and nothing is timed or
-solved: the graph of the planned step is rescaled, and the choices that the plan carries are
+solved: the graph of the planned step is rescaled, and the schedules that the plan carries are
 simulated on it.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ import torch
 from recollect.graph.graph import Graph, Tally
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.batch import tensors_of_batch
-from recollect.planning.choices import Choices
 from recollect.planning.estimate import Footprint
 from recollect.planning.model_state import ModelState
 from recollect.planning.rescale import CannotPredict, rescaled
 from recollect.planning.sizes import dense_strides
 from recollect.planning.trace import StepTrace, TensorLayout, layout_of
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule
 
 __all__ = ["Basis", "PlannedStep", "with_larger_batch"]
 
@@ -71,49 +69,31 @@ class Basis:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlannedStep:
-    """The decisions of a plan, and what is known of the steps under it; see `Plan`."""
+    """The schedule of a plan, and what is known of the steps under it; see `Plan`."""
 
     budget: int
     predicted_peak: int
     predicted_time: float
     plain_peak: int
-    choices: Choices
+    schedule: NamedSchedule
     base: int
     signature: tuple[Any, ...]
     state: ModelState
     footprint: Footprint
-    alternatives: tuple[Choices, ...] = ()
+    alternatives: tuple[NamedSchedule, ...] = ()
     basis: Basis | None = field(default=None, compare=False)
     measured_peak: int | None = None
     measured_time: float | None = None
     measured_plain_time: float | None = None
     output_bytes: int | None = None
 
-    @cached_property
-    def decisions(self) -> PlannedOps:
-        """What the engine goes by."""
-        return self.choices.decisions(self.footprint.alike)
-
     @property
-    def least_decisions(self) -> PlannedOps:
-        """What the engine goes by where nothing is known of a step: the least peak of all."""
-        return self.decisions_for(self.alternatives[-1] if self.alternatives else self.choices)
-
-    def decisions_for(self, choices: Choices) -> PlannedOps:
-        """The decisions for one of the alternatives: one object for each, for their recordings."""
-        if choices == self.choices:
-            return self.decisions
-        known = self._decisions.get(choices)
-        if known is None:
-            known = self._decisions[choices] = choices.decisions(self.footprint.alike)
-        return known
-
-    @cached_property
-    def _decisions(self) -> dict[Choices, PlannedOps]:
-        return {}
+    def least(self) -> NamedSchedule:
+        """The schedule of the least peak, for a step of which nothing is known."""
+        return self.alternatives[-1] if self.alternatives else self.schedule
 
     def for_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        """The step with a batch of another shape: the quickest choices of this one that fit.
+        """The step with a batch of another shape: the quickest schedule of this one that fits.
 
         If none fits, those of the least peak. Raises `CannotPredict` if it cannot be rescaled.
         """
@@ -125,18 +105,18 @@ class PlannedStep:
         def expected(peak: int) -> int:
             return math.ceil(peak * (1 + basis.excess)) + more
 
-        options = dict.fromkeys((self.choices, *self.alternatives))
+        options = dict.fromkeys((self.schedule, *self.alternatives))
         outcomes = [(each, simulate(graph, each.schedule_in(graph))) for each in options]
         fitting = [pair for pair in outcomes if expected(pair[1].peak) <= self.budget]
         if fitting:
-            choices, outcome = min(fitting, key=lambda pair: pair[1].seconds)
+            schedule, outcome = min(fitting, key=lambda pair: pair[1].seconds)
         else:
-            choices, outcome = min(outcomes, key=lambda pair: pair[1].peak)
+            schedule, outcome = min(outcomes, key=lambda pair: pair[1].peak)
         plain_peak = expected(simulate_plain(graph).peak)
         tally = _rescaled_tally(self.footprint.tally, basis.graph, graph)
-        step = replace(
+        return replace(
             self,
-            choices=choices,
+            schedule=schedule,
             footprint=replace(self.footprint, tally=tally),
             predicted_peak=plain_peak if plain_peak <= self.budget else expected(outcome.peak),
             predicted_time=outcome.seconds,
@@ -145,8 +125,6 @@ class PlannedStep:
             measured_time=None,
             measured_plain_time=None,
         )
-        step.__dict__["decisions"] = self.decisions_for(choices)
-        return step
 
 
 def _rescaled_tally(tally: Tally, graph: Graph, other: Graph) -> Tally:

@@ -26,7 +26,6 @@ from recollect.graph.graph import Graph
 from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
 from recollect.modules import OPTIONS
 from recollect.planning.batch import check_batch, split_batch
-from recollect.planning.choices import Choices, trimmed
 from recollect.planning.describe import PARTS, notes_on, points_of, rows_of, sketch_of
 from recollect.planning.estimate import Footprint, counted
 from recollect.planning.model_state import ModelState, has_modes
@@ -39,6 +38,7 @@ from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Times, Trials
 from recollect.planning.ways import Peaks
+from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
@@ -50,7 +50,7 @@ Offload = bool | Literal["auto"]
 _CORRECTIONS = 6
 #: The part of a budget that is used if shapes depend on data.
 _IF_SHAPES_VARY = 0.97
-#: How many other choices a plan carries, for batches of other shapes: the best for the planned
+#: How many other schedules a plan carries, for batches of other shapes: the best for the planned
 #: batch, and as many that are best for a larger one.
 _ALTERNATIVES = 8
 
@@ -211,32 +211,27 @@ class Planner:
             notes=notes_on(self.trials, found, spread),
             **measured,
         )
-        choices, decisions = self.trials.choices(found.schedule)
-        if found.blocks:
-            choices = replace(choices, blocks=found.blocks)
-            decisions = choices.decisions()
-        plan = Plan(
+        schedule = replace(self.trials.named(found.schedule), blocks=found.blocks)
+        return Plan(
             budget=budget,
             predicted_peak=found.peak,
             predicted_time=outcome.seconds,
             plain_peak=self.plain_peak,
             plain_time=profile.seconds,
             bound_time=bound,
-            choices=choices,
+            schedule=schedule,
             base=graph.base,
             signature=self.step.signature,
             model=type(self.step.model).__name__,
             state=self._state,
             picture=picture,
-            footprint=self._footprint(choices, found.peak),
+            footprint=self._footprint(schedule, found.peak),
             alternatives=self._alternatives,
             basis=self._basis(found.peak, outcome.peak),
             holds_output=self.step.holds_output,
             output_bytes=None if peaks is None else peaks.output,
             **measured,
         )
-        plan.__dict__["decisions"] = decisions
-        return plan
 
     def _outcome(self, budget: int, found: Candidate) -> Outcome:
         """The outcome of a candidate: simulated, but for the time of blocks."""
@@ -284,8 +279,8 @@ class Planner:
         return Basis(self.graph, trace, excess)
 
     @cached_property
-    def _alternatives(self) -> tuple[Choices, ...]:
-        """Choices from the quickest to the one of least peak, for this batch and larger ones.
+    def _alternatives(self) -> tuple[NamedSchedule, ...]:
+        """Schedules from the quickest to the one of least peak, for this batch and larger ones.
 
         What is least for this batch need not be for a larger one: where weights and their gradients
         are the peak, it is all the same how much is kept elsewhere.
@@ -302,14 +297,14 @@ class Planner:
             key=lambda pair: (-pair[0].peak, pair[0].seconds),
         )
         best = {outcome.peak: each for outcome, each in reversed(outcomes)}
-        return tuple(self.trials.choices(each)[0] for each in reversed(best.values()))
+        return tuple(self.trials.named(each) for each in reversed(best.values()))
 
-    def _footprint(self, choices: Choices, peak: int) -> Footprint:
-        """What steps under the plan are compared with. ``peak``: under its own choices."""
+    def _footprint(self, schedule: NamedSchedule, peak: int) -> Footprint:
+        """What steps under the plan are compared with. ``peak``: under its own schedule."""
         graph = self.graph
         assert graph.tally is not None
         peaks = [simulate(graph, each.schedule_in(graph)).peak for each in self._alternatives]
-        options = zip((choices, *self._alternatives), (peak, *peaks), strict=True)
+        options = zip((schedule, *self._alternatives), (peak, *peaks), strict=True)
         factors = [
             (taken - graph.base) / self.trials.estimate(graph.outline, each)
             for each, taken in options

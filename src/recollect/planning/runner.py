@@ -1,7 +1,7 @@
 """Running the forward of a model under a plan.
 
 Each call is one of a `Variant`: calls with batches of one shape, of the model in one state. A call
-that is not the planned one gets a variant of its own, whose decisions suit it.
+that is not the planned one gets a variant of its own, whose schedule suits it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from recollect._torch.dynamo import (
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import is_alike, is_smaller, signature_of_batch, told_apart
-from recollect.planning.blocks import Blocks, unwrap_blocks
+from recollect.planning.blocks import run_blocks, unwrap_blocks
 from recollect.planning.model_state import Differences, differences, facts_of
 from recollect.planning.planned import PlannedStep
 from recollect.planning.rescale import CannotPredict
 from recollect.planning.variant import Variant
 from recollect.planning.watch import PeakWatch, tell_of_output, watch_output
 from recollect.replay.engine import CallReport, LeftToRerun, replay_region
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.rematerialize import Rematerializer
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
@@ -65,13 +65,13 @@ def run_planned(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    by: PlannedOps,
+    by: NamedSchedule,
     told: WarnOnce,
     report: CallReport | None = None,
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided."""
-    if isinstance(by, Blocks):
-        return by.run(function, args, kwargs)
+    if by.blocks:
+        return run_blocks(function, args, kwargs)
     deposit = OffloadBatch(host=by.store, last_first=True)
     report = CallReport() if report is None else report
     result = replay_region(function, args, kwargs, by, deposit, False, report)
@@ -129,14 +129,14 @@ class Runner:
         before = self._peaks.read(model)
         variant = self._variant(model, args, kwargs)
         is_crowded = self._is_waiting(model)
-        decisions = variant.decisions
-        if decisions is None:
+        schedule = variant.schedule
+        if schedule is None:
             return function(*args, **kwargs)
         if is_crowded:
             self._tell_of_two()
-            decisions = self.plan.least_decisions
+            schedule = self.plan.least
         report = CallReport()
-        result = run_planned(function, args, kwargs, decisions, self.told, report)
+        result = run_planned(function, args, kwargs, schedule, self.told, report)
         if report.remat is not None:
             owner = None if model is None else ref(model)
             entry = owner, threading.get_ident(), ref(report.remat)

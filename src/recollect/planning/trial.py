@@ -11,8 +11,7 @@ from functools import cached_property
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.planning.blocks import Blocks, block_paths, block_schedule, wrap_blocks
-from recollect.planning.choices import Choices
+from recollect.planning.blocks import block_paths, block_schedule, wrap_blocks
 from recollect.planning.estimate import counted, estimated, outline_of, tally_of
 from recollect.planning.model_state import ModelState, differences
 from recollect.planning.record import Profile
@@ -21,7 +20,7 @@ from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.ways import Peaks, Way, peaks_under, times_under, with_overhead
 from recollect.replay.engine import CallReport
-from recollect.replay.planned_ops import Alike, PlannedOps
+from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
 
@@ -82,7 +81,7 @@ class Trials:
         self._peaks: dict[Schedule, Peaks] = {}
         self._times: dict[Schedule, Times | None] = {}
         self._compared: dict[Schedule, list[Timing] | None] = {}
-        self._choices: dict[Schedule, tuple[Choices, PlannedOps]] = {}
+        self._named: dict[Schedule, NamedSchedule] = {}
 
     @cached_property
     def graph(self) -> Graph:
@@ -101,12 +100,11 @@ class Trials:
         """Maps ops that were not in the step to similar ones that were."""
         return Alike(dict(counted(self.graph)))
 
-    def choices(self, schedule: Schedule) -> tuple[Choices, PlannedOps]:
-        """What the engine goes by: one object for each schedule, which identifies recordings."""
-        known = self._choices.get(schedule)
+    def named(self, schedule: Schedule) -> NamedSchedule:
+        """The schedule that the engine plays."""
+        known = self._named.get(schedule)
         if known is None:
-            choices = Choices.of(self.graph, schedule)
-            known = self._choices[schedule] = choices, choices.decisions(self.alike)
+            known = self._named[schedule] = NamedSchedule.of(self.graph, schedule, self.alike)
         return known
 
     def candidate(self, schedule: Schedule) -> Candidate:
@@ -128,7 +126,7 @@ class Trials:
             return simulated
         witnesses: list[CallReport] = []
         try:
-            found = self._run(Way(self.choices(schedule)[1]), witnesses)
+            found = self._run(Way(self.named(schedule)), witnesses)
         except RuntimeError as error:
             self._check_memory(error)
             return int(simulated * _MORE_THAN_THERE_IS)
@@ -155,20 +153,20 @@ class Trials:
         self, schedule: Schedule, simulated: int, found: Peaks, witnesses: list[CallReport]
     ) -> Peaks:
         """The peak of the recorded step, from those of steps whose forward is random."""
-        base, choices = self.graph.base, self.choices(schedule)[0]
-        scale = (simulated - base) / self.estimate(self.graph.outline, choices)
+        base, named = self.graph.base, self.named(schedule)
+        scale = (simulated - base) / self.estimate(self.graph.outline, named)
         expected = [found.expected]
         for peak, report in zip(found.each, witnesses, strict=True):
             if report.recording is not None and report.difference is None:
-                guess = self.estimate(outline_of(report.recording), choices)
+                guess = self.estimate(outline_of(report.recording), named)
                 excess = peak / (base + scale * guess)
                 expected.append(math.ceil(simulated * max(1.0, excess)))
         return replace(found, expected=max(expected))
 
-    def estimate(self, outline: Graph | None, choices: Choices) -> int:
+    def estimate(self, outline: Graph | None, schedule: NamedSchedule) -> int:
         """The bytes that an outline is estimated at."""
         assert outline is not None
-        return max(1, estimated(outline, choices, self.alike))
+        return max(1, estimated(outline, schedule))
 
     # --- as it was recorded -----------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class Trials:
         finally:
             if how is not None:
                 wrap_module(model, how)
-                wrap_blocks(model, how.plan.choices.blocks)
+                wrap_blocks(model, how.plan.schedule.blocks)
 
     def _obstacle(self) -> str | None:
         """Why the step cannot be run now as it was recorded, if so."""
@@ -220,7 +218,7 @@ class Trials:
             self._times[schedule] = None
             if schedule in self._peaks:
                 self._progress("timing the plan", 0.0)
-                way = Way(self.choices(schedule)[1])
+                way = Way(self.named(schedule))
                 both = None if self.profile.timing is None else self._in_turn([Way(), way])
                 found = both or self._in_turn([way])
                 if found is not None:
@@ -275,7 +273,7 @@ class Trials:
         """The times of the candidate, of every block checkpointed, and of plain if that fits."""
         schedule = found.schedule
         if schedule not in self._compared:
-            ways = [Way(self.choices(schedule)[1]), Way(Blocks(), blocks.blocks)]
+            ways = [Way(self.named(schedule)), Way(NamedSchedule(blocks=blocks.blocks))]
             if found.times is not None and found.times.plain is not None:
                 ways.append(Way())
             self._compared[schedule] = self._in_turn(ways)
@@ -289,7 +287,7 @@ class Trials:
         if schedule is None or len(paths) < 2:
             return None
         try:
-            peaks = self._run(Way(Blocks(), paths))
+            peaks = self._run(Way(NamedSchedule(blocks=paths)))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             # What the rerun engine refuses is no fault of a plan that does without it.
             if isinstance(error, RuntimeError) and is_out_of_memory(error):

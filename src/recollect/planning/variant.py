@@ -1,4 +1,4 @@
-"""Calls under a plan that are alike: their decisions, and whether they are what was planned.
+"""Calls under a plan that are alike: their schedule, and whether they are what was planned.
 
 A forward under a plan is recorded at its first call, and at every call if no two are the same. Each
 recording is compared with the planned forward. If it makes more, the step is estimated from it; if
@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from recollect.graph.graph import Graph, Tally
-from recollect.planning.choices import Choices
 from recollect.planning.estimate import Footprint, estimated, outline_of, tally_of
 from recollect.planning.model_state import Differences
 from recollect.planning.planned import PlannedStep
 from recollect.replay.engine import CallReport
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -33,7 +32,7 @@ _FAR = 0.5
 _SAME = 0.01
 #: The part of a growth by which the estimate of its step may be too low.
 _EXACT = 8
-#: The part of the budget that is left free by choices that were not tried.
+#: The part of the budget that is left free by schedules that were not tried.
 _SPARE = 0.02
 
 
@@ -64,21 +63,21 @@ class Variant:
         self._larger = larger
         self._differences = differences
         by = plan if larger is None else larger
-        #: What the engine goes by; None: the step fits without a plan.
-        self.decisions: PlannedOps | None = _decisions_of(by)
-        #: The choices behind them; None: nothing is known of such calls yet.
-        self._choices: Choices | None = by.choices
+        #: What the engine plays; None: the step fits without a plan.
+        self.schedule: NamedSchedule | None = _schedule_of(by)
+        #: What would be played if it did not; None: nothing is known of such calls yet.
+        self._chosen: NamedSchedule | None = by.schedule
         if differences is not None:  # the first goes by the least memory
-            self.decisions, self._choices = plan.least_decisions, None
+            self.schedule, self._chosen = plan.least, None
         #: Whether the first call is recorded only because the prediction may be wrong.
         self._is_trial = (
             larger is not None
-            and self.decisions is None
+            and self.schedule is None
             and larger.plain_peak > _FAR * plan.budget
-            and not larger.choices.blocks
+            and not larger.schedule.blocks
         )
         if self._is_trial:
-            self.decisions = by.decisions
+            self.schedule = by.schedule
         #: The forward to compare with, and the growth over it that has been accounted for.
         self._footprint: Footprint | None = plan.footprint if larger is None else None
         self._accounted = 0.0
@@ -87,14 +86,14 @@ class Variant:
 
     def judge(self, report: CallReport) -> None:
         """A call was recorded, all of it or a part: compare it with the planned one."""
-        before = self.decisions
+        before = self.schedule
         if report.difference is None:
             assert report.recording is not None
             self._judge_whole(report.recording)
         else:
             self._judge_rest(report)
-        if self._is_trial and self.decisions is before:
-            self.decisions = None
+        if self._is_trial and self.schedule is before:
+            self.schedule = None
         self._is_trial = False
 
     def _judge_whole(self, recording: Recording) -> None:
@@ -104,11 +103,11 @@ class Variant:
         if not tally.is_whole and self._footprint.tally.is_whole:
             self._tell_unrecorded(str(recording.reason))
         growth = self._footprint.growth(tally)
-        if self._choices is None:
+        if self._chosen is None:
             self._choose(outline_of(recording), tally)
         elif growth > self._accounted:
             outline = outline_of(recording)
-            rough = self._estimate(outline, self._choices) + growth / _EXACT
+            rough = self._estimate(outline, self._chosen) + growth / _EXACT
             if rough > self._plan.budget:
                 self._choose(outline, tally)
             self._accounted = max(self._accounted, growth)
@@ -119,7 +118,7 @@ class Variant:
         assert larger is not None
         known, predicted = plan.footprint, larger.predicted_peak
         outline = outline_of(recording)
-        peak = self._estimate(outline, self._choices)
+        peak = self._estimate(outline, self._chosen)
         more = larger.footprint.made_more(tally)
         is_wrong = more > _SAME * sum(size for _, size in larger.footprint.tally.made)
         if is_wrong and predicted + more > plan.budget:
@@ -137,35 +136,32 @@ class Variant:
         ``least``: bytes that the step is known to take, whatever is estimated.
         """
         plan = self._plan
-        options = (plan.choices, *plan.alternatives)
+        options = (plan.schedule, *plan.alternatives)
         room = plan.budget * (1 - _SPARE)
         peaks = [self._estimate(outline, each) for each in options]
-        was_unknown, self._accounted = self._choices is None, math.inf
+        was_unknown, self._accounted = self._chosen is None, math.inf
         growth = plan.footprint.growth(tally)
         if was_unknown and peaks[0] + growth / _EXACT <= plan.budget:
-            self._choices, self.decisions = plan.choices, _decisions_of(plan)
+            self._chosen, self.schedule = plan.schedule, _schedule_of(plan)
             self._accounted = growth
             return
         fitting = [n for n, peak in enumerate(peaks) if n and peak <= room]
         number = fitting[0] if fitting else min(range(len(peaks)), key=peaks.__getitem__)
-        peak = peaks[0] if was_unknown else self._estimate(outline, self._choices)
+        peak = peaks[0] if was_unknown else self._estimate(outline, self._chosen)
         self._tell(max(peak, least), tally, peaks[number])
-        self._choices = options[number]
-        self.decisions = plan.decisions_for(self._choices)
+        self._chosen = self.schedule = options[number]
         if number < len(options) - 1:
             self._accounted = growth
 
-    def _estimate(self, outline: Graph, choices: Choices | None) -> float:
+    def _estimate(self, outline: Graph, schedule: NamedSchedule | None) -> float:
         """The peak of a step in bytes, estimated from its outline."""
         plan = self._plan
-        assert choices is not None
-        options = (plan.choices, *plan.alternatives)
-        number = options.index(choices) if choices in options else 0
+        assert schedule is not None
+        options = (plan.schedule, *plan.alternatives)
+        number = options.index(schedule) if schedule in options else 0
         factors = (self._footprint or plan.footprint).factors
         more = 0 if self._differences is None else self._differences.nbytes
-        return (
-            plan.base + factors[number] * estimated(outline, choices, plan.footprint.alike) + more
-        )
+        return plan.base + factors[number] * estimated(outline, schedule) + more
 
     def _judge_rest(self, report: CallReport) -> None:
         """A call differed from its recording at some op; the rest of it was recorded."""
@@ -219,5 +215,5 @@ class Variant:
         )
 
 
-def _decisions_of(plan: PlannedStep) -> PlannedOps | None:
-    return None if plan.plain_peak <= plan.budget else plan.decisions
+def _schedule_of(plan: PlannedStep) -> NamedSchedule | None:
+    return None if plan.plain_peak <= plan.budget else plan.schedule

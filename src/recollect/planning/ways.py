@@ -1,4 +1,4 @@
-"""Running the step plain, under decisions or with blocks checkpointed, and measuring it.
+"""Running the step plain, under a schedule or with blocks checkpointed, and measuring it.
 
 The cost of the engine itself is measured in the same way: steps are timed plain, under a plan that
 keeps everything, and under one that runs many ops again. The second minus the first is what the
@@ -19,7 +19,6 @@ from recollect.graph.graph import Graph
 from recollect.graph.simulate import Schedule, simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.blocks import unwrap_blocks, wrap_blocks
-from recollect.planning.choices import Choices, trimmed
 from recollect.planning.record import Profile
 from recollect.planning.runner import WarnOnce, run_planned
 from recollect.planning.sampling import Timing, timing_of
@@ -27,7 +26,7 @@ from recollect.planning.step import TrainingStep
 from recollect.planning.watch import watch_output
 from recollect.policy.op_sets import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.state.streams import read_streams, settle_streams, write_streams
 
 __all__ = ["Peaks", "Way", "expensive_ops", "peaks_under", "times_under", "with_overhead"]
@@ -46,8 +45,7 @@ _LITTLE = 0.03
 class Way:
     """How the step is run."""
 
-    by: PlannedOps | None = None  #: what the engine goes by; None: plain
-    blocks: tuple[str, ...] = ()  #: paths of modules that are checkpointed
+    by: NamedSchedule | None = None  #: None: plain
 
     @contextmanager
     def taken(
@@ -79,7 +77,7 @@ class Way:
 
         wrap_module(model, run)
         try:
-            wrap_blocks(model, self.blocks)
+            wrap_blocks(model, by.blocks)
             yield
         finally:
             unwrap_blocks(model)
@@ -157,7 +155,7 @@ def with_overhead(profile: Profile, step: TrainingStep, told: WarnOnce) -> Profi
     if _PER_OP * len(graph.events) < _LITTLE * profile.seconds or not graph.choices:
         return profile
     everything, again = Schedule(frozenset(graph.choices)), _that_runs_again(graph)
-    ways = [Way(), *(Way(Choices.of(graph, each).decisions()) for each in (everything, again))]
+    ways = [Way(), *(Way(NamedSchedule.of(graph, each)) for each in (everything, again))]
     plain, kept, rerun = times_under(ways, step, told, warm=2)
     if profile.timing is None or plain.seconds <= profile.seconds:  # which was less disturbed
         graph = profile.timed(plain.seconds)

@@ -46,7 +46,7 @@ from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
 from recollect.replay.checked_step import checked_steps
 from recollect.replay.function_call import FunctionCall
-from recollect.replay.planned_ops import PlannedOps, PlannedQuery
+from recollect.replay.named_schedule import NamedSchedule, ScheduleQuery
 from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
@@ -120,7 +120,7 @@ def replay_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | PlannedOps | None,
+    policy: Policy | NamedSchedule | None,
     deposit: OffloadBatch,
     offload_inputs: bool,
     report: CallReport | None = None,
@@ -147,7 +147,7 @@ def replay_region(
     remat = Rematerializer(deposit, flags)
     if report is not None:
         report.remat = remat
-    if isinstance(policy, PlannedOps):
+    if isinstance(policy, NamedSchedule):
         remat.begin = policy.begin
     if observer is None or report is None:
         return _run(call, remat, entry)
@@ -187,7 +187,7 @@ def observe_region(
     ``wrap`` is given what records the call and what recomputes in backward, and returns the hooks.
     """
     remat = Rematerializer(OffloadBatch(), read_flags())
-    recorder = _Call(function, args, kwargs, PlannedOps({}), False).recorder(remat)
+    recorder = _Call(function, args, kwargs, NamedSchedule(), False).recorder(remat)
     _running.is_running = True
     push_saved_tensor_hooks(*wrap(recorder, remat))
     try:
@@ -206,7 +206,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    policy: Policy | PlannedOps
+    policy: Policy | NamedSchedule
     offload_inputs: bool
     #: What the caller learns about it.
     report: CallReport | None = None
@@ -214,17 +214,17 @@ class _Call:
     @property
     def is_planned(self) -> bool:
         """Whether it follows a plan, under which no call may hold more than others."""
-        return isinstance(self.policy, PlannedOps)
+        return isinstance(self.policy, NamedSchedule)
 
     def recorder(
         self, remat: Rematerializer, earlier: Rematerializer | None = None, done: int = 0
     ) -> Recorder:
         """What records the call, or the rest of it after ``done`` ops of ``earlier``."""
         is_whole = earlier is None
-        query: PolicyCall | PlannedQuery
-        if isinstance(self.policy, PlannedOps):
+        query: PolicyCall | ScheduleQuery
+        if isinstance(self.policy, NamedSchedule):
             before = () if earlier is None else earlier.graph.ops[:done]
-            query = PlannedQuery(self.policy, self.function, before)
+            query = ScheduleQuery(self.policy, self.function, before)
         else:
             values = (*self.args, *self.kwargs.values())
             query = PolicyCall(self.policy, self.function, values, checks=is_whole)

@@ -17,7 +17,7 @@ from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rulings import Ruling
 from recollect.replay.function_call import tensors_in
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
-from recollect.replay.planned_ops import PlannedQuery
+from recollect.replay.named_schedule import ScheduleQuery
 from recollect.replay.recorded_graph import (
     RecordedOp,
     RecordedValue,
@@ -41,7 +41,7 @@ _Written = dict[RecordedStorage, _Tensor]
 class OpRecorder(DispatchMode):
     """Records what each op reads, makes and writes, and holds what must not be recomputed."""
 
-    def __init__(self, tracker: MemoryTracker, query: PolicyCall | PlannedQuery) -> None:
+    def __init__(self, tracker: MemoryTracker, query: PolicyCall | ScheduleQuery) -> None:
         super().__init__()
         self._tracker = tracker
         self._query = query
@@ -209,7 +209,7 @@ class OpRecorder(DispatchMode):
             op.never_again(OPAQUE, None)
             return
         decider = self._query
-        if isinstance(decider, PlannedQuery):
+        if isinstance(decider, ScheduleQuery):
             ruling = op.ruling = decider.decide(op, info)
         else:
             ruling = op.ruling = decider.decide(info, out, args, kwargs)

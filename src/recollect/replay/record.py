@@ -48,8 +48,8 @@ from recollect.replay.function_call import (
 )
 from recollect.replay.held_tensor import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage, start_of
+from recollect.replay.named_schedule import ScheduleQuery
 from recollect.replay.ops import OpRecorder
-from recollect.replay.planned_ops import PlannedQuery
 from recollect.replay.recorded_graph import RecordedValue, View
 from recollect.replay.recording import Recording
 from recollect.replay.region_schedule import saved_by
@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         remat: Rematerializer,
-        query: PolicyCall | PlannedQuery,
+        query: PolicyCall | ScheduleQuery,
         offload_inputs: bool,
         earlier: Rematerializer | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class Recorder(TorchFunctionMode):
         self._outsides: dict[int, OutsideTensor] = {}
         self._numbers = TensorNumbers()
         self._offload_inputs = offload_inputs
-        self._is_planned = isinstance(query, PlannedQuery)
+        self._is_planned = isinstance(query, ScheduleQuery)
         #: What autograd has saved in the function that is running, each with its storage.
         self._tickets: list[tuple[Ticket, RecordedStorage | None]] = []
         self._query = query

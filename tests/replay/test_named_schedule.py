@@ -10,7 +10,7 @@ from torch import nn
 
 from recollect.replay import rematerialize as recall
 from recollect.replay.engine import LeftToRerun, replay_region
-from recollect.replay.planned_ops import PlannedOps
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.store.offload_batch import OffloadBatch
 from tests.store._fake import make_store
 
@@ -67,8 +67,21 @@ class Store:
 
 
 def first(*keys):
-    """Decisions about the first result of each op."""
-    return dict.fromkeys(keys, frozenset({0}))
+    """The first result of each op."""
+    return dict.fromkeys(keys, (0,))
+
+
+def named(kept, away=None, store=None, arrivals=None, begin=None):
+    """A schedule, with a store in the place of its own."""
+    found = NamedSchedule(
+        tuple(kept.items()),
+        tuple((away or {}).items()),
+        tuple((arrivals or {}).items()),
+        begin=begin,
+    )
+    if store is not None:
+        vars(found)["store"] = store
+    return found
 
 
 BOUNDARIES = first(*(f"layers.{n}|aten::add|0" for n in range(4)))
@@ -108,10 +121,10 @@ def assert_equal(ours, theirs):
 @pytest.mark.parametrize(
     "decisions",
     [
-        PlannedOps({}),
-        PlannedOps(BOUNDARIES),
-        PlannedOps(BOUNDARIES | TANHS),
-        PlannedOps(first("layers.2|aten::tanh|0")),
+        named({}),
+        named(BOUNDARIES),
+        named(BOUNDARIES | TANHS),
+        named(first("layers.2|aten::tanh|0")),
     ],
     ids=["nothing", "boundaries", "more", "one"],
 )
@@ -139,12 +152,12 @@ def count_reruns(monkeypatch):
 
 def test_only_what_is_not_kept_runs_again(model, x, monkeypatch):
     ran = count_reruns(monkeypatch)
-    decisions = PlannedOps(BOUNDARIES | first(*(f"layers.{n}|aten::tanh|0" for n in range(4))))
+    decisions = named(BOUNDARIES | first(*(f"layers.{n}|aten::tanh|0" for n in range(4))))
     for _ in range(2):
         step(model, x, decisions).sum().backward()
     # Backward needs the inputs of products and the results of tanh, and all of these are kept.
     assert ran == []
-    step(model, x, PlannedOps(BOUNDARIES)).sum().backward()
+    step(model, x, named(BOUNDARIES)).sum().backward()
     assert ran.count("aten.tanh.default") == 4
     assert ran.count("aten.addmm.default") == 4
 
@@ -159,7 +172,7 @@ def test_an_op_of_which_one_result_is_kept_may_run_again_for_another(x):
     twin = x.detach().clone().requires_grad_()
     model(twin).sum().backward()
     # `sort` is one of those that are never run again, whatever is decided; `tanh` is not.
-    for decisions in (PlannedOps(first("|aten::sort|0")), PlannedOps(first("|aten::tanh|0"))):
+    for decisions in (named(first("|aten::sort|0")), named(first("|aten::tanh|0"))):
         for _ in range(2):
             x.grad = None
             step(model, x, decisions).sum().backward()
@@ -170,7 +183,7 @@ def test_what_goes_away_comes_back_last_first(model, x):
     expected = [each.clone() for each in gradients(model, x, model)]
     for _ in range(3):  # recorded, then checked
         store = Store()
-        decisions = PlannedOps(BOUNDARIES, TANHS, store)
+        decisions = named(BOUNDARIES, TANHS, store)
         assert_equal(gradients(model, x, lambda x, d=decisions: step(model, x, d)), expected)
         puts = [entry for entry in store.log if entry[0] == "put"]
         gets = [number for what, number in store.log if what == "get"]
@@ -185,7 +198,7 @@ def test_what_goes_away_comes_back_last_first(model, x):
 def test_arrivals_are_told_after_their_ops(model, x, calls):
     store = Store()
     arrivals = {"layers.1|aten::add|0": 1, "layers.3.down|aten::addmm|0": 1}
-    decisions = PlannedOps(BOUNDARIES, TANHS, store, arrivals)
+    decisions = named(BOUNDARIES, TANHS, store, arrivals)
     out = None
     for _ in range(calls):
         del out  # which holds what was put
@@ -200,7 +213,7 @@ def test_arrivals_are_told_after_their_ops(model, x, calls):
 def test_at_the_end_of_forward_the_rest_arrives(model, x):
     store = Store()
     deposit = OffloadBatch(host=store, last_first=True)
-    out = step(model, x, PlannedOps(BOUNDARIES, TANHS, store), deposit)
+    out = step(model, x, named(BOUNDARIES, TANHS, store), deposit)
     deposit.release()
     assert out.requires_grad  # and hence holds what was put
     assert [entry for entry in store.log if entry[0] == "release"] == [
@@ -214,7 +227,7 @@ def test_fetching_begins_when_so_many_tickets_are_left(model, x):
     # Of each layer two tensors are asked for that are not here, eight in all.
     for begin, comes_before in ((None, True), (6, True), (5, False)):
         store = Store()
-        decisions = PlannedOps(BOUNDARIES, TANHS, store, begin=begin)
+        decisions = named(BOUNDARIES, TANHS, store, begin=begin)
         for _ in range(2):
             store.log.clear()
             store.held.clear()
@@ -226,7 +239,7 @@ def test_fetching_begins_when_so_many_tickets_are_left(model, x):
 
 
 def test_ops_are_known_by_their_names_whatever_the_shapes(model):
-    decisions = PlannedOps(BOUNDARIES, TANHS, Store())
+    decisions = named(BOUNDARIES, TANHS, Store())
     for length in (8, 3, 11):
         x = torch.randn(length, 16, requires_grad=True)
         expected = [each.clone() for each in gradients(model, x, model)]
@@ -235,7 +248,7 @@ def test_ops_are_known_by_their_names_whatever_the_shapes(model):
 
 
 def test_the_rest_of_a_call_that_differs_goes_by_the_same_decisions(model, x, monkeypatch):
-    decisions = PlannedOps(first("|aten::sin|1") | BOUNDARIES)
+    decisions = named(first("|aten::sin|1") | BOUNDARIES)
     step(model, x, decisions).sum().backward()
     step(model, x, decisions).sum().backward()
     model.more = 3  # from here on it is recorded
