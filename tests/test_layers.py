@@ -81,6 +81,19 @@ def test_the_table_in_the_docs_is_the_one_that_is_enforced():
     assert documented == {(layer(name), name) for name in names}
 
 
+def test_the_steps_of_the_drawings_are_cited_where_the_code_is():
+    drawn = set(re.findall(r"^([RP]\d+) ", INTERNALS.read_text(), re.MULTILINE))
+    drawn |= set(re.findall(r"  ([RP]\d+)  ", INTERNALS.read_text()))
+    cited = {step for tree in TREES.values() for step in _cited(tree)}
+    assert {"R1", "R10", "P1", "P8"} <= drawn
+    assert cited == drawn
+
+
+def _cited(tree):
+    first_line = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return re.findall(r"\(([RP]\d+)\)", first_line)
+
+
 PURE = ("graph/", "planning/solving/", "report/")
 
 

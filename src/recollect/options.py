@@ -1,4 +1,4 @@
-"""The options of a checkpointed call: checked once, then passed along as one value."""
+"""The options of a checkpointed call: checked once, then passed along as one value (R1)."""
 
 from __future__ import annotations
 

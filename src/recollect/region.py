@@ -1,4 +1,4 @@
-"""Runs a region: chooses the engine, or leaves the region to the compiler."""
+"""Runs a region: chooses the engine, or leaves the region to the compiler (R2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The details of a mismatch: which region, the first difference, its likely cause, and the fix.
+"""The details of a mismatch: which region, the first difference, its cause, and the fix (R10).
 
 All of it comes from what is alive when there is an error: the graph that backward runs, the graph
 of the recomputation, the modules in memory. Forward notes nothing. So nothing here need be fast,

@@ -1,4 +1,4 @@
-"""Simulates a step under a schedule: the memory at every event, and the time.
+"""Simulates a step under a schedule: the memory at every event, and the time (P4).
 
 Every solver is judged by it. It does with bytes what the replay engine does with tensors, by the
 same rules (`release`):

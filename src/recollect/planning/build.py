@@ -1,4 +1,4 @@
-"""From a step that was watched to the graph that is planned on."""
+"""From a step that was watched to the graph that is planned on (P2)."""
 
 from __future__ import annotations
 

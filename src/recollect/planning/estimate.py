@@ -1,4 +1,4 @@
-"""Estimating a step from the recording of its forward alone, by comparison with the planned one.
+"""Estimating a step from the recording of its forward, by comparison with the planned one (P8).
 
 A plan is made from a step that was recorded as a whole. Of later steps there is a recording of
 forward at most: ops, sizes, what autograd saved. From that `outline_of` makes a graph in which

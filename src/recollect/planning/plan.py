@@ -1,4 +1,4 @@
-"""A plan: what becomes of every value of a model's step, and what that comes to."""
+"""A plan: what becomes of every value of a model's step, and what that comes to (P6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops and copies cost, measured: seconds, and the memory that an op needs beside its results.
+"""What ops and copies cost: seconds, and the memory that an op needs beside its results (P3).
 
 An op is priced once for each kind of arguments: it is timed until samples agree, and its price is
 valid for some minutes. An op that must not run twice is timed in each of its runs in the step. An

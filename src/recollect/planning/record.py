@@ -1,4 +1,4 @@
-"""Recording a training step: its ops, the memory they allocate, how long that lives, and its cost.
+"""Recording a training step: its ops, their memory, how long that lives, and what it costs (P2).
 
 The step runs plain if there is room for it, else with as little kept as possible. Where there is no
 room for that either, or on the meta device, it is traced on fake tensors.

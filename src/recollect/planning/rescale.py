@@ -1,4 +1,4 @@
-"""The graph of a step for a batch of another shape, from the trace of the recorded step.
+"""The graph of a step for a batch of another shape, from the trace of the recorded step (P8).
 
 None of the user's code runs. The ops of the trace run on the meta device with tensors of other
 shapes: that takes microseconds an op, once for each kind of call. Ops whose arguments are as before

@@ -1,4 +1,4 @@
-"""Running the forward of a model under a plan.
+"""Running the forward of a model under a plan (P7).
 
 Each call is one of a `Variant`: calls with batches of one shape, of the model in one state. A call
 that is not the planned one gets a variant of its own, whose schedule suits it.

@@ -1,4 +1,4 @@
-"""The training step that is planned: a model, a batch, a loss, perhaps an optimizer.
+"""The training step that is planned: a model, a batch, a loss, perhaps an optimizer (P1).
 
 Running it here leaves no trace: whatever it can get at is put back, see `state.snapshot`.
 """

@@ -1,4 +1,4 @@
-"""Trying a recorded step under schedules: its peak, its time, and both with blocks checkpointed."""
+"""Trying a recorded step under schedules: its peak and its time; blocks checkpointed too (P5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls under a plan that are alike: their schedule, and whether they are what was planned.
+"""Calls under a plan that are alike: their schedule, and whether they are what was planned (P8).
 
 A forward under a plan is recorded at its first call, and at every call if no two are the same. Each
 recording is compared with the planned forward. If it makes more, the step is estimated from it; if

@@ -1,4 +1,4 @@
-"""Running the step plain, under a schedule or with blocks checkpointed, and measuring it.
+"""Running the step plain, under a schedule or with blocks checkpointed, and measuring it (P3).
 
 The cost of the engine itself is measured in the same way: steps are timed plain, under a plan that
 keeps everything, and under one that runs many ops again. The second minus the first is what the

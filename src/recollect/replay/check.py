@@ -1,4 +1,4 @@
-"""Checking: a later call runs as it is, and every function is compared with the recording.
+"""Checking: a later call runs as it is, and every function is compared with the recording (R8).
 
 As long as functions, constants and tensors are those of the recording, the n-th tensor that
 autograd saves is known. It is dropped or held by the schedule once its function has ended as

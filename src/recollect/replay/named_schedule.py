@@ -1,4 +1,4 @@
-"""A schedule by the names of ops: what a plan is, and what the engine plays in place of a policy.
+"""A schedule by the names of ops: what a plan is, and what the engine plays (P6).
 
 A policy decides by the kind of an op; a plan decides for each op of the model. The key by which it
 is found in another call, perhaps with other shapes, is the module that runs it, its name, and how

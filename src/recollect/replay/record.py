@@ -1,4 +1,4 @@
-"""Recording: the function runs once, under modes that write down what it does.
+"""Recording: the function runs once, under modes that write down what it does (R6).
 
 One mode sees the functions of torch that are called, the other the ops that these run
 (`ops`). Saved-tensor hooks tell which values autograd saves. What must not run again is held at

@@ -1,4 +1,4 @@
-"""Which values later calls of a recorded region hold, and what follows from that.
+"""Which values later calls of a recorded region hold, and what follows from that (R7).
 
 Policies speak of ops: this one is expensive, do not repeat it. That leaves a choice of values to
 hold: the result itself, or something computed from it, whichever is smaller. The choice is a

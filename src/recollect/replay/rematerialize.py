@@ -1,4 +1,4 @@
-"""One call of a region: what it holds, and how backward recomputes saved tensors from that.
+"""One call of a region: what it holds, and how backward recomputes saved tensors from that (R9).
 
 Backward unpacks one saved tensor after the other. The ops that lead to it run below autograd, from
 what is held. `graph.release` decides when a value is released, for tensors here and for bytes in

@@ -1,4 +1,4 @@
-"""Forward of a region: steps (1) to (4) of `rerun.engine`."""
+"""Forward of a region: steps (1) to (4) of `rerun.engine` (R4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One recomputation of a region in backward: steps (5) to (7) of `rerun.engine`.
+"""One recomputation of a region in backward: steps (5) to (7) of `rerun.engine` (R5).
 
 The graph that a recomputation builds holds numbers in the place of saved tensors, good for as long
 as the recomputation lasts (the function may go backward inside). Nothing here refers to a graph

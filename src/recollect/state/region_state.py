@@ -1,4 +1,4 @@
-"""Everything that a rerun must find again beside its arguments, in one object for all engines.
+"""Everything that a rerun must find again beside its arguments, in one object for all engines (R3).
 
 In forward:
 

@@ -1,4 +1,4 @@
-"""A context after which everything that some code can reach is as it was before.
+"""A context after which everything that some code can reach is as it was before (P1).
 
 `plan` and `explain` run a step in it. Unlike `Reachable`, which a region searches at every call, it
 may take its time: it looks into everything that can be found from its roots (modules, hooks,

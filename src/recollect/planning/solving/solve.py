@@ -1,4 +1,4 @@
-"""The solver: what to keep for a step to stay within a budget and take the least time.
+"""The solver: what to keep for a step to stay within a budget and take the least time (P4).
 
 1. The ops that may be recomputed are put in a row, which is cut where few bytes cross
    (`linearization`). Each segment has options: choices that are best at some price for memory

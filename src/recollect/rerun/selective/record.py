@@ -1,4 +1,4 @@
-"""The mode under which forward runs: keeps the results that the policy says to keep.
+"""The mode under which forward runs: keeps the results that the policy says to keep (R4).
 
 For each op it writes into the ledger which op was called and, if it is kept, what it returned.
 """
