@@ -78,7 +78,22 @@ class Prepared(OwnStore):
         self.calls += 1
 
 
-@pytest.mark.parametrize("make", [Derived, OwnStore, Prepared, DeviceStore, HostStore])
+class DerivedPrepared(Derived):
+    """The same, derived: its handle stays, and it need not say so."""
+
+    def before_write(self, handle):
+        handle[0] = handle[0].clone()
+
+
+class DerivedHost(HostStore):
+    def before_write(self, handle):
+        super().before_write(handle)
+
+
+STORES = [Derived, OwnStore, Prepared, DerivedPrepared, DerivedHost, DeviceStore, HostStore]
+
+
+@pytest.mark.parametrize("make", STORES)
 def test_a_batch_of_any_store_survives_a_write(make):
     x, store = torch.ones(3), make()
     batch = OffloadBatch(store)

@@ -116,7 +116,7 @@ class OffloadedTensor:
             return  # too late: `get` says so
         with unobserved():
             handle = self._store.before_write(self.handle)
-        if handle is not self.handle:  # of a copy
+        if handle is not None and handle is not self.handle:  # of a copy
             self.handle = handle
             self._storage = None
 

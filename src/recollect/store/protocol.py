@@ -44,7 +44,8 @@ class Store:
     def before_write(self, handle: Any) -> Any:
         """Called before the current stream writes to the tensor that was put, in place.
 
-        Returns the handle from now on. By default that of a copy: the store may hold the tensor.
+        Returns the handle from now on, or None: the same. By default that of a copy: the store may
+        hold the tensor.
         """
         copied = self.put(copy_of(self.get(handle)))
         self.drop(handle)
@@ -111,5 +112,4 @@ class _Completed(Store):
     def before_write(self, handle: Any) -> Any:
         if not hasattr(self._store, "before_write"):
             return super().before_write(handle)
-        changed = self._store.before_write(handle)
-        return handle if changed is None else changed
+        return self._store.before_write(handle)
