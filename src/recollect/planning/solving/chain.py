@@ -12,7 +12,7 @@ one is gone on with. After Rotor (Beaumont et al., 2019) and Rockmate (Zhao et a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recollect.planning.solving.linearization import Line
@@ -20,12 +20,7 @@ from recollect.planning.solving.segments import Option, Segments
 
 __all__ = ["Chain"]
 
-#: Where to cut a row at most, the most pieces of a segment, and the answers that are gone on with
-#: at each place.
-_PLACES = 400
-_LONGEST = 5
-_POINTS = 90
-#: How much narrower lots are where there is less memory; 1: not at all.
+#: How much narrower; 1: not at all.
 _NARROW = 0.5
 #: Bytes, seconds, the number of a way, and of one of its rests.
 _Point = tuple[int, float, int, int]
@@ -33,10 +28,9 @@ _Point = tuple[int, float, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """An option in front of the rest of a row, and the bytes that it needs."""
+    """An option in front of the rest of a row."""
 
     option: Option
-    need: int
     first: int
     last: int
     rests: _Answers
@@ -46,61 +40,94 @@ class _Way:
 class _Answers:
     """For the rest of a row: ascending bytes, descending seconds, and how each comes about."""
 
-    points: list[_Point]
+    nbytes: list[int]
+    seconds: list[float]
     ways: list[_Way]
+    #: The number of a way and of one of its rests.
+    back: list[tuple[int, int]]
 
 
 class Chain:
-    """The answers for a row, in the order of their bytes."""
+    """The answers for a row that may be cut at ``places``, and within segments at ``fine``."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(
+        self,
+        line: Line,
+        places: Sequence[int],
+        fine: Sequence[int],
+        *,
+        points: int,
+    ) -> None:
         self._line = line
-        self._places, fine = line.cuts(_PLACES)
-        self._segments = Segments(line, fine)
-        count = len(self._places)
-        #: By place: the answers for what is behind it.
-        self._answers = [_Answers([(_turn(line), 0.0, -1, -1)], [])] * count
-        for at in reversed(range(count - 1)):
+        self._places = places
+        self._segments = Segments(line, places, fine)
+        self._points = points
+        end = _Answers([_turn(line)], [0.0], [], [(-1, -1)])
+        #: By place: answers that read nothing that crosses it but what is asked for, and any.
+        self._strict = [end] * len(places)
+        self._loose = [end] * len(places)
+        for at in reversed(range(len(places) - 1)):
             ways = list(self._ways(at))
-            self._answers[at] = _Answers(_thin(_pareto(_points_of(ways)), _POINTS), ways)
+            strict = self._points_of(ways, wants=False)
+            self._strict[at] = self._answers(ways, strict)
+            # What wants nothing is an answer in any case.
+            self._loose[at] = self._answers(ways, strict + self._points_of(ways, wants=True))
 
     def __len__(self) -> int:
-        return len(self._answers[0].points)
+        return len(self._loose[0].nbytes)
 
-    def _ways(self, at: int) -> Iterator[_Way]:
-        for to in range(at + 1, min(len(self._places), at + 1 + _LONGEST)):
-            span = self._places[at : to + 1]
-            offset, options = self._segments.options(span)
-            for option in options:
-                yield _Way(option, option.need + offset, span[0], span[-1], self._answers[to])
+    def _ways(self, at: int) -> Iterator[tuple[_Way, int]]:
+        places, count = self._places, len(self._places)
+        for to in range(at + 1, min(count, at + 1 + self._segments.care.longest)):
+            span = places[at : to + 1]
+            effort = max(0, 3 - (to - at))
+            for passes in (False, True):
+                rests = (self._loose if passes else self._strict)[to]
+                is_last = to == count - 1
+                # Long segments are for little memory, where the next one wants what crosses.
+                if not rests.nbytes or (is_last if passes else not effort and not is_last):
+                    continue
+                offset, menu = self._segments.menu(span, passes, effort)
+                for option in menu:
+                    yield _Way(option, span[0], span[-1], rests), option.need + offset
+
+    def _points_of(self, ways: list[tuple[_Way, int]], *, wants: bool) -> list[_Point]:
+        """All that ways come to which want what crosses their begin, or do not."""
+        found: list[_Point] = []
+        for number, (way, need) in enumerate(ways):
+            if way.option.wants is not wants:
+                continue
+            held, seconds = way.option.held, way.option.seconds
+            nbytes, rest = way.rests.nbytes, way.rests.seconds
+            # What comes to no more than the need anyway: the last of it is the quickest.
+            start = bisect_right(nbytes, need - held)
+            if start:
+                found.append((need, seconds + rest[start - 1], number, start - 1))
+            found += [
+                (held + nbytes[n], seconds + rest[n], number, n) for n in range(start, len(nbytes))
+            ]
+        return _pareto(found)
+
+    def _answers(self, ways: list[tuple[_Way, int]], points: list[_Point]) -> _Answers:
+        best = _thin(_pareto(points), self._points)
+        return _Answers(
+            [each[0] for each in best],
+            [each[1] for each in best],
+            [way for way, _ in ways],
+            [each[2:] for each in best],
+        )
 
     def kept(self, number: int) -> frozenset[int]:
-        """What an answer keeps."""
+        """What an answer keeps; they are in the order of their bytes."""
         kept: set[int] = set()
-        answers = self._answers[0]
+        answers = self._loose[0]
         while answers.ways:
-            _, _, which, number = answers.points[number]
+            which, rest = answers.back[number]
             way = answers.ways[which]
             ops = self._segments.ops(way.first, way.last)
             kept.update(ops[n] for n in way.option.kept)
-            answers = way.rests
+            answers, number = way.rests, rest
         return frozenset(kept)
-
-
-def _points_of(ways: list[_Way]) -> list[_Point]:
-    """All that ways come to."""
-    found: list[_Point] = []
-    for number, way in enumerate(ways):
-        held, seconds, points = way.option.held, way.option.seconds, way.rests.points
-        # What comes to no more than the need anyway: the last of it is the quickest.
-        start = bisect_right(points, way.need - held, key=lambda point: point[0])
-        if start:
-            found.append((way.need, seconds + points[start - 1][1], number, start - 1))
-        found += [
-            (held + points[n][0], seconds + points[n][1], number, n)
-            for n in range(start, len(points))
-        ]
-    return found
 
 
 def _turn(line: Line) -> int:

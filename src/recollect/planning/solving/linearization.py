@@ -31,12 +31,14 @@ class Crossing:
         values: What is made in front of it and read or asked for behind.
         asked: Those of them that are asked for behind.
         kept: The ops to keep for all of them to be there.
+        asked_kept: The same for those that are asked for.
         leaks: The ops in front that run again behind: they cannot be kept.
     """
 
     values: tuple[int, ...]
     asked: frozenset[int]
     kept: frozenset[int]
+    asked_kept: frozenset[int]
     leaks: tuple[int, ...]
 
 
@@ -151,7 +153,8 @@ class Line:
     def _crossing(self, place: int, values: tuple[int, ...]) -> Crossing:
         asked = frozenset(value for value in values if self.last_ask[value] >= place)
         kept, leaks = self._available(values)
-        return Crossing(values, asked, kept, leaks)
+        asked_kept, _ = self._available(tuple(sorted(asked)))
+        return Crossing(values, asked, kept, asked_kept, leaks)
 
     def _available(self, values: tuple[int, ...]) -> tuple[frozenset[int], tuple[int, ...]]:
         """What to keep for values to be had, and which ops run again for that."""

@@ -121,7 +121,6 @@ class Search:
         self._state = _State(reads, cost, sorted({values[saved.value].op for saved in graph.saved}))
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
-        self._draw = Random(0)  # solvers of one graph agree
         self._choices = frozenset(self._order)
 
     def _load(self, schedule: Schedule) -> frozenset[int]:
@@ -228,13 +227,13 @@ class Search:
     # --- anything ---------------------------------------------------------------------------------
 
     def wander(self, tries: int, part: float = 1.0) -> None:
-        """Change what is known at random, here and there, and see.
+        """Change what is known at random, here and there, and see; the same at every call.
 
         Args:
             tries: How many simulations.
             part: Of the range of peaks that are known, from the lowest, where to begin.
         """
-        draw = self._draw
+        draw = Random(0)
         limit = self._pool.count + tries
         for _ in range(2 * tries):
             known = self._pool.frontier()

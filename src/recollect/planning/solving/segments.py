@@ -7,6 +7,7 @@ are found once for all that are alike.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,24 +27,43 @@ class Option:
     Args:
         held: The bytes that it holds until its own backward.
         need: The bytes that there must be in its own backward, counted from those that
-            `Segments.options` says.
+            `Segments.menu` says.
         seconds: Of the ops that run again.
+        wants: Whether it reads what crosses its begin, other than what is asked for there anyway.
         kept: The ops to keep, by their number in the segment.
     """
 
     held: int
     need: int
     seconds: float
+    wants: bool
     kept: tuple[int, ...]
 
 
-#: For segments of many pieces, of two, and of one: how many choices to try without further cuts,
-#: and for each way to cut it again; and the options that are gone on with.
-_CORNERS = (3, 5, 10)
-_INNER = (0, 3, 4)
+@dataclass(frozen=True, slots=True)
+class _Care:
+    """How much to do, for segments of many pieces, of two, and of one.
+
+    Args:
+        corners: How many choices to look at.
+        inner: How many for each place at which the segment may be cut again.
+        longest: The most pieces of a segment.
+    """
+
+    corners: tuple[int, int, int]
+    inner: tuple[int, int, int]
+    longest: int
+
+
+_CARES = (
+    _Care((3, 6, 24), (0, 3, 6), 6),
+    _Care((3, 5, 10), (0, 3, 4), 5),
+    _Care((2, 3, 6), (0, 0, 0), 3),
+)
+#: The options that are gone on with, again for segments of many pieces, of two, and of one.
 _MOST = (3, 8, 40)
-#: With more places than that within a segment, only those between its pieces are tried.
-_MANY = 24
+#: Up to how many kinds of pieces there are, for all but the last.
+_KINDS = (40, 120)
 
 
 class _Segment:
@@ -144,11 +164,23 @@ class _Segment:
     def _weigh(self) -> None:
         whole = self.line.graph
         asked = {saved.value for saved in whole.saved}
+        things = sorted(
+            {
+                read
+                for op in self.ops
+                for read in whole.ops[op].reads
+                if read not in self.local and self.line.last_ask[read] < self.first
+            }
+        )
+        self.things = {value: n for n, value in enumerate(things)}
+        self.prices = [whole.values[value].nbytes for value in things]
         self.reads: list[list[int]] = []
+        self.outside: list[list[int]] = []
         self.nbytes: list[int] = []
         for op in self.ops:
             read = [whole.values[r].op for r in whole.ops[op].reads if r in self.local]
             self.reads.append([self.number[each] for each in dict.fromkeys(read)])
+            self.outside.append([self.things[r] for r in whole.ops[op].reads if r in self.things])
             self.nbytes.append(
                 sum(
                     self.graph.storages[self.graph.values[self.local[v]].storage].nbytes
@@ -157,8 +189,8 @@ class _Segment:
                 )
             )
 
-    def piece(self, required: Iterable[int]) -> Piece:
-        """What there is to choose with ``required`` kept."""
+    def piece(self, required: Iterable[int], *, pays: bool) -> Piece:
+        """What there is to choose with ``required`` kept; ``pays`` for what it reads outside."""
         free = {self.number[op] for op in required if op in self.number}
         ops = self.graph.ops
         cost = self.graph.rerun_cost
@@ -167,20 +199,34 @@ class _Segment:
             [self.nbytes[n] if op.can_keep else None for n, op in enumerate(ops)],
             [op.forced or n in free for n, op in enumerate(ops)],
             self.reads,
+            self.outside,
+            self.prices if pays else [0] * len(self.prices),
             frozenset(self.graph.values[saved.value].op for saved in self.graph.saved),
         )
 
-    def judge(self, piece: Piece, kept: frozenset[int]) -> Option:
-        """What a choice comes to."""
+    def judge(self, piece: Piece, kept: frozenset[int], *, passes: bool) -> Option:
+        """What a choice comes to. ``passes``: what crosses the whole segment is wanted behind."""
         outcome = simulate(self.graph, Schedule(kept))
-        held = self._held(kept, reruns(piece, kept))
-        return Option(held, outcome.peak, outcome.rerun, tuple(sorted(kept)))
+        again = reruns(piece, kept)
+        wants = any(self.outside[op] for op in again)
+        wants = wants or (passes and self._has_passing())
+        return Option(
+            self._held(kept, again, passes), outcome.peak, outcome.rerun, wants, tuple(sorted(kept))
+        )
 
-    def _held(self, kept: frozenset[int], again: set[int]) -> int:
+    def _has_passing(self) -> bool:
+        whole = self.line.graph
+        crossing = set(self.after.values) - self.after.asked
+        for leak in self.after.leaks:
+            crossing.update(r for r in whole.ops[leak].reads if self.line.last_ask[r] < self.first)
+        return any(value not in self.local for value in crossing)
+
+    def _held(self, kept: frozenset[int], again: set[int], passes: bool) -> int:
         graph, whole = self.graph, self.line.graph
         read = {value for op in again for value in graph.ops[op].reads}
         read |= {saved.value for saved in graph.saved}
-        read |= {self.local[value] for value in self.after.values if value in self.local}
+        crossing = self.after.values if passes else self.after.asked
+        read |= {self.local[value] for value in crossing if value in self.local}
         # What crosses but cannot be kept is made from what can.
         for leak in self.after.leaks:
             read |= {self.local[v] for v in whole.ops[leak].reads if v in self.local}
@@ -190,76 +236,104 @@ class _Segment:
 
 
 class Segments:
-    """The segments of a row, with their options. ``fine``: where they may be cut again."""
+    """The segments of a row, with their options."""
 
-    def __init__(self, line: Line, fine: Sequence[int]) -> None:
+    def __init__(self, line: Line, places: Sequence[int], fine: Sequence[int]) -> None:
         self._line = line
-        self._fine = fine
+        self._fine = list(fine)
         self._signs: dict[tuple[int, int], int] = {}
         self._known: dict[object, int] = {}
-        self._options: dict[object, tuple[int, list[Option]]] = {}
+        self._menus: dict[object, list[Option]] = {}
+        self._offsets: dict[object, int] = {}
+        kinds = {self._sign(first, last) for first, last in pairwise(places)}
+        #: What there is to do for each. The more differ, the less can be done for each.
+        self.care = _CARES[bisect_left(_KINDS, len(kinds))]
 
     def ops(self, first: int, last: int) -> list[int]:
         """The ops of a segment, in the order of the numbers in an `Option`."""
         return [*self._line.crossing(first).leaks, *self._line.ops[first:last]]
 
-    def options(self, places: Sequence[int]) -> tuple[int, list[Option]]:
+    def menu(self, places: Sequence[int], passes: bool, effort: int) -> tuple[int, list[Option]]:
         """The options of the segment from the first to the last of ``places``.
 
-        First the bytes that all their needs are counted from.
+        The bytes that all their needs are counted from, and the options. ``passes``: whether all
+        that crosses its end is to be there, or only what is asked for.
         """
-        line, first, last = self._line, places[0], places[-1]
+        first, last = places[0], places[-1]
         signs = tuple(self._sign(a, b) for a, b in pairwise(places))
-        leaks = [
-            (first - line.position[op], line.graph.ops[op].name, line.graph.ops[op].seconds)
-            for op in line.crossing(first).leaks
-        ]
-        key = (signs, tuple(leaks))
-        start = line.begins[last]
-        at = line.before[start] if start < len(line.before) else 0
-        if key not in self._options:
-            segment = _Segment(line, first, last)
-            self._options[key] = segment.offset - at, self._find(segment, places)
-        offset, found = self._options[key]
-        return at + offset, found
+        key = (signs, self._leak_sign(first), passes, effort)
+        at = self._at(last)
+        if key not in self._menus:
+            segment = _Segment(self._line, first, last)
+            cuts = self._inner(first, last, places, effort)
+            self._menus[key] = _menu(segment, cuts, passes, self.care, effort)
+            self._offsets[key] = segment.offset - at
+        return at + self._offsets[key], self._menus[key]
 
-    def _find(self, segment: _Segment, places: Sequence[int]) -> list[Option]:
-        effort = max(0, 4 - len(places))
-        found: dict[frozenset[int], Option] = {}
-        for cut in self._inner(places, effort):
-            required = set(segment.after.kept)
-            for place in cut:
-                required |= self._line.crossing(place).kept
-            piece = segment.piece(required)
-            free = frozenset(n for n, is_free in enumerate(piece.is_free) if is_free)
-            for chosen in corners(piece, _INNER[effort] if cut else _CORNERS[effort]):
-                kept = chosen | free
-                if kept not in found:
-                    found[kept] = segment.judge(piece, kept)
-        return _best(found.values(), _MOST[effort])
+    def _at(self, last: int) -> int:
+        start = self._line.begins[last]
+        return self._line.before[start] if start < len(self._line.before) else 0
 
-    def _inner(self, places: Sequence[int], effort: int) -> list[tuple[int, ...]]:
+    def _inner(
+        self, first: int, last: int, places: Sequence[int], effort: int
+    ) -> list[tuple[int, ...]]:
         """Places within a segment at which it may be cut again."""
-        if not effort:
+        if not effort or not self.care.inner[effort]:
             return [()]
-        fine = [place for place in self._fine if places[0] < place < places[-1]]
-        if effort == 1 or len(fine) > _MANY:
+        fine = [place for place in self._fine if first < place < last]
+        if effort == 1 or len(fine) > 24:
             fine = list(places[1:-1])
-        return [(), *((place,) for place in fine)]
+        found: list[tuple[int, ...]] = [(), *((place,) for place in fine)]
+        if effort == 2 and 2 < len(fine) <= 6:
+            found += [(a, b) for n, a in enumerate(fine) for b in fine[n + 1 :]]
+        return found
 
     def _sign(self, first: int, last: int) -> int:
-        """The same number for segments that are alike."""
+        """A number that all segments have that are like this one."""
         if (first, last) not in self._signs:
             sign = _describe(self._line, first, last)
             self._signs[first, last] = self._known.setdefault(sign, len(self._known))
         return self._signs[first, last]
 
+    def _leak_sign(self, first: int) -> object:
+        graph, line = self._line.graph, self._line
+        return tuple(
+            (first - line.position[op], graph.ops[op].name, graph.ops[op].seconds)
+            for op in line.crossing(first).leaks
+        )
+
+
+def _menu(
+    segment: _Segment, cuts: Sequence[tuple[int, ...]], passes: bool, care: _Care, effort: int
+) -> list[Option]:
+    line = segment.line
+    end = segment.after.kept if passes else segment.after.asked_kept
+    found: dict[frozenset[int], Option] = {}
+    for cut in cuts:
+        required = set(end)
+        for place in cut:
+            required |= line.crossing(place).kept
+        for pays in (True, False):
+            if pays and (cut or not effort):
+                continue
+            piece = segment.piece(required, pays=pays)
+            most = care.inner[effort] if cut else care.corners[effort]
+            free = frozenset(n for n, is_free in enumerate(piece.is_free) if is_free)
+            for chosen in corners(piece, most):
+                kept = chosen | free
+                if kept not in found:
+                    found[kept] = segment.judge(piece, kept, passes=passes)
+    return _best(found.values(), _MOST[effort])
+
 
 def _best(options: Iterable[Option], most: int) -> list[Option]:
     """Those that no other is better than in every respect."""
     found: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.held, o.need, o.kept)):
-        if not any(o.held <= option.held and o.need <= option.need for o in found):
+    for option in sorted(options, key=lambda o: (o.seconds, o.held, o.need, o.wants, o.kept)):
+        if not any(
+            o.held <= option.held and o.need <= option.need and o.wants <= option.wants
+            for o in found
+        ):
             found.append(option)
     if len(found) <= most:
         return found

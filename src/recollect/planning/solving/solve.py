@@ -1,11 +1,11 @@
 """The solver: what to keep for a step to stay within a budget and take the least time (P4).
 
-1. The ops that may be recomputed are put in a row, which is cut where few bytes cross
-   (`linearization`). Each segment has options: choices that are best at some price for memory
-   (`select`, `segments`). A dynamic program picks cuts and options for all budgets (`chain`).
-2. The choices that are cheapest at the prices by moment for a budget are added (`prices`).
-3. The simulator judges them, and small changes improve them (`search`).
-4. If offload is allowed, some of what is kept goes to the host (`offload`).
+1. The ops that may run again are put in a row, and the row is cut where little crosses (`line`).
+2. Each segment has options: the choices that are best at some price for memory (`select`,
+   `segments`).
+3. A dynamic program picks cuts and options for all budgets at once (`chain`).
+4. The simulator judges what comes of it, and small changes better it (`search`).
+5. If it may, part of what is kept goes to the host (`offload`).
 
 All of this depends on the graph alone, and makes one pool of solutions (`pool`). The answer for a
 budget is the best of the pool, so more memory never costs time.
@@ -13,18 +13,15 @@ budget is the best of the pool, so more memory never costs time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate_plain
+from recollect.graph.simulate import Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Line, far_readers
-from recollect.planning.solving.liveness import Lives
 from recollect.planning.solving.offload import send_away
 from recollect.planning.solving.pool import Pool, Solution
-from recollect.planning.solving.prices import PriceSearch
-from recollect.planning.solving.relaxation import Relaxation
 from recollect.planning.solving.search import Search
 
 __all__ = ["Solution", "Solver"]
@@ -39,9 +36,13 @@ _TRIES = 3_000
 _TRIES_OF_EACH = 100
 #: The least simulations that are spent on what to send to the host.
 _SENDINGS = 240
-
+#: Where to cut a row at most, and the answers that are gone on with at each such place.
+_PLACES = 400
+_POINTS = 90
 #: The part of the range of budgets that is looked at most closely.
 _LOW = 0.1
+#: With more choices than that, one way to put them in a row has to do.
+_MANY = 1_500
 
 
 class Solver:
@@ -111,36 +112,30 @@ class Solver:
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
         graph = self._graph
-        search = Search(graph, pool, Line(graph))
-        _sample(pool, Chain(Line(graph, far_readers(graph) & choices)), choices, samples)
-        self._tell(0.1)
-        search.lower(tries // 8)
+        families = [frozenset[int]()]
+        if pins := far_readers(graph) & choices:
+            # Without them no two segments are alike: that takes long, and seldom gains anything.
+            families = [*families, pins] if len(choices) <= _MANY else [pins]
+        for number, pins in enumerate(families):
+            self._tell((1 + 4 * number) / (2 + 4 * len(families)))
+            _sample(pool, _chain(graph, pins), choices, samples)
+        self._tell(0.8)
         if self._is_rough:
-            return
-        for kept in _cheapest(graph, min(_BUDGETS, samples)):
-            pool.try_out(Schedule(kept))
-        self._tell(0.4)
-        _better(search, pool, tries)
-
-
-def _cheapest(graph: Graph, budgets: int) -> Iterator[frozenset[int]]:
-    """What is cheapest at the prices for several budgets."""
-    lives = Lives(graph)
-    relaxation = Relaxation(lives)
-    choices = frozenset(graph.choices)
-    low, high = max(lives.least), simulate_plain(graph).peak
-    for number in range(budgets):
-        # The lower the budget, the more a byte is worth, and the closer they are.
-        search = PriceSearch(lives, relaxation, low + round((high - low) * (number / budgets) ** 2))
-        search.run()
-        for cut in search.cuts:
-            yield choices - cut.again
+            Search(graph, pool, Line(graph)).lower(tries // 10)
+        else:
+            _better(graph, pool, tries)
 
 
 def _try_all(pool: Pool, choices: list[int]) -> None:
     for count in range(len(choices)):
         for kept in combinations(choices, count):
             pool.try_out(Schedule(frozenset(kept)))
+
+
+def _chain(graph: Graph, pins: frozenset[int]) -> Chain:
+    line = Line(graph, pins)
+    places, fine = line.cuts(_PLACES)
+    return Chain(line, places, fine, points=_POINTS)
 
 
 def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> None:
@@ -152,12 +147,13 @@ def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> Non
         pool.try_out(Schedule(chain.kept(number) & choices))
 
 
-def _better(search: Search, pool: Pool, tries: int) -> None:
+def _better(graph: Graph, pool: Pool, tries: int) -> None:
+    search = Search(graph, pool, Line(graph))
     # With few tries to spend there is one round, and fewer budgets that get enough of them.
     rounds = 2 if tries >= 1000 else 1
     budgets = max(10, min(_BUDGETS, tries // 10))
     for _ in range(rounds):
-        search.lower(tries // (8 * rounds))
+        search.lower(tries // (4 * rounds))
         found = pool.frontier()
         low, high = found[0].outcome.peak, found[-1].outcome.peak
         for number in range(budgets):
