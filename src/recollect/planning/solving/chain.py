@@ -12,7 +12,7 @@ one is gone on with. After Rotor (Beaumont et al., 2019) and Rockmate (Zhao et a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recollect.planning.solving.linearization import Line
@@ -20,7 +20,10 @@ from recollect.planning.solving.segments import Option, Segments
 
 __all__ = ["Chain"]
 
-#: How much narrower; 1: not at all.
+#: Where to cut a row at most, and the answers that are gone on with at each place.
+_PLACES = 400
+_POINTS = 90
+#: How much narrower lots are where there is less memory; 1: not at all.
 _NARROW = 0.5
 #: Bytes, seconds, the number of a way, and of one of its rests.
 _Point = tuple[int, float, int, int]
@@ -28,9 +31,10 @@ _Point = tuple[int, float, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """An option in front of the rest of a row."""
+    """An option in front of the rest of a row, and the bytes that it needs."""
 
     option: Option
+    need: int
     first: int
     last: int
     rests: _Answers
@@ -40,43 +44,32 @@ class _Way:
 class _Answers:
     """For the rest of a row: ascending bytes, descending seconds, and how each comes about."""
 
-    nbytes: list[int]
-    seconds: list[float]
+    points: list[_Point]
     ways: list[_Way]
-    #: The number of a way and of one of its rests.
-    back: list[tuple[int, int]]
 
 
 class Chain:
-    """The answers for a row that may be cut at ``places``, and within segments at ``fine``."""
+    """The answers for a row, in the order of their bytes."""
 
-    def __init__(
-        self,
-        line: Line,
-        places: Sequence[int],
-        fine: Sequence[int],
-        *,
-        points: int,
-    ) -> None:
-        self._line = line
-        self._places = places
-        self._segments = Segments(line, places, fine)
-        self._points = points
-        end = _Answers([_turn(line)], [0.0], [], [(-1, -1)])
+    def __init__(self, line: Line) -> None:
+        self._places, fine = line.cuts(_PLACES)
+        self._segments = Segments(line, self._places, fine)
+        end = _Answers([(_turn(line), 0.0, -1, -1)], [])
         #: By place: answers that read nothing that crosses it but what is asked for, and any.
-        self._strict = [end] * len(places)
-        self._loose = [end] * len(places)
-        for at in reversed(range(len(places) - 1)):
+        self._strict = [end] * len(self._places)
+        self._loose = [end] * len(self._places)
+        for at in reversed(range(len(self._places) - 1)):
             ways = list(self._ways(at))
-            strict = self._points_of(ways, wants=False)
-            self._strict[at] = self._answers(ways, strict)
+            strict = _points_of(ways, wants=False)
+            self._strict[at] = _Answers(_thin(strict), ways)
             # What wants nothing is an answer in any case.
-            self._loose[at] = self._answers(ways, strict + self._points_of(ways, wants=True))
+            either = _pareto(strict + _points_of(ways, wants=True))
+            self._loose[at] = _Answers(_thin(either), ways)
 
     def __len__(self) -> int:
-        return len(self._loose[0].nbytes)
+        return len(self._loose[0].points)
 
-    def _ways(self, at: int) -> Iterator[tuple[_Way, int]]:
+    def _ways(self, at: int) -> Iterator[_Way]:
         places, count = self._places, len(self._places)
         for to in range(at + 1, min(count, at + 1 + self._segments.care.longest)):
             span = places[at : to + 1]
@@ -85,49 +78,41 @@ class Chain:
                 rests = (self._loose if passes else self._strict)[to]
                 is_last = to == count - 1
                 # Long segments are for little memory, where the next one wants what crosses.
-                if not rests.nbytes or (is_last if passes else not effort and not is_last):
+                if not rests.points or (is_last if passes else not effort and not is_last):
                     continue
-                offset, menu = self._segments.menu(span, passes, effort)
-                for option in menu:
-                    yield _Way(option, span[0], span[-1], rests), option.need + offset
-
-    def _points_of(self, ways: list[tuple[_Way, int]], *, wants: bool) -> list[_Point]:
-        """All that ways come to which want what crosses their begin, or do not."""
-        found: list[_Point] = []
-        for number, (way, need) in enumerate(ways):
-            if way.option.wants is not wants:
-                continue
-            held, seconds = way.option.held, way.option.seconds
-            nbytes, rest = way.rests.nbytes, way.rests.seconds
-            # What comes to no more than the need anyway: the last of it is the quickest.
-            start = bisect_right(nbytes, need - held)
-            if start:
-                found.append((need, seconds + rest[start - 1], number, start - 1))
-            found += [
-                (held + nbytes[n], seconds + rest[n], number, n) for n in range(start, len(nbytes))
-            ]
-        return _pareto(found)
-
-    def _answers(self, ways: list[tuple[_Way, int]], points: list[_Point]) -> _Answers:
-        best = _thin(_pareto(points), self._points)
-        return _Answers(
-            [each[0] for each in best],
-            [each[1] for each in best],
-            [way for way, _ in ways],
-            [each[2:] for each in best],
-        )
+                offset, options = self._segments.options(span, passes, effort)
+                for option in options:
+                    yield _Way(option, option.need + offset, span[0], span[-1], rests)
 
     def kept(self, number: int) -> frozenset[int]:
-        """What an answer keeps; they are in the order of their bytes."""
+        """What an answer keeps."""
         kept: set[int] = set()
         answers = self._loose[0]
         while answers.ways:
-            which, rest = answers.back[number]
+            _, _, which, number = answers.points[number]
             way = answers.ways[which]
             ops = self._segments.ops(way.first, way.last)
             kept.update(ops[n] for n in way.option.kept)
-            answers, number = way.rests, rest
+            answers = way.rests
         return frozenset(kept)
+
+
+def _points_of(ways: list[_Way], *, wants: bool) -> list[_Point]:
+    """The best of the ways that want what crosses their begin, or of those that do not."""
+    found: list[_Point] = []
+    for number, way in enumerate(ways):
+        if way.option.wants is not wants:
+            continue
+        held, seconds, points = way.option.held, way.option.seconds, way.rests.points
+        # What comes to no more than the need anyway: the last of it is the quickest.
+        start = bisect_right(points, way.need - held, key=lambda point: point[0])
+        if start:
+            found.append((way.need, seconds + points[start - 1][1], number, start - 1))
+        found += [
+            (held + points[n][0], seconds + points[n][1], number, n)
+            for n in range(start, len(points))
+        ]
+    return _pareto(found)
 
 
 def _turn(line: Line) -> int:
@@ -160,19 +145,19 @@ def _pareto(points: list[_Point]) -> list[_Point]:
     return found
 
 
-def _thin(found: list[_Point], most: int) -> list[_Point]:
+def _thin(found: list[_Point]) -> list[_Point]:
     """One of each lot that need about the same.
 
     The less memory there is, the more a byte is worth, and the narrower are the lots.
     """
-    if len(found) <= most:
+    if len(found) <= _POINTS:
         return found
     first, last = found[0], found[-1]
     width = last[0] - first[0]
     price = (first[1] - last[1]) / (last[0] - first[0])
     chosen: dict[int, _Point] = {}
     for point in found[1:-1]:
-        lot = int(((point[0] - first[0]) / width) ** _NARROW * (most - 2))
+        lot = int(((point[0] - first[0]) / width) ** _NARROW * (_POINTS - 2))
         best = chosen.get(lot)
         if best is None or point[1] - best[1] < price * (best[0] - point[0]):
             chosen[lot] = point

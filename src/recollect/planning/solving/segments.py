@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.simulate import Schedule, simulate
@@ -27,7 +27,7 @@ class Option:
     Args:
         held: The bytes that it holds until its own backward.
         need: The bytes that there must be in its own backward, counted from those that
-            `Segments.menu` says.
+            `Segments.options` says.
         seconds: Of the ops that run again.
         wants: Whether it reads what crosses its begin, other than what is asked for there anyway.
         kept: The ops to keep, by their number in the segment.
@@ -64,6 +64,10 @@ _CARES = (
 _MOST = (3, 8, 40)
 #: Up to how many kinds of pieces there are, for all but the last.
 _KINDS = (40, 120)
+#: With more places than that within a segment, only those between its pieces are tried; with no
+#: more than that, also two at once.
+_MANY = 24
+_FEW = 6
 
 
 class _Segment:
@@ -240,11 +244,10 @@ class Segments:
 
     def __init__(self, line: Line, places: Sequence[int], fine: Sequence[int]) -> None:
         self._line = line
-        self._fine = list(fine)
+        self._fine = fine
         self._signs: dict[tuple[int, int], int] = {}
         self._known: dict[object, int] = {}
-        self._menus: dict[object, list[Option]] = {}
-        self._offsets: dict[object, int] = {}
+        self._options: dict[object, tuple[int, list[Option]]] = {}
         kinds = {self._sign(first, last) for first, last in pairwise(places)}
         #: What there is to do for each. The more differ, the less can be done for each.
         self.care = _CARES[bisect_left(_KINDS, len(kinds))]
@@ -253,77 +256,63 @@ class Segments:
         """The ops of a segment, in the order of the numbers in an `Option`."""
         return [*self._line.crossing(first).leaks, *self._line.ops[first:last]]
 
-    def menu(self, places: Sequence[int], passes: bool, effort: int) -> tuple[int, list[Option]]:
+    def options(self, places: Sequence[int], passes: bool, effort: int) -> tuple[int, list[Option]]:
         """The options of the segment from the first to the last of ``places``.
 
         The bytes that all their needs are counted from, and the options. ``passes``: whether all
         that crosses its end is to be there, or only what is asked for.
         """
-        first, last = places[0], places[-1]
+        line, first, last = self._line, places[0], places[-1]
         signs = tuple(self._sign(a, b) for a, b in pairwise(places))
-        key = (signs, self._leak_sign(first), passes, effort)
-        at = self._at(last)
-        if key not in self._menus:
-            segment = _Segment(self._line, first, last)
-            cuts = self._inner(first, last, places, effort)
-            self._menus[key] = _menu(segment, cuts, passes, self.care, effort)
-            self._offsets[key] = segment.offset - at
-        return at + self._offsets[key], self._menus[key]
+        leaks = [
+            (first - line.position[op], line.graph.ops[op].name, line.graph.ops[op].seconds)
+            for op in line.crossing(first).leaks
+        ]
+        key = (signs, tuple(leaks), passes, effort)
+        start = line.begins[last]
+        at = line.before[start] if start < len(line.before) else 0
+        if key not in self._options:
+            segment = _Segment(line, first, last)
+            self._options[key] = segment.offset - at, self._find(segment, places, passes, effort)
+        offset, found = self._options[key]
+        return at + offset, found
 
-    def _at(self, last: int) -> int:
-        start = self._line.begins[last]
-        return self._line.before[start] if start < len(self._line.before) else 0
+    def _find(
+        self, segment: _Segment, places: Sequence[int], passes: bool, effort: int
+    ) -> list[Option]:
+        end = segment.after.kept if passes else segment.after.asked_kept
+        found: dict[frozenset[int], Option] = {}
+        for cut in self._inner(places, effort):
+            required = end.union(*(self._line.crossing(place).kept for place in cut))
+            most = (self.care.inner if cut else self.care.corners)[effort]
+            # What is read outside has to be kept for it, or is there anyway.
+            for pays in (True, False) if effort and not cut else (False,):
+                piece = segment.piece(required, pays=pays)
+                free = frozenset(n for n, is_free in enumerate(piece.is_free) if is_free)
+                for chosen in corners(piece, most):
+                    kept = chosen | free
+                    if kept not in found:
+                        found[kept] = segment.judge(piece, kept, passes=passes)
+        return _best(found.values(), _MOST[effort])
 
-    def _inner(
-        self, first: int, last: int, places: Sequence[int], effort: int
-    ) -> list[tuple[int, ...]]:
+    def _inner(self, places: Sequence[int], effort: int) -> list[tuple[int, ...]]:
         """Places within a segment at which it may be cut again."""
         if not effort or not self.care.inner[effort]:
             return [()]
-        fine = [place for place in self._fine if first < place < last]
-        if effort == 1 or len(fine) > 24:
+        fine = [place for place in self._fine if places[0] < place < places[-1]]
+        if effort == 1 or len(fine) > _MANY:
             fine = list(places[1:-1])
         found: list[tuple[int, ...]] = [(), *((place,) for place in fine)]
-        if effort == 2 and 2 < len(fine) <= 6:
-            found += [(a, b) for n, a in enumerate(fine) for b in fine[n + 1 :]]
+        if effort == 2 and 2 < len(fine) <= _FEW:
+            found += combinations(fine, 2)
         return found
 
     def _sign(self, first: int, last: int) -> int:
-        """A number that all segments have that are like this one."""
+        """The same number for segments that are alike."""
         if (first, last) not in self._signs:
             sign = _describe(self._line, first, last)
             self._signs[first, last] = self._known.setdefault(sign, len(self._known))
         return self._signs[first, last]
-
-    def _leak_sign(self, first: int) -> object:
-        graph, line = self._line.graph, self._line
-        return tuple(
-            (first - line.position[op], graph.ops[op].name, graph.ops[op].seconds)
-            for op in line.crossing(first).leaks
-        )
-
-
-def _menu(
-    segment: _Segment, cuts: Sequence[tuple[int, ...]], passes: bool, care: _Care, effort: int
-) -> list[Option]:
-    line = segment.line
-    end = segment.after.kept if passes else segment.after.asked_kept
-    found: dict[frozenset[int], Option] = {}
-    for cut in cuts:
-        required = set(end)
-        for place in cut:
-            required |= line.crossing(place).kept
-        for pays in (True, False):
-            if pays and (cut or not effort):
-                continue
-            piece = segment.piece(required, pays=pays)
-            most = care.inner[effort] if cut else care.corners[effort]
-            free = frozenset(n for n, is_free in enumerate(piece.is_free) if is_free)
-            for chosen in corners(piece, most):
-                kept = chosen | free
-                if kept not in found:
-                    found[kept] = segment.judge(piece, kept, passes=passes)
-    return _best(found.values(), _MOST[effort])
 
 
 def _best(options: Iterable[Option], most: int) -> list[Option]:

@@ -1,9 +1,9 @@
-"""Keep or make again, at a price for memory: the cheapest choice, exactly.
+"""Keep or recompute, at a price for memory: the cheapest choice, exactly.
 
-An op whose result is wanted is kept, which costs its bytes times the price, or runs again, which
+An op whose result is wanted is kept, which costs its bytes times the price, or recomputed, which
 costs its seconds and wants what it reads. With a given price that is a minimum cut. The choices
 that are best at some price are the corners of the convex hull of all choices; `corners` finds them
-all, by asking at the price at which two known ones draw level.
+by solving at the price at which two known ones draw level.
 """
 
 from __future__ import annotations
@@ -63,25 +63,20 @@ def corners(piece: Piece, most: int) -> list[frozenset[int]]:
     if not sizes:
         return [_at_price(piece, 0.0)]
     low, high = 1e-3 * min(piece.seconds) / sum(sizes), 1e3 * total / min(sizes)
-    cheap, quick = _at_price(piece, high), _at_price(piece, low)
-    found = {cheap: _costs(piece, cheap), quick: _costs(piece, quick)}
-    gaps = deque([(cheap, quick)])
+    small, quick = _at_price(piece, high), _at_price(piece, low)
+    found = {small: _costs(piece, small), quick: _costs(piece, quick)}
+    gaps = deque([(small, quick)])
     while gaps and len(found) < most:
         left, right = gaps.popleft()
-        price = _level(found[left], found[right])
-        if price is None:
+        nbytes = found[right][0] - found[left][0]
+        seconds = found[left][1] - found[right][1]
+        if nbytes <= 0 or seconds <= 0:
             continue
-        between = _at_price(piece, price)
+        between = _at_price(piece, seconds / nbytes)
         if between not in found:
             found[between] = _costs(piece, between)
             gaps += [(left, between), (between, right)]
     return list(found)
-
-
-def _level(small: tuple[int, float], quick: tuple[int, float]) -> float | None:
-    """The price at which two choices cost the same."""
-    nbytes, seconds = quick[0] - small[0], small[1] - quick[1]
-    return seconds / nbytes if nbytes > 0 and seconds > 0 else None
 
 
 def _costs(piece: Piece, kept: frozenset[int]) -> tuple[int, float]:
@@ -93,31 +88,28 @@ def _costs(piece: Piece, kept: frozenset[int]) -> tuple[int, float]:
 
 def _at_price(piece: Piece, price: float) -> frozenset[int]:
     """What to keep, where a byte costs so many seconds."""
-    count = len(piece.seconds)
+    ops = [op for op, is_free in enumerate(piece.is_free) if not is_free]
     network = Network()
     # An op is wanted on the source's side of the first, and runs again on that of the second.
-    wanted = [network.node() for _ in range(count)]
-    again = [network.node() for _ in range(count)]
+    wanted = {op: network.node() for op in ops}
+    again = {op: network.node() for op in ops}
     things = [network.node() for _ in piece.prices]
-    for op in range(count):
-        if piece.is_free[op]:
-            continue
+    for op in ops:
         nbytes = piece.nbytes[op]
         network.edge(wanted[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
         network.edge(again[op], 1, _whole(piece.seconds[op]))
         for read in piece.reads[op]:
-            if not piece.is_free[read]:
+            if read in wanted:
                 network.edge(again[op], wanted[read], _NO_LIMIT)
         for thing in piece.outside[op]:
             network.edge(again[op], things[thing], _NO_LIMIT)
+        if op in piece.asked:
+            network.edge(0, wanted[op], _NO_LIMIT)
     for thing, nbytes in zip(things, piece.prices, strict=True):
         network.edge(thing, 1, _whole(price * nbytes))
-    for op in piece.asked:
-        if not piece.is_free[op]:
-            network.edge(0, wanted[op], _NO_LIMIT)
     network.fill()
     near = network.levels()
-    return frozenset(op for op in range(count) if near[wanted[op]] >= 0 > near[again[op]])
+    return frozenset(op for op in ops if near[wanted[op]] >= 0 > near[again[op]])
 
 
 def _whole(seconds: float) -> int:

@@ -1,11 +1,10 @@
 """The solver: what to keep for a step to stay within a budget and take the least time (P4).
 
-1. The ops that may run again are put in a row, and the row is cut where little crosses (`line`).
-2. Each segment has options: the choices that are best at some price for memory (`select`,
-   `segments`).
-3. A dynamic program picks cuts and options for all budgets at once (`chain`).
-4. The simulator judges what comes of it, and small changes better it (`search`).
-5. If it may, part of what is kept goes to the host (`offload`).
+1. The ops that may be recomputed are put in a row, which is cut where few bytes cross
+   (`linearization`). Each segment has options: choices that are best at some price for memory
+   (`select`, `segments`). A dynamic program picks cuts and options for all budgets (`chain`).
+2. The simulator judges them, and small changes improve them (`search`).
+3. If offload is allowed, some of what is kept goes to the host (`offload`).
 
 All of this depends on the graph alone, and makes one pool of solutions (`pool`). The answer for a
 budget is the best of the pool, so more memory never costs time.
@@ -36,9 +35,6 @@ _TRIES = 3_000
 _TRIES_OF_EACH = 100
 #: The least simulations that are spent on what to send to the host.
 _SENDINGS = 240
-#: Where to cut a row at most, and the answers that are gone on with at each such place.
-_PLACES = 400
-_POINTS = 90
 #: The part of the range of budgets that is looked at most closely.
 _LOW = 0.1
 #: With more choices than that, one way to put them in a row has to do.
@@ -118,7 +114,7 @@ class Solver:
             families = [*families, pins] if len(choices) <= _MANY else [pins]
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
-            _sample(pool, _chain(graph, pins), choices, samples)
+            _sample(pool, Chain(Line(graph, pins)), choices, samples)
         self._tell(0.8)
         if self._is_rough:
             Search(graph, pool, Line(graph)).lower(tries // 10)
@@ -130,12 +126,6 @@ def _try_all(pool: Pool, choices: list[int]) -> None:
     for count in range(len(choices)):
         for kept in combinations(choices, count):
             pool.try_out(Schedule(frozenset(kept)))
-
-
-def _chain(graph: Graph, pins: frozenset[int]) -> Chain:
-    line = Line(graph, pins)
-    places, fine = line.cuts(_PLACES)
-    return Chain(line, places, fine, points=_POINTS)
 
 
 def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> None:
