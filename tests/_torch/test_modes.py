@@ -19,6 +19,7 @@ from recollect._torch.modes import (
     forward_ad_active,
     function_mode_count,
     function_modes,
+    raw_memory,
     set_function_modes,
     set_grad_enabled,
     unobserved,
@@ -122,6 +123,15 @@ def test_a_mode_of_ours_leaves_no_flag_that_a_mode_of_another_thread_had_set():
             assert _python_dispatch.is_in_torch_dispatch_mode()
             other.submit(theirs.__exit__, None, None, None).result()
     assert flags() == []
+
+
+def test_to_detach_outside_of_a_mode_leaves_the_version_tracking_of_views_on():
+    x = torch.ones(2)
+    with raw_memory():
+        alias = detach_below_autograd(x)
+    detach_below_autograd(x)
+    x.detach().mul_(2)
+    assert (x._version, alias._version) == (1, 1)
 
 
 def test_a_detached_alias_shares_the_version():

@@ -128,6 +128,7 @@ class DispatchMode(TorchDispatchMode):
         return True
 
 
+_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
@@ -136,9 +137,11 @@ _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of ``tensor`` without history that shares its version counter.
 
-    To be called inside a dispatch mode, where autograd and the version tracking of views are
-    switched off: the latter is switched on here, so that a later in-place change is seen.
+    A dispatch mode runs with autograd and the version tracking of views switched off. The latter is
+    switched on here, so that a later in-place change can be noticed. Outside of a mode it is on.
     """
+    if not _key_excluded(_VERSIONS_OF_VIEWS):
+        return tensor.detach()
     _set_key_excluded(_VERSIONS_OF_VIEWS, False)
     try:
         return tensor.detach()
@@ -227,9 +230,6 @@ class below_python:  # noqa: N801 - used like a function
         self._functions.__exit__(None, None, None)
         if self._transforms is not None:
             self._transforms.__exit__(None, None, None)
-
-
-_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class raw_memory(below_python):  # noqa: N801 - used like a function
