@@ -215,3 +215,33 @@ def test_nested_regions_change_it_once(nested: Run) -> None:
         return x.grad, list(model.buffers()), [p.grad for p in model.parameters()]
 
     assert_transparent(train, nested)
+
+
+class Quantized(nn.Module):
+    """A module that quantizes anew what it multiplies with."""
+
+    scales: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", _quantized(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.scales.dequantize()).sin()
+        self.scales.copy_(_quantized(2.0))
+        return out
+
+
+def _quantized(value: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((3,), value), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # torch will remove them
+@ALL
+def test_a_quantized_buffer_is_put_back(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, x = Quantized(), leaf(2, 3)
+        run(module, x).sum().backward()
+        return x.grad, module.scales.dequantize()
+
+    assert_transparent(scenario, run)

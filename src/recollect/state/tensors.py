@@ -24,7 +24,7 @@ def is_copyable(tensor: Any) -> bool:
     """Whether ``tensor`` is memory that can be copied and copied back."""
     return (
         type(tensor) is torch.Tensor
-        and is_plain_tensor(tensor)
+        and (is_plain_tensor(tensor) or tensor.is_quantized)
         and not tensor.is_inference()
         and (tensor.is_contiguous() or 0 not in tensor.stride())  # expanded: one place for many
     )
