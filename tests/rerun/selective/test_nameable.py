@@ -167,6 +167,23 @@ def test_what_an_in_place_op_made_cannot_be_kept(name):
         recollect.checkpoint(function, *square(1), policy=named(name))
 
 
+@pytest.mark.parametrize("allow_mutation", [False, True])
+@pytest.mark.parametrize(
+    "rules", [named("y"), named("y") | policy.save_ops(aten.sin)], ids=["recomputed", "kept"]
+)
+def test_nor_can_it_if_the_memory_is_held_or_mutation_allowed(rules, allow_mutation):
+    def contexts():
+        return recollect.create_selective_checkpoint_contexts(
+            rules, allow_cache_entry_mutation=allow_mutation
+        )
+
+    def function(x):
+        return tag(x.sin().mul_(2), "y").exp()
+
+    with pytest.raises(ValueError, match="changed in place"):
+        recollect.checkpoint(function, *square(1), context_fn=contexts)
+
+
 # --- kinds of tensors -----------------------------------------------------------------------------
 
 

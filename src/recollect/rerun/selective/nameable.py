@@ -35,8 +35,7 @@ class Nameable:
         self.rng = rng
         #: The rank of the rule by which the result is not kept.
         self.rank = rank
-        #: Whether the result was changed in place since; whether a name has kept it.
-        self.is_spoilt = False
+        #: Whether a name has kept the result.
         self.is_kept = False
         #: Several results, with the largest left out, and where it belongs.
         self._others: Any = None
@@ -54,8 +53,8 @@ class Nameable:
             self._result = ref(result.untyped_storage()), result.dtype, result.device, layout
 
     def out(self) -> Any:
-        """What the op returned; None if it is gone, or was changed."""
-        storage = None if self._result is None or self.is_spoilt else self._result[0]()
+        """What the op returned; None if it is gone."""
+        storage = None if self._result is None else self._result[0]()
         if storage is None:
             return None
         _, dtype, device, layout = self._result
@@ -90,10 +89,10 @@ class NameableResults:
                 self._sources[key] = ref(each.untyped_storage()), source
 
     def before_write(self, memory: int | None) -> None:
-        """Results in ``memory`` are about to be changed in place."""
-        _, source = self._sources.get(memory, (None, None))
-        if type(source) is Nameable:
-            source.is_spoilt = True
+        """Results in ``memory`` are about to be changed in place: a name cannot keep those."""
+        known = self._sources.get(memory)
+        if known is not None:
+            self._sources[memory] = known[0], None
 
 
 def _is_plain(value: Any) -> bool:

@@ -189,7 +189,7 @@ class RecordMode(DispatchMode):
             return self._run_ignored(info, args, kwargs)
         if self.ledger.recomputations or (info.is_cast and is_weight(args[0])):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if self._protects_kept and not info.is_plain:
+        if not info.is_plain:
             self._before_write(info.written(args, kwargs or {}))
         out, rng = self._run_noting_rng(op, args, kwargs)
         step = len(self.ledger.sequence)
@@ -231,7 +231,7 @@ class RecordMode(DispatchMode):
         """Copy kept results that the op which is about to run writes to."""
         for tensor in tensors:
             memory = storage_key(tensor)
-            for entry in self.ledger.entries.values():
+            for entry in self.ledger.entries.values() if self._protects_kept else ():
                 if entry.before_write(tensor, memory):
                     entry.changes = [*entry.changes, len(self.ledger.sequence)]
             if self._nameable is not None:
