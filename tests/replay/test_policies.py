@@ -262,6 +262,31 @@ def test_a_name_for_a_view_an_input_and_a_tensor_changed_in_place() -> None:
         replay(changes, *square(2), policy=policy.save_named("changed"))
 
 
+SEVERAL_RESULTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensor, Any]]]] = {
+    "attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        lambda x: (F.scaled_dot_product_attention(*[x.view(1, 2, 4, 8)] * 3), 1),
+    ),
+    "layer_norm": (aten.native_layer_norm.default, lambda x: (F.layer_norm(x, (8,)), 1)),
+    "std": (aten.std_mean.correction, lambda x: torch.std_mean(x, -1, keepdim=True)),
+    "dropout": (aten.native_dropout.default, lambda x: torch.native_dropout(x, 0.5, True)),
+}
+
+
+@pytest.mark.parametrize(("op", "function"), SEVERAL_RESULTS.values(), ids=SEVERAL_RESULTS)
+def test_a_name_for_one_of_several_results(
+    op: Any, function: Callable[[Tensor], tuple[Tensor, Any]]
+) -> None:
+    def region(x: Tensor) -> Tensor:
+        named, other = function(x.sin())
+        recollect.tag(named, "one")
+        return named.exp() * named * other
+
+    # A call that is recorded holds what has the name, and runs the op again for the others.
+    *_, last = again(region, [leaf(8, 8)], policy=policy.save_named("one"))
+    assert last[op] == 0
+
+
 # --- rules that match nothing ---------------------------------------------------------------------
 
 

@@ -287,7 +287,8 @@ class OpRecorder(DispatchMode):
                 f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
                 "changed in place. Name the result of another op."
             )
-        op.never_again(ruling.reason, ruling)
+        # Its other results may be gone by now: after this call they are recomputed.
+        op.hold_results(ruling.reason, ruling)
         tracker.hold(tracker.view_in(storage, tensor), tensor, ruling)
         tracker.remat.release_last()
 

@@ -187,6 +187,8 @@ class RecordedOp:
     #: Why it must not run again, if so; and why not after a later call, which is not recorded.
     keep: str | None = None
     later: str | None = None
+    #: Whether it cannot run again, since its arguments are gone.
+    is_lost: bool = False
     #: The ruling of the policy.
     ruling: Any = None
     #: In a plan: its key, the positions in ``makes`` of the values that are held, and how many of
@@ -234,12 +236,16 @@ class RecordedOp:
             self.only = self.makes[0] if self.paths == [()] else -1
         return self.views
 
-    def never_again(self, reason: str, ruling: Any) -> None:
+    def hold_results(self, reason: str, ruling: Any) -> None:
         """Have its results held instead of recomputed."""
         if ruling is not self.ruling:
             self.ruling, self.planned = ruling, None
         self.keep = reason
-        self.args, self.kwargs = [], {}
+
+    def never_again(self, reason: str, ruling: Any) -> None:
+        """The same, from its call on: it cannot run again."""
+        self.hold_results(reason, ruling)
+        self.args, self.kwargs, self.is_lost = [], {}, True
 
 
 class RecordedGraph:

@@ -316,7 +316,7 @@ class Rematerializer:
         if ops is None:
             ops = missing_ops(self.graph, number, passed.here, self.kept)
             for op in (self.graph.ops[each] for each in ops):
-                if op.keep is not None:
+                if op.is_lost:
                     raise CheckpointError(_LOST.format(op=op.op))
             if chains is not None:
                 chains[number] = ops
