@@ -7,8 +7,8 @@ same rules (`release`):
    the limit on copies in flight is reached. The rest is freed after its last use in forward.
 2. Backward unpacks a saved tensor. If it is not there, the ops that lead to it from held values run
    again, in the order of forward.
-3. Tensors are fetched from the host in the order in which they will be needed, as many ahead as the
-   limit allows.
+3. Tensors are fetched from the host, those offloaded last first, as many ahead as the limit
+   allows.
 
 Copies overlap with computation, one at a time in each direction. The allocator counts memory when
 work is issued, far ahead of the device. So the engine cannot wait until a copy is done: the plan

@@ -71,19 +71,21 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _must_rerun() -> bool:
-    """Whether something around the call is not supported."""
-    # Another region around this one needs it to save the same tensors every time, but a recorded
-    # and a checked call save different ones. A function mode may do anything. Tensors with tangents
-    # cannot be told from those without. During graph capture generators cannot be read.
-    return (
-        saved_tensor_hooks_active()
-        or foreign_function_modes()
-        or is_compiling()
-        or is_transforming()
-        or forward_ad_active()
-        or is_capturing()
-    )
+def _obstacle() -> str | None:
+    """What around the call is not supported, if anything is."""
+    if saved_tensor_hooks_active():
+        # Another region around this one needs it to save the same tensors every time, but a
+        # recorded and a checked call save different ones.
+        return "it is inside of another region, or of saved-tensor hooks"
+    if foreign_function_modes():
+        return "it is inside of a function mode, which may do anything"
+    if is_compiling():
+        return "a compiler traces it"
+    if is_transforming() or forward_ad_active():
+        return "it is inside of a transform of torch.func, or of forward-mode differentiation"
+    if is_capturing():
+        return "it is captured into a CUDA graph, where generators cannot be read"
+    return None
 
 
 @dataclass(eq=False)
@@ -95,8 +97,9 @@ class CallReport:
     #: What the rest of it holds, if it differed from the recording.
     rest: Rematerializer | None = None
     policy: Policy | None = None
-    #: Why everything is held, or recorded, from some point on; why every call is recorded.
+    #: Why everything is held, or recorded, from some point on.
     stopped: str | None = None
+    #: Why every call is recorded.
     unsettled: str | None = None
     #: Whether it was recorded, so that the next call runs differently.
     is_rehearsal: bool = False
@@ -129,8 +132,9 @@ def replay_region(
     if _running.is_running:
         # The region around it sees every op, and drops what this one would.
         return function(*args, **kwargs)
-    if _must_rerun():
-        return _leave("it is inside of another region, or of hooks or modes", report)
+    obstacle = _obstacle()
+    if obstacle is not None:
+        return _leave(obstacle, report)
     flags = read_flags()
     try:
         sends_away = (deposit.chosen, offload_inputs)

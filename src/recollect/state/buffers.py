@@ -6,10 +6,10 @@ Version counters stay as they are: for autograd nothing has happened.
 
 Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics though
 its schema does not say so, and ``buffer.data.copy_()`` is a common way to update a moving average.
-So copies are compared by content on the CPU. On a device that would be to wait: there, buffers of
-modules that may do so are assumed to have changed. Large buffers are masks and tables, as a rule:
-those are copied and compared, wherever they are, at their first call, and copied later only if they
-have ever changed.
+So copies are compared by content on the CPU. On a device comparing would synchronize: there,
+buffers of modules that may do so are assumed to have changed. Large buffers are masks and tables,
+as a rule: those are copied and compared, wherever they are, at their first call, and copied later
+only if they have ever changed.
 """
 
 from __future__ import annotations

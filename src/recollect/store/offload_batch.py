@@ -1,8 +1,9 @@
 """The tensors that one region has put into a store, and when to prefetch them.
 
 Backward goes through the regions in the opposite order of forward, and through the tensors of each
-in the order of forward. So when a region is recomputed, its own tensors are prefetched, and then
-those of the region before it, which arrive while this one computes.
+in the order of forward (under a plan, whose region is the whole model, the last first). So when a
+region is recomputed, its own tensors are prefetched, and then those of the region before it, which
+arrive while this one computes.
 """
 
 from __future__ import annotations
