@@ -90,7 +90,7 @@ def _observed(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 def _offload_batch(contexts: Contexts | None, options: Options) -> OffloadBatch:
     """The batch for the inputs of a region: that of the results that its policy keeps, if any."""
     if contexts is not None and isinstance(contexts[0], RecordMode):
-        return contexts[0].ledger.deposit
+        return contexts[0].ledger.offload_batch
     return OffloadBatch(options.store)
 
 

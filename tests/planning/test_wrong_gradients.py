@@ -863,16 +863,16 @@ def test_tensors_with_names_alone() -> None:
 
 
 def test_a_tensor_of_the_surroundings() -> None:
-    surroundings = {"shift": X.mean(0).requires_grad_()}
+    region_state = {"shift": X.mean(0).requires_grad_()}
 
     class Closed(Layers):
         def between(self, x: Tensor, number: int) -> Tensor:
-            return torch.sin(x * surroundings["shift"])
+            return torch.sin(x * region_state["shift"])
 
     def act(model: nn.Module, number: int) -> Any:
-        surroundings["shift"] = (X.mean(0) * (number + 1)).requires_grad_()
+        region_state["shift"] = (X.mean(0) * (number + 1)).requires_grad_()
         squares(model(X)).backward()
-        return surroundings["shift"].grad.clone()
+        return region_state["shift"].grad.clone()
 
     same(Closed, X, act)
 

@@ -88,9 +88,9 @@ BOUNDARIES = first(*(f"layers.{n}|aten::add|0" for n in range(4)))
 TANHS = first(*(f"layers.{n}|aten::tanh|0" for n in range(3)))
 
 
-def step(model, x, decisions, deposit=None):
-    deposit = deposit or OffloadBatch(host=decisions.store, last_first=True)
-    out = replay_region(model.forward, (x,), {}, decisions, deposit, False)
+def step(model, x, decisions, offload_batch=None):
+    offload_batch = offload_batch or OffloadBatch(host=decisions.store, last_first=True)
+    out = replay_region(model.forward, (x,), {}, decisions, offload_batch, False)
     assert type(out) is not LeftToRerun
     return out
 
@@ -212,9 +212,9 @@ def test_arrivals_are_told_after_their_ops(model, x, calls):
 
 def test_at_the_end_of_forward_the_rest_arrives(model, x):
     store = Store()
-    deposit = OffloadBatch(host=store, last_first=True)
-    out = step(model, x, named(BOUNDARIES, TANHS, store), deposit)
-    deposit.release()
+    offload_batch = OffloadBatch(host=store, last_first=True)
+    out = step(model, x, named(BOUNDARIES, TANHS, store), offload_batch)
+    offload_batch.release()
     assert out.requires_grad  # and hence holds what was put
     assert [entry for entry in store.log if entry[0] == "release"] == [
         ("release", 0),
@@ -261,12 +261,12 @@ def test_the_rest_of_a_call_that_differs_goes_by_the_same_decisions(model, x, mo
 
 def test_what_is_sent_after_less_than_was_expected_is_let_go_in_time() -> None:
     store, _ = make_store(_polls=False)
-    deposit = OffloadBatch(host=store, last_first=True)
+    offload_batch = OffloadBatch(host=store, last_first=True)
     parcels, storages = [], []
     for expected in (2, 1, 1):  # of the first call one result was not sent
         tensor = torch.randn(100)
         storages.append(ref(tensor.untyped_storage()))
-        parcels.append(deposit.put(tensor))
+        parcels.append(offload_batch.put(tensor))
         del tensor
-        deposit.release(expected)
+        offload_batch.release(expected)
         assert storages[-1]() is None

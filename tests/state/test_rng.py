@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from recollect.state import region_state as surroundings
+from recollect.state import region_state
 from tests._support import Run, assert_identical, assert_transparent, leaf, plain, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
@@ -312,7 +312,7 @@ def test_recurrent_layers_are_prepared_to_drop_out_the_same(
 ) -> None:
     # On CUDA devices, where they draw from a state of cuDNN's. Of others nothing is to be prepared.
     prepared: list[torch.device] = []
-    monkeypatch.setattr(surroundings, "reseed_recurrent_layers", prepared.append)
+    monkeypatch.setattr(region_state, "reseed_recurrent_layers", prepared.append)
     model = wrap()
     function = (lambda x: model(x.tanh())) if is_function else model
     x = torch.randn(3, 2, 4, requires_grad=True)

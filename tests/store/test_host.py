@@ -567,7 +567,7 @@ def test_a_change_inside_of_a_dispatch_mode_is_noticed():
         store.get(handles[-1])
 
 
-# --- the caller's surroundings --------------------------------------------------------------------
+# --- the surroundings of the caller ---------------------------------------------------------------
 
 
 class Spy(TorchDispatchMode):

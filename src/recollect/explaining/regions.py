@@ -38,13 +38,13 @@ class RerunRegion(Region):
 
     def __init__(self, name: str, frame: Frame) -> None:
         record = None if frame.contexts is None else frame.contexts[0]
-        batch = record.ledger.deposit if isinstance(record, RecordMode) else frame.offloaded
+        batch = record.ledger.offload_batch if isinstance(record, RecordMode) else frame.offloaded
         super().__init__(name, batch)
         self._frame = ref(frame)
         self._early_stop = frame.early_stop
         if frame.contexts is not None:
             self.otherwise = _CONTEXT_FN
-        if frame.surroundings.preserves_rng:
+        if frame.region_state.preserves_rng:
             self.rng_bytes = _bytes_of(read_rng())
 
     @property

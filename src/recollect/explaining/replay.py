@@ -39,7 +39,7 @@ class ReplayRegion(Region):
 
     def __init__(self, name: str, report: CallReport) -> None:
         assert report.remat is not None
-        super().__init__(name, report.remat.deposit)
+        super().__init__(name, report.remat.offload_batch)
         self._witness: CallReport | None = report
         #: One, or two if the call was recorded from its middle on.
         self._parts: list[_Part] = []

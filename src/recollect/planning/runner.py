@@ -72,9 +72,9 @@ def run_planned(
     """Call ``function`` with its results kept, offloaded or dropped as decided."""
     if by.blocks:
         return run_blocks(function, args, kwargs)
-    deposit = OffloadBatch(host=by.store, last_first=True)
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
     report = CallReport() if report is None else report
-    result = replay_region(function, args, kwargs, by, deposit, False, report)
+    result = replay_region(function, args, kwargs, by, offload_batch, False, report)
     if type(result) is LeftToRerun:
         reason = result.reason
         told.tell(
@@ -82,7 +82,7 @@ def run_planned(
         )
         return function(*args, **kwargs)
     if by.away:
-        deposit.release()  # forward is over: what is leaving would only be in the way
+        offload_batch.release()  # forward is over: what is leaving would only be in the way
     return result
 
 

@@ -373,7 +373,7 @@ class Checker(TorchFunctionMode):
             self._settle(expected, tickets)
             self._tickets = []
         if expected.arrivals:
-            self._remat.deposit.release(expected.arrivals)
+            self._remat.offload_batch.release(expected.arrivals)
 
     def _end_with_care(self, expected: CheckedStep, returned: list[_Tensor]) -> None:
         tickets = self._tickets
@@ -392,7 +392,7 @@ class Checker(TorchFunctionMode):
         self._settle(expected, tickets)
         self._tickets = []
         if expected.arrivals:
-            self._remat.deposit.release(expected.arrivals)
+            self._remat.offload_batch.release(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
         number = self._numbers.number_of(tensor)

@@ -124,7 +124,7 @@ def replay_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy | NamedSchedule | None,
-    deposit: OffloadBatch,
+    offload_batch: OffloadBatch,
     offload_inputs: bool,
     report: CallReport | None = None,
 ) -> Any:
@@ -137,7 +137,7 @@ def replay_region(
         return _leave(obstacle, report)
     flags = read_flags()
     try:
-        sends_away = (deposit.chosen, offload_inputs)
+        sends_away = (offload_batch.chosen, offload_inputs)
         signature = signature_of(function, args, kwargs, policy, sends_away, flags)
         entry = entry_of(function, signature)
     except UnsupportedArgument as error:
@@ -148,7 +148,7 @@ def replay_region(
     if observer is not None and report is None:
         report = CallReport()
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, report)
-    remat = Rematerializer(deposit, flags)
+    remat = Rematerializer(offload_batch, flags)
     if report is not None:
         report.remat = remat
     if isinstance(policy, NamedSchedule):
@@ -243,7 +243,7 @@ class _Call:
         """
         if isinstance(self.policy, Policy) and rulebook_of(self.policy).modules:
             return None  # it is not known which modules are being called
-        remat = Rematerializer(earlier.deposit, earlier.flags)
+        remat = Rematerializer(earlier.offload_batch, earlier.flags)
         recorder = self.recorder(remat, earlier, done)
         if self.report is not None:
             self.report.rest = remat

@@ -50,11 +50,11 @@ class HeldTensor:
         """The key of its storage, or of the one it was offloaded from; None if that is gone."""
         return memory_key(self.tensor) if self.away is None else self.away.address
 
-    def send(self, deposit: OffloadBatch, layout: Layout) -> None:
+    def send(self, offload_batch: OffloadBatch, layout: Layout) -> None:
         """Offload the whole tensor, which has this ``layout``."""
         if self.layout is not layout:
             self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
-        self.away = deposit.put(self.tensor)
+        self.away = offload_batch.put(self.tensor)
         del self.tensor
 
     def is_unchanged(self) -> bool:

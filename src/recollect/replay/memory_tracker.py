@@ -323,7 +323,7 @@ class MemoryTracker:
         remat = self.remat
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
         self._new.append(remat.keep(view.value, alias, view.layout, away=False))
-        if ruling is not None and (ruling.offloads or remat.deposit.chosen):
+        if ruling is not None and (ruling.offloads or remat.offload_batch.chosen):
             self._leaving.append(view.value)
 
     def note_metadata_change(self, tensor: _Tensor) -> None:
@@ -358,4 +358,4 @@ class MemoryTracker:
         with self.pause():
             for value in leaving:
                 self.remat.send(value)
-            self.remat.deposit.release(arrivals)
+            self.remat.offload_batch.release(arrivals)

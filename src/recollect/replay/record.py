@@ -130,7 +130,7 @@ class Recorder(TorchFunctionMode):
             self._calls,
             self._outsides,
             tracker.writes_outside,
-            remat.deposit.chosen,
+            remat.offload_batch.chosen,
             tracker.stopped,
         )
 

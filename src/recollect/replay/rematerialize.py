@@ -67,11 +67,11 @@ class _Pass(WorkingSet[torch.Tensor]):
 class Rematerializer:
     """What one call of a region holds."""
 
-    def __init__(self, deposit: OffloadBatch, flags: Flags) -> None:
+    def __init__(self, offload_batch: OffloadBatch, flags: Flags) -> None:
         self.graph = RecordedGraph()
         #: The schedule that the call follows, if it was recorded before.
         self._schedule: RegionSchedule | None = None
-        self.deposit = deposit
+        self.offload_batch = offload_batch
         #: How many tickets are left when the store is told to fetch ahead; None: it is at once.
         self.begin: int | None = None
         #: The flags that the region ran under.
@@ -120,7 +120,7 @@ class Rematerializer:
         """Offload what is held of ``value``, if it still is and can be."""
         held = self.kept.get(value.number)
         if held is not None and held.away is None and is_whole(value.layout, value.nbytes):
-            held.send(self.deposit, value.layout)
+            held.send(self.offload_batch, value.layout)
 
     def release_last(self) -> None:
         """Release the value that was kept just now after all others: older tickets need it."""
@@ -232,44 +232,44 @@ class Rematerializer:
         value = view.value
         if value.is_spoilt and self.saw_all and not self.is_running:
             raise saved_tensor_changed(view.layout[0])
-        passed = self.passes.get(current_graph_task())
-        if passed is not None and not self.is_running:
-            tensor = passed.here.get(value.number)
+        working = self.passes.get(current_graph_task())
+        if working is not None and not self.is_running:
+            tensor = working.here.get(value.number)
             if tensor is not None:  # the usual case: most are recomputed on the way to the first
-                passed.give(value.number)
+                working.give(value.number)
                 return view.of(tensor)
         pause = self.pause if self.is_running else None
         # Two threads of one backward may be here at once.
         with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
-            passed = self._pass()
+            working = self._pass()
             if not self.is_running:
                 self._release_held()
-                if not passed.is_announced and len(self.tickets) <= (self.begin or 0):
-                    passed.is_announced = True
-                    self.deposit.announce()
-            if passed.flags is None:
-                tensor = self._tensor(passed, value)
+                if not working.is_announced and len(self.tickets) <= (self.begin or 0):
+                    working.is_announced = True
+                    self.offload_batch.announce()
+            if working.flags is None:
+                tensor = self._tensor(working, value)
             else:
-                with _under(passed.flags):
-                    tensor = self._tensor(passed, value)
-            passed.give(value.number)
+                with _under(working.flags):
+                    tensor = self._tensor(working, value)
+            working.give(value.number)
             return view.of(tensor)
 
     def _pass(self) -> _Pass:
         backward = current_graph_task()
-        passed = self.passes.get(backward)
-        if passed is None:
-            passed = _Pass(self._count(), self.flags if read_flags() != self.flags else None)
+        working = self.passes.get(backward)
+        if working is None:
+            working = _Pass(self._count(), self.flags if read_flags() != self.flags else None)
             if backward >= 0:  # else this is outside of backward, and nothing may stay behind
                 # A backward that failed has left its pass here. Dropping one only costs time.
                 for oldest in [*self.passes][: 1 - _PASSES]:
                     del self.passes[oldest]
-                self.passes[backward] = passed
+                self.passes[backward] = working
                 at_end_of_backward(partial(_end_pass, ref(self), backward))
-            passed.is_announced = self.begin is None
-            if passed.is_announced:
-                self.deposit.announce()
-        return passed
+            working.is_announced = self.begin is None
+            if working.is_announced:
+                self.offload_batch.announce()
+        return working
 
     def _count(self) -> list[int]:
         """By value: how often backward will use it."""
@@ -282,9 +282,9 @@ class Rematerializer:
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
         return find_needs(self.graph, [ticket[2].value.number for ticket in alive], self.kept).uses
 
-    def _tensor(self, passed: _Pass, value: RecordedValue) -> torch.Tensor:
+    def _tensor(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
         """The tensor of the value's own layout."""
-        number, here, uses = value.number, passed.here, passed.uses
+        number, here, uses = value.number, working.here, working.uses
         tensor = here.get(number)
         if tensor is not None:
             return tensor
@@ -295,26 +295,26 @@ class Rematerializer:
             if uses[number] > 1:
                 here[number] = tensor
             return tensor
-        ops = self._missing(passed, number)
+        ops = self._missing(working, number)
         if uses[number] <= 0:  # not counted: a tensor is unpacked for the second time
             for op in ops:
                 for read in self.graph.ops[op].reads:
                     uses[read] += 1
         uses[number] += 1  # not to be released before it is returned
         for op in ops:
-            self._run(passed, self.graph.ops[op])
+            self._run(working, self.graph.ops[op])
         tensor = here[number]
-        passed.use(number)
+        working.use(number)
         return tensor
 
-    def _missing(self, passed: _Pass, number: int) -> list[int]:
+    def _missing(self, working: _Pass, number: int) -> list[int]:
         """The ops that recompute a value from what is there, in order."""
         schedule, chains = self._schedule, None
-        if not (passed.here or schedule is None or self.is_running) and self.saw_all:
+        if not (working.here or schedule is None or self.is_running) and self.saw_all:
             chains = schedule.chains  # there is what the schedule keeps, and nothing else
         ops = None if chains is None else chains.get(number)
         if ops is None:
-            ops = missing_ops(self.graph, number, passed.here, self.kept)
+            ops = missing_ops(self.graph, number, working.here, self.kept)
             for op in (self.graph.ops[each] for each in ops):
                 if op.is_lost:
                     raise CheckpointError(_LOST.format(op=op.op))
@@ -322,7 +322,7 @@ class Rematerializer:
                 chains[number] = ops
         return ops
 
-    def _run(self, passed: _Pass, op: RecordedOp) -> None:
+    def _run(self, working: _Pass, op: RecordedOp) -> None:
         """Run ``op`` again."""
         if torch.is_grad_enabled() is not op.grad_enabled:
             set_grad_enabled(op.grad_enabled)
@@ -330,46 +330,46 @@ class Rematerializer:
         if views is None:
             views = op.prepare()
         if views is NEEDS_CARE:
-            self._run_with_care(passed, op)
+            self._run_with_care(working, op)
             return
-        here = passed.here
+        here = working.here
         args = op.args.copy()
         for place, view in views:
             value = view.value
             tensor = here.get(value.number)
             if tensor is None:
-                tensor = self._tensor(passed, value)
+                tensor = self._tensor(working, value)
             args[place] = view.of(tensor)
         out = op.call(*args, **op.kwargs)
-        passed.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
+        working.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
 
-    def _run_with_care(self, passed: _Pass, op: RecordedOp) -> None:
+    def _run_with_care(self, working: _Pass, op: RecordedOp) -> None:
         """Run an op that writes, draws, takes lists of tensors, or has flags of its own."""
-        bases = {old: self._writable(passed, op, old) for old, _ in op.writes}
-        args = [self._argument(passed, each, bases) for each in op.args]
-        kwargs = {name: self._argument(passed, each, bases) for name, each in op.kwargs.items()}
+        bases = {old: self._writable(working, op, old) for old, _ in op.writes}
+        args = [self._argument(working, each, bases) for each in op.args]
+        kwargs = {name: self._argument(working, each, bases) for name, each in op.kwargs.items()}
         with _NOTHING if op.flags is None else _under(op.flags):
             out = op.call(*args, **kwargs) if op.generator is None else self._draw(op, args, kwargs)
         written = [(new, bases[old]) for old, new in op.writes]
         reads = [number for number in op.reads if number not in bases]
-        passed.end_op(reads, _results(op, out) + written)
+        working.end_op(reads, _results(op, out) + written)
 
-    def _argument(self, passed: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
+    def _argument(self, working: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
         if type(arg) is View:
             base = bases.get(arg.value.number) if bases else None
-            return arg.of(self._tensor(passed, arg.value) if base is None else base)
+            return arg.of(self._tensor(working, arg.value) if base is None else base)
         if type(arg) is Views:
-            return arg.kind([self._argument(passed, each, bases) for each in arg])
+            return arg.kind([self._argument(working, each, bases) for each in arg])
         return arg
 
-    def _writable(self, passed: _Pass, op: RecordedOp, number: int) -> torch.Tensor:
+    def _writable(self, working: _Pass, op: RecordedOp, number: int) -> torch.Tensor:
         """A tensor with the content of a value, which ``op`` may write to."""
         value = self.graph.values[number]
         if number in op.fresh:
             size, stride, _, dtype, _ = value.layout
             return torch.empty_strided(size, stride, dtype=dtype, device=value.device)
-        tensor = self._tensor(passed, value)
-        if passed.use_up(number) and number not in self.kept:
+        tensor = self._tensor(working, value)
+        if working.use_up(number) and number not in self.kept:
             return tensor
         return copy_of_storage(tensor)
 

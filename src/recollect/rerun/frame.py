@@ -93,7 +93,7 @@ class ForwardFrame:
         "read_once",
         "recomputed",
         "running",
-        "surroundings",
+        "region_state",
         "tickets",
     )
 
@@ -114,7 +114,7 @@ class ForwardFrame:
         #: Where the inputs are, if they are not held.
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
-        self.surroundings = RegionState(function, self.inputs.reachable(), preserve_rng_state)
+        self.region_state = RegionState(function, self.inputs.reachable(), preserve_rng_state)
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
         #: Whether values are compared too, besides the results of ``describe``.
@@ -143,7 +143,7 @@ class ForwardFrame:
 
     def __enter__(self) -> None:
         push_saved_tensor_hooks(self._pack_hook(), self.unpack)
-        recorder = self.surroundings.collectives
+        recorder = self.region_state.collectives
         if self.contexts is None and self.forward_log is None and recorder is None:
             return
         try:
@@ -182,7 +182,7 @@ class ForwardFrame:
         if exc is None:
             self.running = False
             self.inputs.settle()
-            self.surroundings.settle()
+            self.region_state.settle()
 
     def _pack_hook(self) -> Callable[[torch.Tensor], Ticket]:
         tickets = self.tickets

@@ -54,7 +54,7 @@ class Recomputation:
         "_later",
         "_log",
         "_raised",
-        "_replay",
+        "_recompute_mode",
         "_stopped",
         "_surplus",
         "_tensors",
@@ -77,10 +77,10 @@ class Recomputation:
         self._unwritten_by = -1
         self._raised: str | None = None
         #: The mode that returns kept results, if there are any.
-        self._replay: RecomputeMode | None = None
+        self._recompute_mode: RecomputeMode | None = None
         #: Present if something that the function may use has changed. The function then runs to its
         #: end, so that every op is checked.
-        self._changes: UseOfChanged | None = frame.surroundings.changes()
+        self._changes: UseOfChanged | None = frame.region_state.changes()
         self._log = frame.make_log()
 
     @hide_from_dynamo
@@ -128,9 +128,9 @@ class Recomputation:
             frame.forward_log.recording = False  # it is on if the function goes backward inside
         try:
             if dynamo_is_watching():
-                run_without_dynamo(frame.surroundings.run, self._call, args, kwargs)
+                run_without_dynamo(frame.region_state.run, self._call, args, kwargs)
             else:
-                frame.surroundings.run(self._call, args, kwargs)
+                frame.region_state.run(self._call, args, kwargs)
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
@@ -168,9 +168,9 @@ class Recomputation:
         frame = self._frame
         contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
         if contexts and isinstance(contexts[0], RecomputeMode):
-            restores_rng = frame.surroundings.preserves_rng
+            restores_rng = frame.region_state.preserves_rng
             replay = contexts[0].for_rerun(values, restores_rng=restores_rng)
-            self._replay = contexts[0] = replay
+            self._recompute_mode = contexts[0] = replay
         return contexts + [each for each in (self._changes, self._log) if each is not None]
 
     def _call_noting_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,8 +275,8 @@ class Recomputation:
 
     def _verify(self) -> None:
         frame = self._frame
-        if self._replay is not None:
-            self._replay.check_end()
+        if self._recompute_mode is not None:
+            self._recompute_mode.check_end()
         if self._surplus:
             raise too_many_saved(self._expected, self._context())
         if len(self._tensors) < self._expected and not frame.running:

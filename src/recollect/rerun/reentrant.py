@@ -62,7 +62,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.inputs = Inputs(others, {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.surroundings = RegionState(run_function, ctx.inputs.reachable(), preserve_rng_state)
+        ctx.region_state = RegionState(run_function, ctx.inputs.reachable(), preserve_rng_state)
         ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
         # What is saved is guarded from the end of forward on only.
@@ -70,11 +70,11 @@ class CheckpointFunction(torch.autograd.Function):
             args[i]._version if _is_only_saved(args[i]) and not args[i].is_inference() else None
             for i in ctx.tensor_indices
         ]
-        with torch.no_grad(), ctx.surroundings.collectives or nullcontext():
+        with torch.no_grad(), ctx.region_state.collectives or nullcontext():
             outputs = run_function(*args)
         ctx.changed = _changed_inside(args, ctx.tensor_indices, versions)
         ctx.inputs.settle()
-        ctx.surroundings.settle()
+        ctx.region_state.settle()
         return outputs
 
     @staticmethod
@@ -126,11 +126,11 @@ def _changed_inside(
 
 
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:
-    changes = ctx.surroundings.changes()
+    changes = ctx.region_state.changes()
     swapped = ctx.inputs.swap()
     try:
         with torch.enable_grad(), changes or nullcontext():
-            outputs = ctx.surroundings.run(ctx.run_function, *inputs)
+            outputs = ctx.region_state.run(ctx.run_function, *inputs)
     finally:
         if swapped is not None:
             swapped.put_back()

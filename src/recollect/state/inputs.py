@@ -54,10 +54,10 @@ class _Saved:
         return tensor, self._version
 
 
-def _stow(value: Any, deposit: OffloadBatch) -> Any:
+def _stow(value: Any, offload_batch: OffloadBatch) -> Any:
     # A tensor that needs no gradient is often shared by all regions (a mask); a leaf lives anyway.
     if isinstance(value, _Tensor) and value.requires_grad and not value.is_leaf:
-        return _Saved(value, partial(_fetch, deposit.put(value.detach())))
+        return _Saved(value, partial(_fetch, offload_batch.put(value.detach())))
     return value
 
 
@@ -85,7 +85,7 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 class Inputs:
     """Arguments of one call.
 
-    Without ``guard``, tensors that have changed are taken as they are. With a ``deposit``,
+    Without ``guard``, tensors that have changed are taken as they are. With a ``offload_batch``,
     activations among them are put there, unless somebody else's hooks take them.
     """
 
@@ -96,7 +96,7 @@ class Inputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         guard: bool = True,
-        deposit: OffloadBatch | None = None,
+        offload_batch: OffloadBatch | None = None,
     ) -> None:
         self._spoilt: str | None = None
         self._guard = guard
@@ -104,10 +104,10 @@ class Inputs:
         if self._saved:
             args = tuple([_save(value) for value in args])
             kwargs = {name: _save(value) for name, value in kwargs.items()}
-        elif deposit is not None:
+        elif offload_batch is not None:
             self._saved = True
-            args = tuple([_stow(value, deposit) for value in args])
-            kwargs = {name: _stow(value, deposit) for name, value in kwargs.items()}
+            args = tuple([_stow(value, offload_batch) for value in args])
+            kwargs = {name: _stow(value, offload_batch) for name, value in kwargs.items()}
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []

@@ -128,7 +128,7 @@ class KeptCall:
 class Ledger:
     """The calls of a region's ops."""
 
-    def __init__(self, deposit: OffloadBatch) -> None:
+    def __init__(self, offload_batch: OffloadBatch) -> None:
         #: The ops of all calls, in order, by their `key_of`.
         self.sequence: list[Any] = []
         #: By step.
@@ -141,7 +141,7 @@ class Ledger:
         #: Whether forward is over.
         self.is_complete = False
         #: Where kept tensors go that are offloaded.
-        self.deposit = deposit
+        self.offload_batch = offload_batch
         #: How many recomputations are under way. One that runs while forward is not over yet (the
         #: function goes backward inside) is seen by the mode of forward, which must not record it.
         self.recomputations = 0

@@ -85,7 +85,7 @@ class RecomputeMode(DispatchMode):
         mode = RecomputeMode(self.ledger, self.allow_cache_entry_mutation, once=self._once)
         mode._restores_rng = restores_rng
         mode._labels = self.ledger.labels.for_rerun(values)
-        self.ledger.deposit.announce()
+        self.ledger.offload_batch.announce()
         return mode
 
     def __enter__(self) -> RecomputeMode:

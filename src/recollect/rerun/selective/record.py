@@ -246,8 +246,8 @@ class RecordMode(DispatchMode):
         rng: RngState | None = None,
     ) -> KeptCall:
         """Keep the results of a call."""
-        deposit = self.ledger.deposit
-        hold: Any = deposit.put if ruling.offloads or deposit.chosen else Kept
+        offload_batch = self.ledger.offload_batch
+        hold: Any = offload_batch.put if ruling.offloads or offload_batch.chosen else Kept
         if type(out) is _Tensor:
             results = hold(detach_below_autograd(out))
         else:
