@@ -2,7 +2,7 @@
 
     RuntimeError
     └── torch.utils.checkpoint.CheckpointError
-        └── CheckpointError             root of everything raised in backward
+        └── CheckpointError             root of recollect's errors
             ├── RecomputeMismatch       the recomputation saved other tensors than forward
             ├── InputChanged            an input was modified in place between forward and backward
             ├── KeptTensorError         a tensor kept by selective checkpointing cannot be used

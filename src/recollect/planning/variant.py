@@ -24,15 +24,15 @@ from recollect.report.units import bytes_text
 
 __all__ = ["Variant"]
 
-#: By how much the estimate for a larger batch has to exceed the prediction to be believed.
+#: An estimate for a larger batch overrides the prediction if it is this many times as high.
 _ROUGH = 1.2
-#: The part of the budget up to which a step that was predicted to fit without a plan surely does.
+#: A step predicted to take less than this part of the budget without a plan is not checked.
 _FAR = 0.5
-#: The part of its bytes by which a forward may exceed the prediction, and be the predicted one.
+#: A forward may make this part more bytes than predicted, and still count as the predicted one.
 _SAME = 0.01
-#: The part of a growth by which the estimate of its step may be too low.
-_EXACT = 8
-#: The part of the budget that is left free by schedules that were not tried.
+#: The estimate of a step that grew may be too low by this part of the growth.
+_ESTIMATE_ERROR = 1 / 8
+#: Schedules that were not tried leave this part of the budget free.
 _SPARE = 0.02
 
 
@@ -107,7 +107,7 @@ class Variant:
             self._choose(outline_of(recording), tally)
         elif growth > self._accounted:
             outline = outline_of(recording)
-            rough = self._estimate(outline, self._chosen) + growth / _EXACT
+            rough = self._estimate(outline, self._chosen) + growth * _ESTIMATE_ERROR
             if rough > self._plan.budget:
                 self._choose(outline, tally)
             self._accounted = max(self._accounted, growth)
@@ -141,7 +141,7 @@ class Variant:
         peaks = [self._estimate(outline, each) for each in options]
         was_unknown, self._accounted = self._chosen is None, math.inf
         growth = plan.footprint.growth(tally)
-        if was_unknown and peaks[0] + growth / _EXACT <= plan.budget:
+        if was_unknown and peaks[0] + growth * _ESTIMATE_ERROR <= plan.budget:
             self._chosen, self.schedule = plan.schedule, _schedule_of(plan)
             self._accounted = growth
             return

@@ -189,7 +189,10 @@ class OpInfo:
             self._library_rng = dropout, train, state
 
     def _kept_by_default(self) -> str | None:
-        """Why its result is kept unless a rule insists on recomputing it; None for most ops."""
+        """Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
+
+        Under a plan, and in the rerun engine without a policy, nothing is kept by default.
+        """
         if self.name in DISCRETE or str(self.op) in DISCRETE_OVERLOADS:
             return "discrete"
         if self.name.startswith(COLLECTIVES):
