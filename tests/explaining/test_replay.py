@@ -351,8 +351,8 @@ def test_a_call_that_differs() -> None:
     factors[0] = 3.0
     explanation = recollect.explain(run)
     (note,) = explanation.calls[0].notes
-    assert note.startswith("it is recorded anew from some point on: another call of ")
-    reason = note.replace("it is recorded anew from some point on", "must keep")
+    assert note.startswith("it is recorded again from some point on: another call of ")
+    reason = note.replace("it is recorded again from some point on", "must keep")
     kept = rows_of(explanation, reason=reason)
     assert [row.op for row in kept] == ["aten.sin"]  # what it goes on from
     # It will be so in the next call too: nothing has been learnt from this one.

@@ -73,7 +73,7 @@ class ReplayRegion(Region):
         if report.unsettled is not None:
             self.notes.append(f"recorded at every call: {report.unsettled}")
         if report.stopped is not None:
-            what = "everything is held" if report.rest is None else "it is recorded anew"
+            what = "everything is held" if report.rest is None else "it is recorded again"
             self.notes.append(f"{what} from some point on: {report.stopped}")
         recalls = [remat for remat in (report.remat, report.rest) if remat is not None]
         for remat, part in reversed([*zip(recalls, self._parts, strict=False)]):

@@ -209,7 +209,7 @@ class _Builder:
     # --- moments ----------------------------------------------------------------------------------
 
     def _ends(self) -> dict[int, int]:
-        """By number of a saved tensor: the moment after which it was let go."""
+        """By number of a saved tensor: the event after which it was freed."""
         events = self._trace.events
         ends = {saved: n - 1 for n, event in enumerate(events) for saved in event.ends}
         return ends | dict.fromkeys(self._trace.ends, len(events) - 1)

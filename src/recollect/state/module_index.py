@@ -227,7 +227,7 @@ def _classes_of(modules: list[nn.Module]) -> list[type]:
 
 
 def index_of(module: nn.Module) -> ModuleIndex:
-    """The index of ``module``, made anew if it does not hold any more."""
+    """The index of ``module``, made again if it is out of date."""
     index: ModuleIndex | None = module.__dict__.get(_KEY)
     if index is None or not index.is_of(module):
         index = ModuleIndex(module)

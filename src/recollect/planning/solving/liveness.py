@@ -41,7 +41,7 @@ class Lives:
         #: By op: whether it is kept or made again in any schedule, and by when.
         self.is_asked = [False] * len(graph.ops)
         self._asked = [self.last] * len(graph.ops)
-        #: By op: when its results are let go that were asked for.
+        #: By op: when its results that were unpacked are freed.
         self.ends: list[list[int]] = [[] for _ in graph.ops]
         for number, saved in enumerate(graph.saved):
             end = ends.get(number, self.last)
@@ -54,7 +54,7 @@ class Lives:
                 self.ends[op].append(end)
             if end < asked.get(number, end + 1):
                 early.add(saved.value)
-        # What is let go before it is asked for is let go in place of another tensor of the value.
+        # A tensor freed before it is unpacked is freed in place of another tensor of the value.
         for value in early:
             self.given[value] = []
         self.of_memory: list[list[int]] = [[] for _ in graph.storages]

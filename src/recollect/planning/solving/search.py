@@ -248,7 +248,7 @@ class Search:
                 self._pool.try_out(Schedule(self._changed(kept, draw)))
 
     def _changed(self, kept: frozenset[int], draw: Random) -> frozenset[int]:
-        """Some ops near to each other are kept or not kept anew."""
+        """Decides again about some ops that are near to each other."""
         count = len(self._order)
         middle = draw.randrange(count)
         reach = min(count, draw.choice((3, 6, 12, 24)))
