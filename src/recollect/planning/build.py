@@ -38,20 +38,20 @@ class _Builder:
         self._recorded = recording.graph
         self._on_device = on_device
         self._block = _BLOCK if on_device else 1
-        #: By number of an op of the region: the moment in which it ran.
+        #: By number of an op of the region: the event in which it ran.
         self._events = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
         self._forced = forced_values(recording.graph, recording.calls)
         #: The results of ops that must not run again, but for what opaque functions do not return.
         self._held = {
-            buffer.number
+            value.number
             for op in self._recorded.ops
             if op.keep is not None
-            for buffer in self._results(op)
-            if buffer.unsure is None
+            for value in self._results(op)
+            if value.unsure is None
         }
         #: Memories of the trace that are the region's, each with its number in the graph.
         self._managed: dict[int, int] = {}
-        #: By number of a buffer: of the value that it is.
+        #: By number of a recorded value: its number in the graph.
         self._values: dict[int, int] = {}
         self._memories: list[tuple[int, int]] = []
 
@@ -68,7 +68,7 @@ class _Builder:
             values=values,
             storages=memories,
             saved=list(asks.values()),
-            events=self._make_moments({pack: n for n, pack in enumerate(asks)}, origins),
+            events=self._make_events({pack: n for n, pack in enumerate(asks)}, origins),
             turn=next((n for n, e in enumerate(self._trace.events) if e.is_backward), 0),
             base=base,
             link=link,
@@ -85,31 +85,31 @@ class _Builder:
     def _find_values(self) -> list[Value]:
         values: list[Value] = []
         #: By number of a memory of the tape: of that of the trace.
-        of_tape: dict[int, int] = {}
+        of_recorded: dict[int, int] = {}
         for op in self._recorded.ops:
             event = self._events.get(op.number)
             if event is None:
                 continue
             made = self._trace.events[event].made
             for path, value in zip(op.paths, op.makes, strict=True):
-                buffer = self._recorded.values[value]
+                recorded = self._recorded.values[value]
                 number = made.get(path)
                 if number is not None:
-                    of_tape[buffer.storage] = number
+                    of_recorded[recorded.storage] = number
                     self._managed[number] = len(self._memories)
                     self._memories.append((number, event))
-            for buffer in self._results(op):
-                number = of_tape.get(buffer.storage)
+            for recorded in self._results(op):
+                number = of_recorded.get(recorded.storage)
                 if number is not None:
-                    self._values[buffer.number] = len(values)
+                    self._values[recorded.number] = len(values)
                     values.append(Value(self._size(number), op.number, self._managed[number]))
         return values
 
     def _results(self, op: RecordedOp) -> list[RecordedValue]:
         return [self._recorded.values[number] for number in op.results]
 
-    def _numbers(self, buffers: Iterable[int]) -> tuple[int, ...]:
-        found = map(self._values.get, buffers)
+    def _numbers(self, recorded: Iterable[int]) -> tuple[int, ...]:
+        found = map(self._values.get, recorded)
         return tuple(number for number in found if number is not None)
 
     # --- ops --------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class _Builder:
     def _op(self, op: RecordedOp) -> Op:
         key = op.key
         path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
-        moment = self._events.get(op.number)
-        event = None if moment is None else self._trace.events[moment]
+        number = self._events.get(op.number)
+        event = None if number is None else self._trace.events[number]
         values = self._values
         writes = tuple(
             (None if old in op.fresh else values.get(old), values[new])
@@ -170,20 +170,20 @@ class _Builder:
 
     def _can_keep(self, op: RecordedOp) -> bool:
         info = op_info(op.op)
-        wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
+        wanted = [value for value in self._results(op) if value.number in self._wanted]
         return (info.can_be_kept or info.writes) and all(
-            buffer.number in self._holdable and buffer.is_last and buffer.unsure is None
-            for buffer in wanted
+            value.number in self._holdable and value.is_last and value.unsure is None
+            for value in wanted
         )
 
     def _can_send(self, op: RecordedOp) -> bool:
-        wanted = [buffer for buffer in self._results(op) if buffer.number in self._wanted]
-        large = [buffer for buffer in wanted if buffer.nbytes >= _SMALLEST_TO_SEND]
+        wanted = [value for value in self._results(op) if value.number in self._wanted]
+        large = [value for value in wanted if value.nbytes >= _SMALLEST_TO_SEND]
         # Small ones stay where they are.
         return (
             self._on_device
             and bool(large)
-            and all(is_whole(buffer.layout, buffer.nbytes) for buffer in large)
+            and all(is_whole(value.layout, value.nbytes) for value in large)
         )
 
     # --- saved tensors ----------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class _Builder:
                 number += 1
         return asks
 
-    # --- moments ----------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def _ends(self) -> dict[int, int]:
         """By number of a saved tensor: the event after which it was freed."""
@@ -215,16 +215,16 @@ class _Builder:
         return ends | dict.fromkeys(self._trace.ends, len(events) - 1)
 
     def _deaths(self, values: list[Value]) -> dict[int, int]:
-        """By number of a memory of the trace: the last moment at which somebody holds it."""
+        """By number of a memory of the trace: the last event at which somebody holds it."""
         events = self._trace.events
         dies = dict.fromkeys(range(len(self._trace.sizes)), len(events) - 1)
         dies |= {memory: n - 1 for n, event in enumerate(events) for memory in event.freed}
-        for buffer, moment in self._last_reads().items():
+        for recorded, event in self._last_reads().items():
             # What has to be kept was held while the step was watched. In a plan it is as well, for
             # as long as it is needed; others hold it until they have read it.
-            if buffer in self._held:
-                number = self._memories[values[self._values[buffer]].storage][0]
-                dies[number] = min(dies[number], moment)
+            if recorded in self._held:
+                number = self._memories[values[self._values[recorded]].storage][0]
+                dies[number] = min(dies[number], event)
         ends = self._ends()
         for saved, pack in enumerate(self._packs):
             memory = self._trace.saved[saved]
@@ -233,7 +233,7 @@ class _Builder:
         return dies
 
     def _last_reads(self) -> dict[int, int]:
-        """By number of a buffer: the moment in which it was made, or last read in forward."""
+        """By number of a recorded value: the event that made it, or read it last in forward."""
         found: dict[int, int] = {}
         for op in self._recorded.ops:
             event = self._events.get(op.number, 0)
@@ -268,12 +268,12 @@ class _Builder:
     def _total(self, memories: Iterable[int]) -> int:
         return sum(map(self._size, memories))
 
-    def _make_moments(self, numbers: dict[int, int], origins: Origins) -> list[Event]:
+    def _make_events(self, numbers: dict[int, int], origins: Origins) -> list[Event]:
         trace = self._trace
         ends: list[list[int]] = [[] for _ in trace.events]
-        for saved, moment in self._ends().items():
-            if saved in numbers and moment >= 0:
-                ends[moment].append(numbers[saved])
+        for saved, last in self._ends().items():
+            if saved in numbers and last >= 0:
+                ends[last].append(numbers[saved])
         events = []
         levels = _levels(origins, trace.sizes, origins.workspaces)
         for number, (event, (before, during)) in enumerate(zip(trace.events, levels, strict=True)):
@@ -285,7 +285,7 @@ class _Builder:
 def _levels(
     origins: Origins, sizes: Sequence[int], workspaces: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """By moment: bytes not for the plan to change before it, and the most of them while it lasts.
+    """By event: bytes not for the plan to change before it, and the most of them while it lasts.
 
     ``sizes``: by number of a memory.
     """
@@ -304,7 +304,7 @@ def _levels(
 def resized(graph: Graph, sizes: Sequence[int], factors: Mapping[int, float]) -> Graph:
     """The graph with memories of other sizes.
 
-    ``factors``: by moment: how much more its op has to do, if it has, for seconds and workspace.
+    ``factors``: by event: how much more its op has to do, if it has, for seconds and workspace.
     """
     origins = graph.origins
     assert origins is not None
