@@ -13,7 +13,8 @@ from functools import cached_property
 import pytest
 import torch
 
-from recollect.graph.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned

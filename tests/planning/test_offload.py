@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect.graph.graph import Link
-from recollect.graph.simulate import Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import planner
 from recollect.planning.planner import Planner

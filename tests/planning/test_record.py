@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.graph.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import prices
 from recollect.planning.batch import split_batch
 from recollect.planning.planner import Planner

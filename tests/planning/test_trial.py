@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
 from recollect.planning import record, trial, ways
 from recollect.planning.blocks import _Block

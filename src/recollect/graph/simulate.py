@@ -25,7 +25,7 @@ from recollect.graph.graph import Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
-__all__ = ["Outcome", "Schedule", "simulate", "simulate_plain", "uses_under"]
+__all__ = ["Outcome", "simulate", "simulate_plain", "uses_under"]
 
 
 @dataclass(frozen=True, slots=True)

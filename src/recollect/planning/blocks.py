@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule
+from recollect.graph.schedule import Schedule
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS
 from recollect.region import run_region

@@ -161,7 +161,7 @@ class _Builder:
 
     @cached_property
     def _holdable(self) -> set[int]:
-        return find_holdable(self._recorded, self._recording.calls)
+        return find_holdable(self._recording.calls)
 
     @cached_property
     def _wanted(self) -> set[int]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain, uses_under
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate, simulate_plain, uses_under
 from recollect.planning.blocks import block_schedule
 from recollect.planning.solving.solve import Solution
 from recollect.planning.trial import Candidate, Trials

@@ -23,7 +23,8 @@ from recollect._torch.modules import is_compiled
 from recollect.checks.place import warn_user
 from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS
 from recollect.planning.batch import check_batch, split_batch
 from recollect.planning.describe import PARTS, notes_on, points_of, rows_of, sketch_of
@@ -211,7 +212,9 @@ class Planner:
             notes=notes_on(self.trials, found, spread),
             **measured,
         )
-        schedule = replace(self.trials.named(found.schedule), blocks=found.blocks)
+        schedule = self.trials.named(found.schedule)
+        if found.blocks:
+            schedule = replace(schedule, blocks=found.blocks)
         return Plan(
             budget=budget,
             predicted_peak=found.peak,

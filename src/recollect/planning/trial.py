@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.blocks import block_paths, block_schedule, wrap_blocks
 from recollect.planning.estimate import counted, estimated, outline_of, tally_of

@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.blocks import unwrap_blocks, wrap_blocks
 from recollect.planning.record import Profile

@@ -22,7 +22,8 @@ from torch import nn
 from recollect._torch.modules import MODULE_CALL
 from recollect._torch.ops import op_name
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate, uses_under
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate, uses_under
 from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo
 from recollect.policy.rulings import Ruling

@@ -33,7 +33,8 @@ class RegionSchedule:
     def __init__(
         self, graph: RecordedGraph, calls: list[FunctionCall], *, stores_all: bool
     ) -> None:
-        holdable = find_holdable(graph, calls)
+        holdable = find_holdable(calls)
+        _leave_to_autograd(graph, calls, holdable)
         #: What a plan has held, each with whether it is offloaded.
         planned = {n: op.ruling.offloads for op in graph.ops for n in op.held if n in holdable}
         saved = saved_by(calls)
@@ -56,10 +57,10 @@ class RegionSchedule:
         #: The values that a call has to catch: the kept ones of these, and constants that a
         #: function made without an op.
         self.caught = frozenset(
-            b.number for b in sources if b.number in self.kept or b.outside is None
+            each.number for each in sources if each.number in self.kept or each.outside is None
         )
         #: The outside tensors that are needed, by their number.
-        self.outsides = frozenset(b.outside for b in sources if b.outside is not None)
+        self.outsides = frozenset(each.outside for each in sources if each.outside is not None)
         #: The ops that draw again, and whose generators must be read.
         self.draws = frozenset(n for n in needs.again if graph.ops[n].generator is not None)
         #: By value: the ops that recompute it from what is kept, once they are known.
@@ -68,7 +69,8 @@ class RegionSchedule:
 
 def forced_values(graph: RecordedGraph, calls: list[FunctionCall]) -> frozenset[int]:
     """The values that are kept whatever a plan says, since their ops must not run again."""
-    holdable = find_holdable(graph, calls)
+    holdable = find_holdable(calls)
+    _leave_to_autograd(graph, calls, holdable)
     return _choose(graph, saved_by(calls), holdable, ())
 
 
@@ -78,11 +80,8 @@ def saved_by(calls: list[FunctionCall]) -> list[int]:
     return [pack.view.value.number for pack in packs if pack.view is not None]
 
 
-def find_holdable(graph: RecordedGraph, calls: list[FunctionCall]) -> set[int]:
-    """The values that a call can hold: those it can still get at when their function ends.
-
-    Saved tensors that can be neither held like this nor recomputed are left to autograd.
-    """
+def find_holdable(calls: list[FunctionCall]) -> set[int]:
+    """The values that a call can hold: those it can still get at when their function ends."""
     found: set[int] = set()
     saved = set(saved_by(calls))
     for call in calls:
@@ -98,16 +97,20 @@ def find_holdable(graph: RecordedGraph, calls: list[FunctionCall]) -> set[int]:
             for value in seen
             if value.is_last and first <= value.op < last and not (value.is_output and value.unsure)
         )
+    return found
+
+
+def _leave_to_autograd(graph: RecordedGraph, calls: list[FunctionCall], holdable: set[int]) -> None:
+    """Have autograd hold the saved tensors that can be neither recomputed nor held otherwise."""
     blocked: set[int] = set()
     for op in graph.ops:
         if _must_not_run(graph, op) or any(read in blocked for read in op.reads):
             blocked.update(op.results)
-    blocked -= found
+    blocked -= holdable
     for call in calls:
         for pack in call.packed:
             if pack.view is not None and pack.view.value.number in blocked:
                 pack.view = None
-    return found
 
 
 def _must_not_run(graph: RecordedGraph, op: RecordedOp) -> bool:

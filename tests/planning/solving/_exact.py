@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, _Run, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import _Run, simulate
 from recollect.planning.solving.liveness import Lives
 
 __all__ = ["solve_exact"]

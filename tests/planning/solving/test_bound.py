@@ -11,7 +11,8 @@ from itertools import pairwise, product
 import pytest
 
 from recollect.graph.graph import Graph, Link
-from recollect.graph.simulate import Outcome, Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.solve import Solver

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from tests._support import sampled
 from tests.planning._graphs import decoder, random_dag

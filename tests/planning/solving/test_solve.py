@@ -9,7 +9,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from recollect.graph.graph import Graph, Link
-from recollect.graph.simulate import Schedule, simulate, simulate_plain
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.solve import Solver

@@ -16,7 +16,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule, uses_under
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import uses_under
 from recollect.planning.solving.pool import Pool, Solution
 
 __all__ = ["send_away"]

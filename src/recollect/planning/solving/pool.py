@@ -6,7 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Outcome, Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate
 
 __all__ = ["Pool", "Solution"]
 

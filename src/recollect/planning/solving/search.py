@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from random import Random
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule
+from recollect.graph.schedule import Schedule
 from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.pool import Pool, Solution
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
-from recollect.graph.simulate import Schedule, simulate
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
 from recollect.planning.solving.linearization import Line
 from recollect.planning.solving.select import Piece, corners, reruns
 

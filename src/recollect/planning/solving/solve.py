@@ -16,7 +16,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import Schedule
+from recollect.graph.schedule import Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Line, far_readers
 from recollect.planning.solving.offload import send_away
