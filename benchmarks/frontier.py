@@ -258,13 +258,13 @@ def row(result: Result) -> list[str]:
 
 def draw(path: Path, frontier: recollect.Frontier, results: list[Result], base: int) -> None:
     """Write the page: the frontier with what was measured."""
-    picture = frontier.picture
-    points = [point for point in picture.points if point.kind in ("plan", "plain")]
+    report = frontier.report
+    points = [point for point in report.points if point.kind in ("plan", "plain")]
     for result in results:
         kind = "chosen" if result.way.budget is not None else "peer"
-        seconds = result.ratio * picture.plain_time
+        seconds = result.ratio * report.plain_time
         points.append(Point(result.way.name, result.peak + base, seconds, kind))
-    path.write_text(page(replace(picture, points=tuple(points))), encoding="utf-8")
+    path.write_text(page(replace(report, points=tuple(points))), encoding="utf-8")
 
 
 def main() -> None:

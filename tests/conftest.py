@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,12 @@ def _no_mode_is_left_behind() -> Iterator[None]:
     yield
     flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in")]
     assert [name for name in flags if getattr(_python_dispatch, name)] == []
+
+
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """The package, with the state that it keeps for the process as in a new one."""
+    package = pytest.importorskip("accelerate")
+    package.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield package
+    package.state.AcceleratorState._reset_state(reset_partial_state=True)

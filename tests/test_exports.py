@@ -1,6 +1,7 @@
 """The public surface: complete, honest, and free of side effects on import."""
 
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -15,7 +16,13 @@ import recollect
 from recollect import policy, store
 from recollect.options import Options
 
-MODULES = sorted(info.name for info in pkgutil.walk_packages(recollect.__path__, "recollect."))
+#: Without those of frameworks that are not installed.
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(recollect.__path__, "recollect.")
+    if not info.name.startswith("recollect.integrations.")
+    or importlib.util.find_spec(info.name.rpartition(".")[2])
+)
 
 MODERN = {
     "Explanation",

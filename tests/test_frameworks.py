@@ -114,8 +114,6 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids, "comment": 1.0}
 
 
-# The trainer passes the number of items in a batch, of which the plan does not know.
-@pytest.mark.filterwarnings("ignore:this step is not the one:recollect.PlanWarning")
 @pytest.mark.parametrize("way", [None, *WAYS.values()], ids=["plain", *WAYS])
 def test_the_trainer_knows_the_columns_and_reports_the_loss(
     way: Callable[[Any], Any] | None, tmp_path: Any

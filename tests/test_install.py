@@ -3,12 +3,14 @@
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect import compat
@@ -220,6 +222,181 @@ def test_a_region_goes_backward_after_uninstall_and_after_install():
     out = region()
     with recollect.installed():
         assert torch.equal(gradient(out), plain)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def runs(call=None, **options):
+    """How often a region runs in forward and backward; and the matrix products of backward."""
+    count = []
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+
+    def region(x):
+        count.append(1)
+        return (x @ w).sin()
+
+    out = (call or torch_checkpoint.checkpoint)(region, x, **options)
+    with Ops() as ops:
+        out.sum().backward()
+    plain = torch.autograd.grad((x @ w).sin().sum(), w)[0]
+    assert torch.equal(w.grad, plain)
+    return len(count), ops.names.count("aten::mm")
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+RERUN, REPLAY, KEPT = (2, 3), (1, 3), (2, 2)
+
+
+def test_the_options_of_install_are_those_of_all_calls():
+    recollect.install()
+    assert runs(use_reentrant=False) == RERUN
+    recollect.install(engine="replay")
+    assert runs(use_reentrant=False) == REPLAY
+    assert runs() == REPLAY  # and no warning about use_reentrant
+    recollect.install()  # changes nothing
+    assert runs(use_reentrant=False) == REPLAY
+    recollect.install(policy=recollect.policy.matmuls())
+    assert runs(use_reentrant=False) == KEPT
+    recollect.install(engine="replay", policy=recollect.policy.matmuls())
+    assert runs(use_reentrant=False) == (1, 2)
+    recollect.uninstall()
+    recollect.install()
+    assert runs(use_reentrant=False) == RERUN
+
+
+def test_the_options_of_a_block_end_with_it():
+    with recollect.installed(engine="replay"):
+        assert runs(use_reentrant=False) == REPLAY
+        with recollect.installed(engine="rerun"):
+            assert runs(use_reentrant=False) == RERUN
+            with recollect.installed():
+                assert runs(use_reentrant=False) == RERUN
+        assert runs(use_reentrant=False) == REPLAY
+    assert torch_checkpoint.checkpoint is THEIRS["checkpoint"]
+    assert runs(compat.checkpoint, use_reentrant=False) == RERUN
+    recollect.install()
+    with recollect.installed(engine="replay"):
+        assert runs(use_reentrant=False) == REPLAY
+    assert runs(use_reentrant=False) == RERUN
+
+
+def test_what_a_call_says_wins():
+    recollect.install(engine="replay", policy=recollect.policy.matmuls())
+    with pytest.warns(UserWarning, match=r"install\(engine=\.\.\., policy=\.\.\.\) has no effect"):
+        assert runs(use_reentrant=True) == RERUN
+    assert runs(use_reentrant=False, context_fn=compat.noop_context_fn) == (1, 2)
+    contexts = partial(compat.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    assert runs(use_reentrant=False, context_fn=contexts) == KEPT
+    assert runs(use_reentrant=False, debug=True) == KEPT
+    assert runs(use_reentrant=False, determinism_check="none") == KEPT
+    assert runs(engine="rerun", policy=None) == RERUN
+    assert runs(engine="reentrant") == RERUN
+    recollect.install(engine="reentrant")
+    assert runs() == RERUN
+    assert runs(use_reentrant=False, debug=True) == RERUN
+
+
+def test_a_call_may_have_options_of_ours():
+    recollect.install()
+    assert runs(engine="replay") == REPLAY
+    assert runs(engine="replay", policy=recollect.policy.matmuls(), early_stop=False) == (1, 2)
+    with pytest.raises(ValueError, match=r"engine should be one of .* but got 'replya'"):
+        runs(engine="replya")
+    with pytest.raises(ValueError, match="use_reentrant=True contradicts engine='replay'"):
+        runs(engine="replay", use_reentrant=True)
+    recollect.uninstall()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'engine'"):
+        runs(compat.checkpoint, engine="replay", use_reentrant=False)
+
+
+def test_a_parameter_of_the_function_is_the_functions():
+    seen = []
+
+    class Layer(nn.Module):
+        def forward(self, x, engine=None, **more):
+            seen.append((engine, sorted(more)))
+            return x.sin()
+
+    layer, x = Layer(), torch.ones(2, requires_grad=True)
+    recollect.install()
+    for call in (layer, layer.__call__, layer.forward, partial(layer.__call__)):
+        torch_checkpoint.checkpoint(
+            call, x, engine="diesel", policy=None, other=1, use_reentrant=False
+        )
+    assert seen == [("diesel", ["other"])] * 4
+
+
+def test_the_options_are_checked_before_anything_changes():
+    before = snapshot()
+    with pytest.raises(ValueError, match="engine should be one of"):
+        recollect.install(engine="replya")
+    with (
+        pytest.raises(ValueError, match="store has no effect"),
+        recollect.installed(store=Memory()),
+    ):
+        raise AssertionError
+    assert snapshot() == before
+    recollect.install(engine="replay")
+    with pytest.raises(ValueError, match="engine should be one of"):
+        recollect.install(engine="replya")
+    assert runs(use_reentrant=False) == REPLAY
+
+
+class Memory(recollect.store.Store):
+    def put(self, tensor):
+        return tensor
+
+    def get(self, handle):
+        return handle
+
+
+def test_a_sequence_has_them_too():
+    count = []
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    model[0].register_forward_hook(lambda *_: count.append(1))
+    recollect.install(engine="replay")
+    for options in ({}, {"use_reentrant": False}):
+        x = torch.ones(2, 3, requires_grad=True)
+        torch_checkpoint.checkpoint_sequential(model, 2, x, **options).sum().backward()
+    assert len(count) == 2
+
+
+@pytest.mark.parametrize("when", ["installed", "called"])
+def test_the_layers_of_transformers(when):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.arange(1, 13).reshape(2, 6)
+    count = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: count.append(1))
+
+    def step():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = step()
+    options = {"engine": "replay"}
+    with recollect.installed(**(options if when == "installed" else {})):
+        model.gradient_checkpointing_enable(None if when == "installed" else options)
+        count.clear()
+        for _ in range(3):
+            assert all(map(torch.equal, step(), plain))
+    assert len(count) == 3
 
 
 # --- torch.distributed, which takes names at import -----------------------------------------------

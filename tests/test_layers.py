@@ -14,11 +14,11 @@ LAYERS = [
     {"errors", "settings", "observer", "_torch", "graph"},
     {"state", "checks", "policy", "store", "naming", "report"},
     {"rerun", "replay"},
-    {"options", "region", "modules", "sequential"},
+    {"options", "region", "modules"},
     {"api", "compat", "explaining", "installing"},
     {"planning"},
     {"__init__"},
-    {"cli", "__main__"},
+    {"cli", "integrations", "__main__"},
 ]
 
 PATHS = {

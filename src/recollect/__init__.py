@@ -13,9 +13,8 @@ from recollect.naming import tag
 from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan
 from recollect.planning.plan import Plan
-from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.policy.rules import Policy
-from recollect.rerun.groups import GraphExecGroup
+from recollect.policy.rules import CheckpointPolicy, Policy, SelectiveCheckpointContext
+from recollect.rerun.engine import GraphExecGroup
 from recollect.rerun.reentrant import (
     CheckpointFunction,
     check_backward_validity,
@@ -28,8 +27,7 @@ from recollect.settings import (
     set_checkpoint_early_stop,
     set_checkpoint_version_guard,
 )
-from recollect.state.devices import DefaultDeviceType
-from recollect.state.rng import get_device_states, set_device_states
+from recollect.state.rng import DefaultDeviceType, get_device_states, set_device_states
 
 __version__ = "0.1.0"
 

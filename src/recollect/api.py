@@ -1,4 +1,4 @@
-"""The modern surface: ``checkpoint``, ``checkpointed``, ``checkpoint_sequential``."""
+"""The modern surface: ``checkpoint``, ``checkpointed``, ``checkpoint_sequential`` (R1)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from recollect._torch.dynamo import hide_from_dynamo
 from recollect.checks.determinism import DeterminismCheck
 from recollect.modules import OPTIONS, copy_signature, unwrap_module, wrap_module
 from recollect.options import Engine, Keywords, Options, noop_context_fn, usual_options
-from recollect.region import run_compiled, run_region
+from recollect.region import balanced, run_compiled, run_region, run_segments, steps_of
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
-from recollect.sequential import balanced, run_segments, steps_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,9 +75,7 @@ def checkpoint(
     if torch.compiler.is_dynamo_compiling():
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-        return run_compiled(
-            function, args, kwargs, None if context_fn is noop_context_fn else context_fn
-        )
+        return run_compiled(function, args, kwargs, context_fn)
     if (
         use_reentrant is False
         and context_fn is noop_context_fn

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint``, name by name.
+"""``torch.utils.checkpoint``, name by name (R1).
 
 Signatures, defaults, warnings and error types are torch's; the code behind them is recollect's.
 ``docs/guide/drop-in.md`` lists the limitations of torch that recollect lifts.
@@ -6,31 +6,36 @@ Signatures, defaults, warnings and error types are torch's; the code behind them
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import torch
+from torch import nn
 
 from recollect._torch.dynamo import hide_from_dynamo
 from recollect.checks.determinism import DeterminismCheck
 from recollect.errors import CheckpointError
-from recollect.options import DEFAULTS, Options, noop_context_fn
-from recollect.policy.decisions import CheckpointPolicy, SelectiveCheckpointContext
-from recollect.policy.rules import as_policy
-from recollect.region import enter_region, run_compiled, run_region
+from recollect.options import Options, installed_options, noop_context_fn, usual_options
+from recollect.policy.rules import CheckpointPolicy, SelectiveCheckpointContext, as_policy
+from recollect.region import enter_region, run_compiled, run_region, run_segments, steps_of
+from recollect.rerun.engine import GraphExecGroup
 from recollect.rerun.frame import Contexts
-from recollect.rerun.groups import GraphExecGroup
 from recollect.rerun.reentrant import (
     CheckpointFunction,
     check_backward_validity,
     detach_variable,
 )
 from recollect.rerun.selective import SAC_IGNORED_OPS, selective_contexts
-from recollect.sequential import run_segments, steps_of
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from recollect.state.devices import DefaultDeviceType, infer_device_type
-from recollect.state.rng import get_device_states, set_device_states
+from recollect.state.rng import (
+    DefaultDeviceType,
+    get_device_states,
+    infer_device_type,
+    set_device_states,
+)
 
 __all__ = [
     "checkpoint",
@@ -56,6 +61,10 @@ __all__ = [
 _infer_device_type = infer_device_type
 _DEFAULT_DETERMINISM_MODE: DeterminismCheck = "default"
 
+#: Options that torch's functions do not have: those of `install`. While recollect is installed, a
+#: call may give them too, as by ``gradient_checkpointing_kwargs`` of transformers.
+_OWN = ("engine", "policy", "offload_inputs", "store")
+
 _REENTRANT = Options(use_reentrant=True)
 _REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
 
@@ -77,42 +86,90 @@ def checkpoint(
     """
     if torch.compiler.is_dynamo_compiling():
         kwargs.pop("preserve_rng_state", None)
-        return run_compiled(
-            function, args, kwargs, None if context_fn is noop_context_fn else context_fn
+        return run_compiled(function, args, kwargs, context_fn)
+    own = _take_own(function, kwargs) if installed_options.is_active else {}
+    options = _options(
+        "torch.utils.checkpoint",
+        use_reentrant,
+        kwargs.pop("preserve_rng_state", True),
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        own,
+    )
+    return run_region(function, args, kwargs, options, read_once=True)
+
+
+def _take_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take our own options out of ``kwargs``, but for those that ``function`` has by that name."""
+    names = [name for name in _OWN if name in kwargs]
+    return {name: kwargs.pop(name) for name in names if not _has_parameter(function, name)}
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    functions = [owner.forward, function] if isinstance(owner, nn.Module) else [function]
+    try:
+        return any(name in inspect.signature(each).parameters for each in functions)
+    except (TypeError, ValueError):  # of a function written in C, which has none to show
+        return False
+
+
+def _options(
+    caller: str,
+    use_reentrant: bool | None,
+    preserve_rng_state: Any,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: Any = _DEFAULT_DETERMINISM_MODE,
+    debug: Any = False,
+    early_stop: Any = True,
+    own: dict[str, Any] | None = None,
+) -> Options:
+    """The options of a call: of torch, of our ``own``, and those of `install` that it leaves."""
+    own, installed = own or {}, installed_options.keywords
+    if use_reentrant is None and not own and not installed:
+        warnings.warn(
+            f"{caller}: the use_reentrant parameter should be passed explicitly. "
+            "use_reentrant=False is recommended; without it, True is used. torch announces that "
+            "leaving it out will become an error.",
+            stacklevel=3,
         )
-    if use_reentrant is None:
-        _warn_use_reentrant("torch.utils.checkpoint")
         use_reentrant = True
-    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
-    if use_reentrant:
+    if use_reentrant and not own:
+        if installed:
+            given = ", ".join(f"{name}=..." for name in installed)
+            warnings.warn(
+                "torch.utils.checkpoint is called with use_reentrant=True, so recollect.install("
+                f"{given}) has no effect on it. Have use_reentrant=False passed; in transformers: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}',
+                stacklevel=3,
+            )
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError(
                 "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
             )
-        options = _REENTRANT if preserve_rng_state else _REENTRANT_NO_RNG
-    else:
-        options = _rerun_options(
-            preserve_rng_state, context_fn, determinism_check, debug, early_stop
-        )
-    return run_region(function, args, kwargs, options, read_once=True)
-
-
-def _rerun_options(
-    preserve_rng_state: Any,
-    context_fn: Callable[[], Contexts],
-    determinism_check: Any,
-    debug: Any,
-    early_stop: Any,
-) -> Options:
-    if (
-        preserve_rng_state is True
-        and context_fn is noop_context_fn
-        and determinism_check == _DEFAULT_DETERMINISM_MODE
-        and debug is False
-        and early_stop is True
+        return _REENTRANT if preserve_rng_state else _REENTRANT_NO_RNG
+    # What is passed to the call wins over `install`.
+    loses: Collection[str] = ()
+    if context_fn is not noop_context_fn or own.get("engine") == "reentrant":
+        loses = _OWN
+    elif (
+        debug
+        or determinism_check != _DEFAULT_DETERMINISM_MODE
+        or (use_reentrant is False and installed_options.options.reentrant)
     ):
-        return DEFAULTS
+        loses = ("engine",)
+    if preserve_rng_state is True and early_stop is True and not use_reentrant and not loses:
+        if not own:
+            return installed_options.options
+        if not installed and own.keys() <= {"engine", "policy"}:
+            return usual_options(own.get("engine"), own.get("policy"))
     return Options(
+        **{name: value for name, value in installed.items() if name not in loses} | own,
+        use_reentrant=bool(use_reentrant),
         context_fn=context_fn,
         determinism_check=determinism_check,
         debug=bool(debug),
@@ -133,29 +190,16 @@ def checkpoint_sequential(
     Segments are cut as torch cuts them: equal ones of ``len(functions) // segments``, and the rest
     in the last, which is run plainly. ``recollect.checkpoint_sequential`` balances them.
     """
-    if use_reentrant is None:
-        _warn_use_reentrant("torch.utils.checkpoint.checkpoint_sequential")
-        use_reentrant = True
-    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if not isinstance(use_reentrant, int | None):  # a second input, perhaps
+        raise TypeError(f"use_reentrant should be True or False, but got {use_reentrant!r}")
+    caller = "torch.utils.checkpoint.checkpoint_sequential"
+    options = _options(caller, use_reentrant, kwargs.pop("preserve_rng_state", True))
     if kwargs:
         raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
     steps = steps_of(functions, segments)
     size = len(steps) // segments
     boundaries = [*range(0, size * segments, size), len(steps)]
-    options = Options(
-        use_reentrant=bool(use_reentrant) if isinstance(use_reentrant, int) else use_reentrant,
-        preserve_rng_state=bool(preserve_rng_state),
-    )
     return run_segments(steps, boundaries, input, options, read_once=True)
-
-
-def _warn_use_reentrant(name: str) -> None:
-    warnings.warn(
-        f"{name}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is "
-        "recommended; True is what not passing it means. torch announces that leaving it out will "
-        "become an error.",
-        stacklevel=3,
-    )
 
 
 def create_selective_checkpoint_contexts(
@@ -184,7 +228,10 @@ def _checkpoint_without_reentrant_generator(
 
     torch's composable checkpoint enters and leaves regions from module hooks with it.
     """
-    options = _rerun_options(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    # The rerun engine, whatever `install` says: others call the forward. Its policy is in effect.
+    options = _options(
+        "", False, preserve_rng_state, context_fn, determinism_check, debug, early_stop
+    )
     if not torch.is_grad_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Errors and warnings of recollect, and the one signal it uses internally.
+"""Errors and warnings of recollect, and the one signal it uses internally (R10).
 
     RuntimeError
     └── torch.utils.checkpoint.CheckpointError

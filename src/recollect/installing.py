@@ -19,6 +19,7 @@ from typing import Any
 import torch.utils.checkpoint as torch_checkpoint
 
 from recollect import compat
+from recollect.options import Engine, installed_options
 from recollect.rerun import selective
 
 __all__ = ["install", "installed", "uninstall"]
@@ -34,12 +35,10 @@ _THEIRS: dict[str, Any] = {name: getattr(torch_checkpoint, name) for name in _OU
 
 
 class _Installed:
-    """Whether recollect is installed, for the whole process."""
+    """What `uninstall` has to know, for the whole process."""
 
-    active = False
-    #: How many ``installed()`` blocks are open, and whether the first one installed.
+    #: How many ``installed()`` blocks are open, if one of them installed.
     scopes = 0
-    scoped = False
     #: Module and attribute of those that held our objects before: they stay.
     held_before: frozenset[tuple[str, str]] = frozenset()
 
@@ -47,26 +46,41 @@ class _Installed:
 _lock = threading.RLock()
 
 
-def install() -> None:
+def install(
+    *,
+    engine: Engine | None = None,
+    policy: Any = None,
+    offload_inputs: bool = False,
+    store: Any = None,
+) -> None:
     """Make ``torch.utils.checkpoint`` and every module that took a name from it use recollect.
+
+    The options are those of ``recollect.checkpoint``, for all calls that do not say otherwise. A
+    call may give them too. A later ``install`` with options replaces them.
 
     Can be called before or after those modules are imported, and more than once. Objects made
     earlier keep what they were made with: a ``functools.partial`` of torch's ``checkpoint`` (as
     transformers' ``gradient_checkpointing_enable`` creates) calls torch's, so install first.
     """
+    given = {"engine": engine, "policy": policy, "offload_inputs": offload_inputs, "store": store}
+    keywords = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
     with _lock:
-        if _Installed.active:
+        was_active = installed_options.is_active
+        if keywords or not was_active:
+            installed_options.set(keywords)
+        if was_active:
             return
         _Installed.held_before = frozenset((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))
         for module, attribute, name in _occurrences(_THEIRS):
             setattr(module, attribute, _OURS[name])
-        _Installed.active = True
 
 
 def uninstall() -> None:
     """Undo ``install``, in the modules loaded since as well; without one, do nothing."""
     with _lock:
-        if not _Installed.active:
+        if not installed_options.is_active:
             return
         occurrences = _occurrences(_OURS)
         wanted = {m: _taken_from_recollect(m) for m in {module for module, _, _ in occurrences}}
@@ -74,24 +88,35 @@ def uninstall() -> None:
             held = (module.__name__, attribute) in _Installed.held_before
             if not held and attribute not in wanted[module]:
                 setattr(module, attribute, _THEIRS[name])
-        _Installed.active = False
+        installed_options.clear()
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """``install`` for the duration of a ``with`` block; inside another one it changes nothing."""
+def installed(
+    *,
+    engine: Engine | None = None,
+    policy: Any = None,
+    offload_inputs: bool = False,
+    store: Any = None,
+) -> Iterator[None]:
+    """``install`` for the duration of a ``with`` block.
+
+    Inside another one, or after ``install``, only its options change anything.
+    """
     with _lock:
-        _Installed.scoped = _Installed.scoped or not _Installed.active
-        _Installed.scopes += 1
-        install()
+        before, was_active = installed_options.keywords, installed_options.is_active
+        install(engine=engine, policy=policy, offload_inputs=offload_inputs, store=store)
+        is_counted = not was_active or _Installed.scopes > 0
+        _Installed.scopes += is_counted
     try:
         yield
     finally:
         with _lock:
-            _Installed.scopes -= 1
-            if _Installed.scopes == 0 and _Installed.scoped:
-                _Installed.scoped = False
+            _Installed.scopes -= is_counted
+            if is_counted and _Installed.scopes == 0:
                 uninstall()
+            elif installed_options.is_active:
+                installed_options.set(before)
 
 
 def _occurrences(objects: dict[str, Any]) -> list[tuple[ModuleType, str, str]]:

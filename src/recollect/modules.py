@@ -86,23 +86,13 @@ def _call_own(function: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: 
     return function(*args, **kwargs)
 
 
-def _run(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     how = module.__dict__.get(OPTIONS)
     if how is None:
         return function(*args, **kwargs)
     if type(how) is Options:
         return run_region(function, args, kwargs, how)
     return how(bound_to(module, function), args, kwargs)
-
-
-def _own_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``forward`` of an instance's own, checkpointed."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return _run(module, function, args, kwargs)
-
-    # Made on each access, so that nothing refers to the module; a full copy would take too long.
-    return functools.update_wrapper(forward, function)
 
 
 class _Forwards:
@@ -121,13 +111,11 @@ class _Forwards:
         own = module.__dict__.get(_OWN_FORWARD)
         if own is None:  # any more
             return partial(self._usual, module)
+        # Made on each access, so that nothing refers to the module.
+        forward = partial(_run, module, own)
         if torch.compiler.is_dynamo_compiling():
-            return partial(_call, module, own)
-        return _own_forward(module, own)
-
-
-def _call(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _run(module, function, args, kwargs)
+            return forward
+        return functools.update_wrapper(forward, own)  # `copy_signature` would take too long
 
 
 #: By class, and whether the instance has a ``forward`` of its own.
@@ -158,7 +146,7 @@ def _forward_of(base: type) -> Callable[..., Any]:
             function = attributes.get(_OWN_FORWARD) or partial(of_class, self)
         else:
             function = attributes.get(_OWN_FORWARD) or of_class.__get__(self)
-        return _run(self, function, args, kwargs)
+        return _run(self, function, *args, **kwargs)
 
     return copy_signature(base.forward, forward)  # type: ignore[attr-defined]
 

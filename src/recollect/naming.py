@@ -13,7 +13,7 @@ __all__ = ["Listener", "listening", "tag"]
 
 
 class Listener(Protocol):
-    """Somebody who wants to know the names that tensors are given."""
+    """Receives the names that tensors are given."""
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """``tensor`` is called ``name``."""

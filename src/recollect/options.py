@@ -10,16 +10,22 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from recollect.checks.determinism import (
-    DeterminismCheck,
-    resolve_check,
-)
+from recollect.checks.determinism import DeterminismCheck, resolve_check
 from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
+from recollect.settings import checked_switch
 from recollect.store import check_store
 
-__all__ = ["DEFAULTS", "Engine", "Keywords", "Options", "noop_context_fn", "usual_options"]
+__all__ = [
+    "DEFAULTS",
+    "Engine",
+    "Keywords",
+    "Options",
+    "installed_options",
+    "noop_context_fn",
+    "usual_options",
+]
 
 Engine = Literal["rerun", "reentrant", "replay"]
 
@@ -68,21 +74,19 @@ class Options:
             *(use_reentrant, context_fn, determinism_check, debug, early_stop),
             *(preserve_rng_state, policy, engine, offload_inputs, store),
         )
-        if use_reentrant is not False or engine is not None:
-            self.reentrant = _is_reentrant(use_reentrant, engine)
-        else:
-            self.reentrant = False
+        is_default = use_reentrant is False and engine is None
+        self.reentrant = False if is_default else _is_reentrant(use_reentrant, engine)
         #: Whether ops run again, and not the function.
         self.replay = engine == "replay"
-        self.debug = _checked_bool("debug", debug)
-        self.early_stop = _checked_bool("early_stop", early_stop)
-        self.preserve_rng_state = _checked_bool("preserve_rng_state", preserve_rng_state)
+        self.debug: bool = checked_switch("debug", debug)
+        self.early_stop: bool = checked_switch("early_stop", early_stop)
+        self.preserve_rng_state: bool = checked_switch("preserve_rng_state", preserve_rng_state)
         #: What describes a saved tensor, to be compared; None compares nothing.
         self.describe = resolve_check(determinism_check)
         #: Makes the two contexts of a call, None if there are none: once in a form that dynamo can
         #: take as a constant, once with the policy ready for use.
         self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy, store)
-        self.offload_inputs = _checked_bool("offload_inputs", offload_inputs)
+        self.offload_inputs: bool = checked_switch("offload_inputs", offload_inputs)
         self.store = store
         if store is not None:
             check_store(store, "store")
@@ -92,28 +96,23 @@ class Options:
                 )
         #: The policy, ready for use.
         self.policy = None if policy is None else as_policy(policy, "policy")
-        if self.reentrant:
-            has_context = self.context_fn is not None
-            self._refuse(
-                "the reentrant engine", "context_fn or policy", has_context, determinism_check
-            )
-        elif self.replay:
-            has_context = context_fn is not noop_context_fn
-            self._refuse("the replay engine", "context_fn", has_context, determinism_check)
+        if self.reentrant or self.replay:
+            self._refuse_idle(context_fn is not noop_context_fn, determinism_check)
 
-    def _refuse(self, engine: str, context: str, has_context: bool, determinism_check: Any) -> None:
+    def _refuse_idle(self, has_context: bool, determinism_check: Any) -> None:
         """Refuse options that have no effect with the engine."""
         given = {
-            context: has_context,
+            "context_fn or policy": self.reentrant and self.context_fn is not None,
+            "context_fn": self.replay and has_context,
             "debug": self.debug,
             "determinism_check": determinism_check not in ("default", "none"),
         }
-        for name, is_given in given.items():
-            if is_given:
-                raise ValueError(
-                    f"{name} has no effect with {engine}; leave it out, or use the default engine "
-                    "(use_reentrant=False)"
-                )
+        idle = next((name for name, is_given in given.items() if is_given), None)
+        if idle is not None:
+            raise ValueError(
+                f"{idle} has no effect with the {'reentrant' if self.reentrant else 'replay'} "
+                "engine; leave it out, or use the default engine (use_reentrant=False)"
+            )
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> Options:
@@ -163,14 +162,8 @@ def _unpickle(keywords: dict[str, Any]) -> Options:
     return Options.from_keywords(keywords | {"policy": policy})
 
 
-def _checked_bool(name: str, value: Any) -> bool:
-    if value is True or value is False:
-        return value
-    raise TypeError(f"{name} should be True or False, but got {value!r}")
-
-
 def _is_reentrant(use_reentrant: Any, engine: Any) -> bool:
-    _checked_bool("use_reentrant", use_reentrant)
+    checked_switch("use_reentrant", use_reentrant)
     if engine is not None and engine not in get_args(Engine):
         raise ValueError(f"engine should be one of {list(get_args(Engine))}, but got {engine!r}")
     if use_reentrant and engine in ("rerun", "replay"):
@@ -206,3 +199,24 @@ def _checked_contexts(context_fn: Any, policy: Any, store: Any) -> tuple[_Maker,
 
 DEFAULTS = Options()
 _REPLAY = Options(engine="replay")
+
+
+class _InstalledOptions:
+    """The options that ``install`` has set for calls of torch's functions, for all threads."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Recollect is not installed."""
+        self.is_active = False
+        self.keywords: dict[str, Any] = {}
+        self.options = DEFAULTS
+
+    def set(self, keywords: dict[str, Any]) -> None:
+        """Recollect is installed with these options, which are checked first."""
+        self.options = Options.from_keywords(keywords) if keywords else DEFAULTS
+        self.keywords, self.is_active = keywords, True
+
+
+installed_options = _InstalledOptions()

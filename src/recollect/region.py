@@ -1,18 +1,23 @@
-"""Runs a region: chooses the engine, or leaves the region to the compiler (R2)."""
+"""Runs a region: chooses the engine, or leaves the region to the compiler (R2).
+
+A sequential model runs as one region for each segment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
+from recollect._torch.dynamo import dynamo_callback, hide_from_dynamo, run_without_dynamo
 from recollect.observer import observing
-from recollect.options import Options
+from recollect.options import Options, noop_context_fn
 from recollect.replay.engine import LeftToRerun, replay_region
 from recollect.rerun.engine import Frame
 from recollect.rerun.frame import Contexts, make_contexts
@@ -21,7 +26,17 @@ from recollect.rerun.selective import RecordMode
 from recollect.settings import resolve_debug, resolve_early_stop
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["enter_region", "run_compiled", "run_region"]
+__all__ = [
+    "balanced",
+    "enter_region",
+    "run_compiled",
+    "run_region",
+    "run_segments",
+    "steps_of",
+]
+
+#: A function of a sequential model.
+Step = Callable[[Any], Any]
 
 
 @hide_from_dynamo
@@ -38,7 +53,7 @@ def run_region(
         return run_compiled(function, args, kwargs, options.context_fn)
     if not callable(function):
         raise TypeError(f"function should be callable, but got {function!r}")
-    if dynamo_is_watching():
+    if dynamo_callback() is not None:
         # A graph break has left this call to eager code.
         return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
     if options.reentrant:
@@ -104,6 +119,8 @@ def _run_reentrant(
             "positional arguments only; use the default engine (use_reentrant=False)"
         )
     observer = observing.observer
+    if observer is None and not options.offload_inputs:
+        return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
     batch = OffloadBatch(options.store) if options.offload_inputs else None
     with (
         nullcontext() if observer is None else observer.region("reentrant", function, args, batch),
@@ -140,6 +157,62 @@ def run_compiled(
     compiler then decides what to recompute. RNG, ambient state and checks have no meaning there.
     """
     torch_checkpoint = torch.utils.checkpoint.checkpoint
-    if context_fn is None:
+    if context_fn is None or context_fn is noop_context_fn:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+
+# --- sequential models ---------------------------------------------------------------------------
+
+
+def steps_of(functions: Any, segments: int) -> list[Step]:
+    """The functions of a ``Sequential`` or an iterable, which are to be cut into ``segments``."""
+    if isinstance(functions, nn.Sequential):
+        functions = functions.children()
+    if not isinstance(functions, Iterable):
+        raise TypeError(
+            "functions should be an nn.Sequential or a list of modules or functions, but got "
+            f"{functions!r}"
+        )
+    steps = list(functions)
+    for position, step in enumerate(steps):
+        if not callable(step):
+            raise TypeError(f"functions[{position}] should be callable, but got {step!r}")
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"segments should be between 1 and the number of functions, {len(steps)}, but got "
+            f"{segments}"
+        )
+    return steps
+
+
+def balanced(count: int, segments: int) -> list[int]:
+    """The boundaries that cut ``count`` steps into parts whose lengths differ by at most one."""
+    short, longer = divmod(count, segments)
+    lengths = (short + (part < longer) for part in range(segments))
+    return list(accumulate(lengths, initial=0))
+
+
+def run_segments(
+    steps: list[Step],
+    boundaries: list[int],
+    input: Any,
+    options: Options,
+    *,
+    read_once: bool = False,
+) -> Any:
+    """Run ``steps``, each segment but the last one checkpointed."""
+    *checkpointed, last = pairwise(boundaries)
+    for start, end in checkpointed:
+        chain = _chain(steps[start:end])
+        input = run_region(chain, (input,), {}, options, read_once=read_once)
+    return _chain(steps[slice(*last)])(input)
+
+
+def _chain(steps: list[Step]) -> Step:
+    def run(value: Any) -> Any:
+        for step in steps:
+            value = step(value)
+        return value
+
+    return run

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 __all__ = [
+    "checked_switch",
     "is_recomputing",
     "recomputing",
     "resolve_debug",
@@ -48,9 +50,10 @@ def is_recomputing() -> bool:
     return recomputing.depth > 0
 
 
-def _check_switch(name: str, value: object, *, optional: bool) -> None:
+def checked_switch(name: str, value: Any, *, optional: bool = False) -> Any:
+    """``value``, if it is True, False or, where that is allowed, None."""
     if value is True or value is False or (optional and value is None):
-        return
+        return value
     allowed = "True, False or None" if optional else "True or False"
     raise TypeError(f"{name} should be {allowed}, but got {value!r}")
 
@@ -63,8 +66,7 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     precedence over ``early_stop=`` of the call; it is read when a region runs forward and need
     not be active during backward. The innermost of several nested settings counts.
     """
-    _check_switch("enable", enable, optional=False)
-    token = _early_stop.set(enable)
+    token = _early_stop.set(checked_switch("enable", enable))
     try:
         yield
     finally:
@@ -77,8 +79,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
     Takes precedence over ``debug=`` of the call; ``None`` leaves the decision to the call.
     """
-    _check_switch("enabled", enabled, optional=True)
-    token = _debug.set(enabled)
+    token = _debug.set(checked_switch("enabled", enabled, optional=True))
     try:
         yield
     finally:
@@ -94,8 +95,7 @@ def set_checkpoint_version_guard(enabled: bool) -> Iterator[None]:
     is recomputed from what is there then: for code that changes values on purpose and knows that
     it does no harm. Need not be active during backward.
     """
-    _check_switch("enabled", enabled, optional=False)
-    token = _version_guard.set(enabled)
+    token = _version_guard.set(checked_switch("enabled", enabled))
     try:
         yield
     finally:

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from recollect._torch.autograd import (
-    _SavedByNode,
+    _save_by_node,
+    after_each_backward,
     at_end_of_backward,
     backward_allows_reentrant,
     current_graph_task,
     current_node,
     get_graph_exec_group,
+    graph_nodes,
     is_in_custom_function,
     packed_by,
     pop_saved_tensor_hooks,
@@ -85,19 +87,31 @@ def test_saved_tensor_hooks_nest_as_the_public_ones_do():
     assert torch.equal(saved._saved_result, torch.ones(1).exp() * 2 + 1)
 
 
-@pytest.mark.parametrize("make", [save_tensor, _SavedByNode])
+@pytest.mark.parametrize("make", [save_tensor, _save_by_node])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_tensor_is_saved_through_hooks(make, requires_grad):
     x = torch.ones(2, requires_grad=requires_grad)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t + 1):
-        saved = make(x)
-    assert torch.equal(saved.unpack(), torch.full((2,), 3.0))
-    assert torch.equal(make(x).unpack(), x)
+        unpack = make(x)
+    assert torch.equal(unpack(), torch.full((2,), 3.0))
+    assert torch.equal(make(x)(), x)
 
 
 def test_the_node_that_is_run_is_known():
     assert current_node() is None
     assert in_backward(lambda: current_node().name()) == "ProbeBackward"
+
+
+def test_the_nodes_of_a_graph_are_found_once_each():
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    names = [node.name() for node in graph_nodes([(y * y.cos()).grad_fn, None])]
+    assert names == [
+        "MulBackward0",
+        "SinBackward0",
+        "CosBackward0",
+        "torch::autograd::AccumulateGrad",
+    ]
 
 
 def test_what_a_node_saved_is_found_as_it_was_packed():
@@ -146,3 +160,20 @@ def test_a_custom_function_that_is_applied_is_seen():
     Looks.apply(torch.ones(1))
     assert found == [True]
     assert not is_in_custom_function(sys._getframe())
+
+
+def test_what_is_to_happen_after_each_backward():
+    calls = []
+    run = torch.autograd._engine_run_backward
+    first, second = (after_each_backward(lambda n=n: calls.append(n)) for n in (1, 2))
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    first()
+    torch.autograd.grad(x.sum(), x)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    second()
+    second()
+    x.sum().backward()
+    assert calls == [1, 2, 2, 2]
+    assert torch.autograd._engine_run_backward is run

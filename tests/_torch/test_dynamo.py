@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recollect._torch.dynamo import (
-    dynamo_is_watching,
+    dynamo_callback,
     hide_from_dynamo,
     is_nonstrict_tracing,
     is_tracing,
@@ -19,7 +19,7 @@ from recollect._torch.dynamo import (
 def test_nothing_is_compiling_here():
     assert not is_tracing()
     assert not is_nonstrict_tracing()
-    assert not dynamo_is_watching()
+    assert dynamo_callback() is None
     assert traced_graph() is None
     assert nested_trace_policy() is None
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,10 +16,15 @@ from recollect._torch.modes import (
     any_autocast_enabled,
     below_python,
     detach_below_autograd,
+    dispatch_modes,
     dispatch_modes_active,
     forward_ad_active,
     function_mode_count,
     function_modes,
+    leave_dispatch_mode,
+    nothing_around,
+    pop_function_mode,
+    push_function_mode,
     raw_memory,
     set_function_modes,
     set_grad_enabled,
@@ -42,6 +48,45 @@ def test_modes_are_counted():
         assert function_mode_count() == 1
     with DispatchMode():
         assert dispatch_modes_active()
+
+
+def test_a_function_mode_is_pushed_and_popped():
+    mode = torch.device("meta")
+    mode.__enter__()
+    context = pop_function_mode()
+    assert not torch.ones(1).is_meta
+    push_function_mode(context)
+    assert torch.ones(1).is_meta
+    mode.__exit__(None, None, None)
+    assert function_mode_count() == 0
+
+
+def test_what_is_around_a_call_is_noticed():
+    seen = []
+
+    def look(x):
+        seen.append(nothing_around())
+        return x
+
+    look(None)
+    assert seen.pop()
+    x = torch.ones(1)
+    with torch.device("cpu"):
+        look(x)
+    with DispatchMode():
+        look(x)
+    with torch.autograd.graph.saved_tensors_hooks(look, look):
+        look(x)
+    torch.func.vmap(look)(x)
+    with forward_ad.dual_level():
+        look(x)
+    with torch._guards.tracing(torch._guards.TracingContext(None)):
+        look(x)
+    make_fx(look)(x)
+    assert not any(seen)
+    assert len(seen) == 7
+    look(None)
+    assert seen.pop()
 
 
 def test_function_modes_are_exchanged():
@@ -183,3 +228,19 @@ def test_what_is_excluded_does_not_depend_on_the_importer():
     x = torch.randn(3, requires_grad=True)
     with below_python():
         assert not (x * 2).requires_grad
+
+
+def test_a_mode_is_left_wherever_it_is_on_the_stack():
+    class Mode(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    modes = [Mode() for _ in range(3)]
+    for mode in modes:
+        mode.__enter__()
+    leave_dispatch_mode(modes[1])
+    assert dispatch_modes() == [modes[0], modes[2]]
+    leave_dispatch_mode(modes[1])  # it is not there
+    leave_dispatch_mode(modes[2])
+    leave_dispatch_mode(modes[0])
+    assert dispatch_modes() == []

@@ -4,7 +4,14 @@ import sys
 
 import torch
 
-from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, MODULE_CALL, global_hooks
+from recollect._torch.modules import (
+    FORWARD_HOOKS,
+    GLOBAL_FORWARD_HOOKS,
+    MODULE_CALL,
+    global_hooks,
+    known_class,
+    sharded_part,
+)
 
 
 def test_forward_hooks_are_where_they_are_looked_for():
@@ -76,8 +83,17 @@ def test_hooks_for_all_modules_and_optimizers_are_found():
         optimizer.register_optimizer_step_pre_hook(print),
         optimizer.register_optimizer_step_post_hook(print),
     ]
-    found = [list(hooks.values()) for hooks in global_hooks()]
+    found = [list(hooks.values()) for hooks in global_hooks() if hooks]
     for handle in handles:
         handle.remove()
     assert found == [[print]] * 6
-    assert [dict(hooks) for hooks in global_hooks()] == [{}] * 6
+    assert not any(global_hooks())
+
+
+def test_classes_are_known_once_their_module_is_imported():
+    assert known_class("recollect_tests.no_such_module", "DTensor") is None
+    assert known_class("torch.nn", "Linear") is torch.nn.Linear
+
+
+def test_a_module_of_one_process_has_no_parts_elsewhere():
+    assert sharded_part(torch.nn.Linear(2, 2)) is None

@@ -6,7 +6,6 @@ import torch
 
 from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.ops import (
-    argument_names,
     arguments_of,
     bare_op,
     has_tag,
@@ -40,15 +39,6 @@ def test_an_op_is_known_by_itself():
     op = torch.ops.higher_order.cond
     assert inductor_region_key(op, (1,)) is op
     assert bare_op(functools.reduce) is functools.reduce
-
-
-def test_names_of_arguments():
-    aten = torch.ops.aten
-    assert argument_names(aten.view.default) == ["self", "size"]
-    assert argument_names(aten.slice_backward.default, lists=True) == ["input_sizes"]
-    assert argument_names(aten.full.default, lists=True) == ["size"]
-    assert argument_names(aten.unfold.default, lists=True) == []
-    assert argument_names(aten.upsample_nearest2d.default, lists=True) == ["output_size"]
 
 
 def test_the_op_that_a_function_is_named_after():

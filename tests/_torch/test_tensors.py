@@ -1,12 +1,14 @@
 """Tensors: plain or not, their storages, their hooks."""
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from recollect._torch.modes import below_python
 from recollect._torch.tensors import (
     copy_tensors,
     inner_tensors,
     is_plain_tensor,
+    local_tensors,
     storage_key,
     tensor_hooks,
     unsupported_tensor,
@@ -44,6 +46,14 @@ def test_inner_tensors():
         assert inner_tensors(torch.nn.Parameter(x))[0].shape == (2, 2)
         assert [t.shape for t in inner_tensors(sparse)] == [(2, 4), (4,)]
         assert inner_tensors(x.to("meta")) is None
+
+
+def test_a_wrapper_has_the_tensors_that_it_wraps():
+    x = torch.ones(3)
+    (local,) = local_tensors(x)
+    assert local is x
+    (local,) = local_tensors(AsyncCollectiveTensor(x))
+    assert local is x
 
 
 def test_the_memory_of_tensors_is_told_apart():

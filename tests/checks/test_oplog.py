@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.checks import oplog
+from recollect.checks.differences import align
 from recollect.checks.fingerprint import compare, fingerprint
-from recollect.checks.oplog import LoggedOp, OpLog, align
+from recollect.checks.oplog import LoggedOp, OpLog
 from tests._support import leaf
 
 
@@ -95,7 +96,9 @@ def test_higher_order_ops_are_written() -> None:
 
     entry = values(function, torch.ones(2)).entries[-1]
     assert entry.line == "cond(True, <function>, <function>, [f32[2]]) -> f32[2]"
-    assert [p.item() for p in entry.fingerprints] == [fingerprint(torch.ones(2).sin()).item()]
+    assert [p.item() for p in entry.prints.fingerprints] == [
+        fingerprint(torch.ones(2).sin()).item()
+    ]
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -104,12 +107,12 @@ def test_higher_order_ops_are_written() -> None:
 def computed(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     """By op, how many fingerprints an entry has."""
     log = values(function, *args)
-    return {entry.line.partition("(")[0]: len(entry.fingerprints) for entry in log.entries}
+    return {entry.line.partition("(")[0]: len(entry.prints.fingerprints) for entry in log.entries}
 
 
 def test_no_fingerprints_unless_asked() -> None:
     (entry,) = record(lambda: torch.ones(3)).entries
-    assert entry.fingerprints == entry.strides == ()
+    assert entry.prints.fingerprints == entry.prints.strides == ()
 
 
 def test_every_new_result_has_a_fingerprint() -> None:
@@ -120,7 +123,7 @@ def test_every_new_result_has_a_fingerprint() -> None:
         "split_with_sizes_copy.default": 2
     }
     (entry,) = values(x.sin).entries
-    assert entry.fingerprints[0].item() == fingerprint(x.sin()).item()
+    assert entry.prints.fingerprints[0].item() == fingerprint(x.sin()).item()
 
 
 def test_a_view_computes_nothing() -> None:
@@ -137,7 +140,9 @@ def test_of_a_tensor_changed_in_place_it_is_the_changed_one() -> None:
         torch.zeros(3).add_(1)
 
     *_, entry = values(function).entries
-    assert [print_.item() for print_ in entry.fingerprints] == [fingerprint(torch.ones(3)).item()]
+    assert [print_.item() for print_ in entry.prints.fingerprints] == [
+        fingerprint(torch.ones(3)).item()
+    ]
 
 
 def test_a_change_through_a_view_and_through_out_count() -> None:
@@ -165,7 +170,7 @@ def test_training_a_batch_norm_twice_computes_the_same() -> None:
     x = torch.randn(4, 3)
     first, second = values(norm, x), values(norm, x)
     assert norm.num_batches_tracked == 2
-    prints = [[p for e in log.entries for p in e.fingerprints] for log in (first, second)]
+    prints = [[p for e in log.entries for p in e.prints.fingerprints] for log in (first, second)]
     assert len(prints[0]) >= 3
     assert compare(*prints) is None
 
@@ -176,8 +181,8 @@ def test_an_op_that_only_writes_to_its_arguments_counts() -> None:
 
     *_, entry = values(function).entries
     expected = [fingerprint(torch.full((2,), value)) for value in (1.0, 2.0)]
-    assert len(entry.fingerprints) == 2
-    assert compare(entry.fingerprints, expected) is None
+    assert len(entry.prints.fingerprints) == 2
+    assert compare(entry.prints.fingerprints, expected) is None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def test_an_op_that_only_writes_to_its_arguments_counts() -> None:
 )
 def test_memory_not_written_yet_does_not_count(make: Callable[[Tensor], Tensor]) -> None:
     *_, entry = values(make, torch.ones(3)).entries
-    assert entry.fingerprints == ()
+    assert entry.prints.fingerprints == ()
     assert "empty" in entry.line or "resize_" in entry.line
 
 
@@ -213,7 +218,7 @@ def test_strides_are_those_of_results_where_they_matter() -> None:
     x = torch.randn(2, 1, 3)
 
     def strides(function: Callable[[], Any]) -> Any:
-        return values(function).entries[-1].strides
+        return values(function).entries[-1].prints.strides
 
     assert strides(lambda: x.transpose(0, 2)) == ((1, None, 3),)
     assert strides(lambda: x[:1]) == ((None, None, 1),)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from recollect.checks import values
+from recollect.checks import differences
 from recollect.checks.diagnosis import MismatchContext
+from recollect.checks.differences import value_difference
 from recollect.checks.oplog import OpLog
-from recollect.checks.values import value_difference
 from recollect.errors import RecomputeMismatch
 from tests._support import Run, assert_transparent, compat_rerun, leaf, rerun
 
@@ -72,14 +72,15 @@ def difference(
     other: Tensor | None = None,
     *,
     stacks: bool = False,
-    **options: Any,
+    region: Callable[..., Any] = torch.sin,
+    dead: frozenset[int] = frozenset(),
 ) -> str | None:
     x = torch.ones(2, 3) if x is None else x
     logs = [
         record(function, each.detach().requires_grad_(), stacks=stacks)
         for function, each in ((forward, x), (again, x if other is None else other))
     ]
-    error = value_difference(*logs, **options)
+    error = value_difference(*logs, MismatchContext(region, [], []), dead)
     assert error is None or type(error) is RecomputeMismatch
     return error and str(error)
 
@@ -126,7 +127,7 @@ def test_values_that_no_op_of_the_region_computed() -> None:
 
     before, after = record(lambda x: x * one, leaf(3)), record(lambda x: x * other, leaf(3))
     after.entries.clear()  # it ended as the last tensor was saved, before the op
-    message = str(value_difference(before, after))
+    message = str(value_difference(before, after, MismatchContext(torch.sin, [], []), frozenset()))
     assert "No operation of the region computed anything else" in message
     assert "pass it as an argument" in message
 
@@ -202,7 +203,7 @@ def test_module_and_line_of_an_op_with_other_values() -> None:
             return (x + torch.rand(3)).sin()
 
     model = nn.Sequential(nn.Identity(), Noise())
-    message = difference(model, model, stacks=True, context=MismatchContext(model[1]))
+    message = difference(model, model, stacks=True, region=model[1])
     assert "In region `1` (Noise)." in message
     assert "\n      in Sequential: 1\n" in message
     assert "in forward: return (x + torch.rand(3)).sin()" in message
@@ -212,9 +213,9 @@ def test_module_and_line_of_an_op_with_other_values() -> None:
 
 def test_values_are_fetched_once_if_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    compare = values.compare
+    compare = differences.compare
     monkeypatch.setattr(
-        values, "compare", lambda one, other: calls.append(len(one)) or compare(one, other)
+        differences, "compare", lambda one, other: calls.append(len(one)) or compare(one, other)
     )
     assert difference(chain(*["sin"] * 20), chain(*["sin"] * 20)) is None
     assert calls == [20]

@@ -1,14 +1,72 @@
-"""The commands that plan and explain: what is printed where, and what is written."""
+"""The commands: help, exit codes, what is printed where, and what is written."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import recollect
 from recollect.cli import main
-from tests.cli._commands import refused
+from recollect.planning.planner import Planner
+from tests.cli._commands import exit_code, refused, run
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr().out
+    for command in ("plan", "frontier", "explain", "demo", "doctor"):
+        assert f"    {command} " in printed
+
+
+@pytest.mark.parametrize("command", ["plan", "frontier", "explain", "demo", "doctor"])
+def test_every_command_has_help(capsys, command):
+    assert exit_code(command, "--help") == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    if command in {"plan", "frontier", "explain"}:
+        assert f"  recollect {command} train.py:build" in printed
+
+
+def test_the_version(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"recollect {recollect.__version__}\n"
+
+
+def test_an_unknown_command(capsys):
+    assert "invalid choice: 'plans'" in refused(capsys, "plans")
+
+
+def test_the_module_is_the_command():
+    result = run("explain", "job:pair")
+    assert result.returncode == 0
+    assert "held after forward" in result.stdout
+    assert result.stderr == ""
+
+
+def test_exit_codes_of_the_process():
+    assert run("explain", "job:pairs").returncode == 2
+    result = run("plan", "job.py:broken", "--budget", "0.5")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback")
+    assert "in broken" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
+def test_a_reader_that_has_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "recollect", "explain", "job:pair"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert result.stderr == ""
+    assert result.returncode == 1
+
+
+# --- plan -----------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_printed(capsys):
@@ -55,13 +113,13 @@ def test_a_budget_that_nothing_fits_is_said_in_a_sentence(capsys):
 
 def test_offload_can_be_ruled_out(capsys, monkeypatch):
     seen = []
-    planner_of = recollect.cli.commands.planner_of
+    make = Planner.of
 
     def spy(*args, **options):
         seen.append(options["offload"])
-        return planner_of(*args, **options)
+        return make(*args, **options)
 
-    monkeypatch.setattr(recollect.cli.commands, "planner_of", spy)
+    monkeypatch.setattr(Planner, "of", spy)
     assert main(["plan", "job.py:pair", "--budget", "1.0"]) == 0
     assert main(["plan", "job.py:pair", "--budget", "1.0", "--no-offload"]) == 0
     assert seen == ["auto", False]

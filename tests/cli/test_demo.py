@@ -27,7 +27,7 @@ def test_the_demo_compares_three_plans_with_plain(capsys, folder, small_demo):
     assert main(["demo", "--html", "demo.html"]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("bitwise equal") == 3
-    assert "plan.apply(model)" in captured.out
+    assert "recollect.fit(model" in captured.out
     assert captured.err == ""
     assert "Transformer" in (folder / "demo.html").read_text(encoding="utf-8")
     assert torch.get_num_threads() == threads
@@ -39,7 +39,7 @@ def test_a_demo_that_finds_a_difference_fails(capsys, monkeypatch, small_demo):
     assert main(["demo"]) == 1
     printed = capsys.readouterr().out
     assert "DIFFERENT" in printed
-    assert "plan.apply(model)" not in printed
+    assert "recollect.fit(model" not in printed
 
 
 def test_a_demo_that_exceeds_a_budget_fails(capsys, monkeypatch, small_demo):
@@ -74,10 +74,9 @@ def test_the_demo_succeeds(tmp_path):
         assert measured == predicted
         assert plan.endswith("bitwise equal")
     lines = [line.strip() for line in result.stdout.rstrip().splitlines()]
-    assert lines[-3:] == [
+    assert lines[-2:] == [
         "import recollect",
-        'plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)',
-        "plan.apply(model)",
+        'model = recollect.fit(model, budget="12GiB")',
     ]
     page = tmp_path / "demo.html"
     assert str(page) in result.stdout

@@ -8,18 +8,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import pytest
 import torch
 
+from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate, simulate_plain
+from recollect.graph.simulate import simulate, simulate_if, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from tests._support import assert_identical, gradients, measure, sampled
+from tests.graph._reference import reference
+from tests.planning._graphs import GRAPHS, graph_of, random_dag
 from tests.planning._models import CASES, Made, made, static_bytes
 
 #: How many schedules are drawn of each model.
@@ -32,7 +36,7 @@ class Bench:
     def __init__(self, name: str) -> None:
         self.name = name
         self.made = made(name)
-        self.graph = Planner(self.made.model, self.made.batch, self.made.loss).graph
+        self.graph = Planner.of(self.made.model, self.made.batch, self.made.loss).graph
 
     @cached_property
     def schedules(self) -> list[Schedule]:
@@ -123,3 +127,54 @@ def test_gradients_are_right_under_any_schedule(bench: Bench) -> None:
                 done.model.zero_grad()
                 done.step(seed=4)
                 assert_identical(gradients(done.model), expected)
+
+
+# --- without shortcuts ----------------------------------------------------------------------------
+
+
+def _drawn(graph: Graph, draw: random.Random) -> Iterator[Schedule]:
+    """Schedules that keep and offload results at random."""
+    largest = max(value.nbytes for value in graph.values)
+    yield Schedule(frozenset(range(len(graph.ops))))
+    yield Schedule(frozenset(graph.choices[::2]), modules=(("block", "replay"),))
+    for _ in range(6):
+        part, share = draw.random(), draw.choice((0.0, draw.random()))
+        kept = frozenset(n for n in graph.choices if draw.random() < part)
+        away = frozenset(n for n in graph.choices if draw.random() < share)
+        ahead = draw.choice((None, 0, largest, 3 * largest))
+        yield Schedule(kept, away, draw.choice((0, 10 * largest)), ahead, draw.choice((None, 0, 9)))
+
+
+def _least_of(graph: Graph, schedule: Schedule) -> tuple[int, float]:
+    """The lower bounds on peak and seconds."""
+    found: list[tuple[int, float]] = []
+    simulate_if(graph, schedule, lambda peak, seconds: found.append((peak, seconds)) is not None)
+    return found[0]
+
+
+def _assert_as_without_shortcuts(graph: Graph, draw: random.Random) -> None:
+    rate = 10 ** draw.uniform(7, 12)
+    ops = [replace(op, can_send=op.can_keep, state=draw.choice((0, 0, 16))) for op in graph.ops]
+    graph = replace(
+        graph,
+        ops=ops,
+        engine_cost=1e-5,
+        offload_cost=draw.choice((0.0, 1e-6)),
+        module_costs={("block", "replay"): 1e-4},
+        link=Link(rate, rate * draw.uniform(0.5, 2)),
+    )
+    for schedule in _drawn(graph, draw):
+        expected = reference(graph, schedule, curve=True)
+        assert simulate(graph, schedule, curve=True) == expected
+        assert _least_of(graph, schedule)[0] <= expected.peak
+        assert _least_of(graph, schedule)[1] <= expected.seconds
+
+
+@pytest.mark.parametrize("name", sorted(GRAPHS))
+def test_the_shortcuts_make_no_difference(name: str) -> None:
+    _assert_as_without_shortcuts(graph_of(name), random.Random(name))
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), usual=range(20)))
+def test_the_shortcuts_make_no_difference_to_anything(seed: int) -> None:
+    _assert_as_without_shortcuts(random_dag(seed, 5 + seed % 40), random.Random(seed))

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
+
+import pytest
+
+from recollect.modules import OPTIONS
+from recollect.planning.module_regions import ModuleRegion
+from recollect.planning.step import TrainingStep
 
 TICK, MS = 1e-5, 1e-3
 
@@ -30,3 +37,21 @@ def noisy() -> Iterator[float]:
     draw = random.Random(0)
     while True:
         yield MS * (1 + 9 * draw.random())
+
+
+def step_takes(
+    monkeypatch: pytest.MonkeyPatch, *, plain: float, planned: float, modules: float = math.inf
+) -> list[str]:
+    """Have steps take as long as it says. Returns what was timed."""
+    timed: list[str] = []
+
+    def seconds(step: TrainingStep) -> float:
+        step.run()
+        if any(isinstance(vars(m).get(OPTIONS), ModuleRegion) for m in step.model.modules()):
+            timed.append("modules")
+            return modules
+        timed.append("planned" if OPTIONS in vars(step.model) else "plain")
+        return planned if timed[-1] == "planned" else plain
+
+    monkeypatch.setattr(TrainingStep, "seconds", seconds)
+    return timed

@@ -485,12 +485,12 @@ def plan_that_keeps(
 
     Its budget is one that every batch fits, and still it is said to be less than plain.
     """
-    planner = Planner(model, batch, loss)
+    planner = Planner.of(model, batch, loss)
     planner.solver = _NoSolver()
     vars(planner)["_alternatives"] = ()
     planner.trials.graph = planner.trials.profile.graph  # what the engine costs is not measured
     draw = random.Random(0)
     kept = frozenset(n for n in planner.graph.choices if draw.random() < part)
     schedule = trimmed(planner.graph, Schedule(kept))
-    plan = planner.plan_of(1 << 50, Candidate(schedule, planner.plain_peak))
+    plan = planner.make_plan(1 << 50, Candidate(schedule, planner.plain_peak))
     return replace(plan, plain_peak=1 << 51)

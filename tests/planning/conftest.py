@@ -22,15 +22,21 @@ def no_bound() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_blocks() -> Iterator[None]:
-    """Have no plan depend on what happens to be quicker here: of blocks there are tests apart."""
+def _no_modules() -> Iterator[None]:
+    """Have no plan depend on what happens to be quicker here: of modules there are tests apart."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "_NOTICEABLE", float("inf"))
+        patch.setattr(ways, "_module_costs", lambda *_: {})
         yield
 
 
 #: Where times are what is tested; and where the solver is.
-_OF_TIMES = ("test_sampling", "test_prices", "test_trial", "test_rescale", "test_cuda")
+_OF_TIMES = (
+    "test_sampling",
+    "test_prices",
+    "test_trial",
+    "test_cuda",
+    "test_module_regions",
+)
 _OF_SOLVING = ("test_solve", "test_bound", "test_exact", "test_budgets", "test_cuda")
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recollect
+from recollect.planning.step import TrainingStep
 from tests._support import assert_identical
+from tests.distributed._ranks import run_ranks
 from tests.planning._models import Made, made, static_bytes
 from tests.planning.test_budgets import step_peak
 
@@ -56,3 +65,119 @@ def _compare(planned: Made) -> None:
 @pytest.mark.parametrize("name", ["decoder_dropout", "conv"])
 def test_data_parallel_training(name: str, tmp_path: Path) -> None:
     mp.spawn(_train, (str(tmp_path / "store"), name), nprocs=2)
+
+
+# --- refusals, with the way out -------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def _shard_all(name: str, module: nn.Module, mesh: Any) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+        module.register_parameter(key, sharded)
+
+
+def _plan(model: nn.Module) -> Any:
+    return recollect.plan(model, torch.ones(2, 4), 0.9)
+
+
+def test_a_wrapped_model_is_refused(alone: None) -> None:
+    wrapped = DistributedDataParallel(_layers())
+    with pytest.raises(ValueError, match=r"recollect\.plan\(model\.module, batch, budget\)"):
+        _plan(wrapped)
+    with pytest.raises(ValueError, match=r"recollect\.plan\(model\.0\.module, batch, budget\)"):
+        _plan(nn.Sequential(wrapped))
+
+
+def test_a_wrapper_that_counts_every_backward_is_refused(alone: None) -> None:
+    wrapped = DistributedDataParallel(_layers(), static_graph=True)
+    for model in (wrapped, wrapped.module, wrapped.module[0]):
+        with pytest.raises(ValueError, match="static_graph=True, which takes the backwards"):
+            _plan(model)
+
+
+def test_a_plan_is_not_applied_to_the_wrapper(alone: None) -> None:
+    model = _layers()
+    frontier = recollect.frontier(model, torch.ones(2, 4))
+    plan = frontier.plan_for(frontier.plain_peak)
+    with pytest.raises(ValueError, match=r"plan\.apply\(model\.module\)"):
+        plan.apply(DistributedDataParallel(model))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_sharded_model_is_refused(alone: None) -> None:
+    model = _layers()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"its 0 is sharded by fully_shard.* plan before"):
+        _plan(model)
+    flat = FullyShardedDataParallel(_layers(), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"it is wrapped in FullyShardedDataParallel.* before"):
+        _plan(flat)
+
+
+def test_a_parallelized_model_is_refused(alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match=r"its 0\.weight is a DTensor"):
+        _plan(distribute_module(_layers(), mesh, _shard_all))
+
+
+class Summing(nn.Linear):
+    """Adds up results of all processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.mean(0)
+        dist.all_reduce(total)
+        return super().forward(x * total)
+
+
+def test_a_model_that_would_communicate_is_planned_in_a_group_of_one(alone: None) -> None:
+    frontier = recollect.frontier(Summing(4, 4), torch.ones(2, 4))
+    assert frontier.plan_for(frontier.plain_peak)
+
+
+def _refuse() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Summing(4, 4))
+    with pytest.raises(ValueError, match=r"communicates with other processes \(c10d::allreduce_\)"):
+        _plan(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_model_that_communicates_is_refused(tmp_path: Path) -> None:
+    run_ranks(_refuse, tmp_path)
+
+
+# --- bytes of what is sharded ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight() -> Iterator[None]:
+    """One of eight processes, of which there is no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def test_parameters_count_with_the_part_that_is_here(eight: None) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    model = distribute_module(nn.Linear(64, 64), mesh, _shard_all)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    whole = (64 * 64 + 64) * 4
+    step = TrainingStep(model, (torch.ones(1, 64),), {}, optimizer=optimizer)
+    assert step.base_bytes() == whole // 8
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    step = TrainingStep(model, (torch.ones(1, 64),), {}, optimizer=optimizer)
+    assert step.base_bytes() == 3 * whole // 8

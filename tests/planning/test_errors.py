@@ -17,7 +17,6 @@ import recollect
 from recollect.errors import CheckpointError
 from recollect.modules import OPTIONS
 from recollect.planning import planner
-from recollect.planning.api import planner_of
 from recollect.planning.planner import Planner
 from tests.planning._models import Custom, Made, made, squares
 
@@ -159,9 +158,18 @@ def test_an_optimizer_of_a_part_and_of_others_too() -> None:
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), torch.nn.functional.mse_loss])
 def test_a_loss_that_takes_more_than_the_output(criterion: Any) -> None:
-    message = r"loss is called with the output of the model alone.*lambda output: criterion\("
+    message = r"loss: .* has two parameters.* is a tuple.*lambda output: criterion\("
     with pytest.raises(TypeError, match=message):
         recollect.plan(_model(), (X, X), 0.5, loss=criterion)
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda: 0, lambda a, b, c: a, lambda a, *, b: a], ids=["none", "three", "named"]
+)
+def test_a_loss_that_takes_neither_the_output_nor_both(loss: Any) -> None:
+    message = r"loss is called with .*: loss=lambda output: \.\.\. or loss=lambda output, batch:"
+    with pytest.raises(TypeError, match=message):
+        recollect.plan(_model(), X, 0.5, loss=loss)
 
 
 @pytest.mark.parametrize("loss", [nn.Flatten(), torch.relu, torch.nn.functional.dropout])
@@ -375,10 +383,13 @@ def test_nothing_is_left_applied_by_a_budget_that_no_plan_fits() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_whoever_looks_on_is_told_what_is_being_done() -> None:
+def test_progress_says_what_is_being_done() -> None:
     told: list[tuple[str, float]] = []
-    made_by = planner_of(_model(), X, lambda what, done: told.append((what, done)), loss=squares)
-    assert isinstance(made_by, Planner)
+
+    def progress(what: str, done: float) -> None:
+        told.append((what, done))
+
+    made_by = Planner.of(_model(), X, squares, progress=progress)
     made_by.plan_for(made_by.least())
     assert {what for what, _ in told} == {
         "recording a step",

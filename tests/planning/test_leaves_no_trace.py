@@ -216,7 +216,7 @@ def _profile_of_twin(name: str) -> Any:
     with torch.random.fork_rng():
         twin = built([name])
         step = TrainingStep(twin.model, (batch_of(twin),), {}, loss, twin.optimizer)
-        with step.undone(rehearses=True):
+        with step.undone(logs_writes=True):
             return profile_step(step)
 
 
@@ -224,9 +224,9 @@ def test_parameters_that_nobody_writes_to_are_not_copied() -> None:
     trained = built([], optimizer=None)
     x = batch_of(trained)
     step = TrainingStep(trained.model, (x,), {}, loss, None)
-    with step.undone(rehearses=True):
-        step.rehearse()
-        storages = step._snapshot._memory._storages
+    with step.undone(logs_writes=True):
+        step.run_first()
+        storages = step._snapshot._tensor_snapshot._storages
     assert [key for key, memory in storages.items() if memory.copy is not None] == [x.data_ptr()]
 
 
@@ -389,6 +389,7 @@ def _prepared() -> tuple[Trained, Any]:
     return trained, accelerator
 
 
+@pytest.mark.usefixtures("accelerate")
 def test_after_prepare_of_accelerate() -> None:
     planned, _ = _prepared()
     train(planned)

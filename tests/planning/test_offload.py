@@ -104,7 +104,7 @@ class Study:
         torch.manual_seed(0)
         self.made = Made(case.make(), case.batch(), case.loss)
         self.links = links
-        self.planner = Planner(self.made.model, self.made.batch, self.made.loss)
+        self.planner = Planner.of(self.made.model, self.made.batch, self.made.loss)
 
     def schedules(self) -> Iterator[Schedule]:
         for seed in range(_SCHEDULES):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from recollect.planning import prices, sampling
 from recollect.planning.planner import Planner
@@ -18,6 +20,7 @@ from recollect.planning.prices import OpPrice, Prices
 from recollect.planning.record import profile_step
 from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep
+from recollect.planning.trace import TraceMode
 from tests.planning._clock import MS, TICK, Clock, outliers
 from tests.planning._models import Decoder, squares
 
@@ -56,7 +59,7 @@ def test_an_op_has_its_price_whatever_disturbs_two_of_three_samples(
 
 def test_all_ops_of_a_step_have_theirs(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "now", Clock(outliers()).perf_counter)
-    made_by = Planner(_model(), X, squares)
+    made_by = Planner.of(_model(), X, squares)
     assert made_by.trials.profile.untimed is not None
     found = [op.seconds for op in made_by.trials.profile.untimed.ops if op.makes]
     assert found == pytest.approx([TICK] * len(found))
@@ -145,6 +148,25 @@ def test_each_run_of_an_op_that_must_not_run_twice_is_a_sample(clock: Clock) -> 
         found.settle()
     assert len(calls) == 4
     assert price.seconds == pytest.approx(MS)
+
+
+@pytest.mark.parametrize("kind", ["collective", "other"])
+def test_no_profiler_sees_a_collective_begin(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # It ends in another thread, which writes to that profiler when it may be gone.
+    profiled = []
+    measure = prices.allocated_by
+    monkeypatch.setattr(prices, "allocated_by", lambda *a: profiled.append(1) or measure(*a))
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        x = torch.ones(3)
+        with TraceMode(Prices(torch.device("cpu"), once=True)):
+            distributed.all_reduce(x) if kind == "collective" else x.exp()
+    finally:
+        distributed.destroy_process_group()
+    assert profiled == ([] if kind == "collective" else [1])
 
 
 def test_absurd_prices_are_measured_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

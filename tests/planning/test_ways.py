@@ -23,14 +23,14 @@ def test_a_step_holds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch)
     held: list[ref] = []
     run_planned = ways.run_planned
 
-    def run(*args):
+    def run(*args, **kwargs):
         assert [each() for each in held if each() is not None] == []
-        out = run_planned(*args)
+        out = run_planned(*args, **kwargs)
         held.append(ref(args[-1].remat))
         return out
 
     monkeypatch.setattr(ways, "run_planned", run)
-    witnesses: list[CallReport] = []
+    reports: list[CallReport] = []
     step = TrainingStep(model, (batch,), {})
-    ways.peaks_under(ways.Way(by), step, ways.WarnOnce(), lambda _: None, witnesses)
-    assert len(held) == len(witnesses) > 1
+    ways.peaks_under(ways.Way(by), step, ways.WarnOnce(), lambda _: None, reports)
+    assert len(held) == len(reports) > 1

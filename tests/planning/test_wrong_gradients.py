@@ -10,6 +10,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import InputChanged
+from recollect.graph.simulate import Outcome
 from recollect.planning import runner, variant
+from recollect.planning.live import LiveStep
 from recollect.planning.planner import Planner
 from tests._support import Counted, assert_identical, gradients
 from tests.planning._models import (
@@ -81,14 +84,19 @@ def same(
     for planned, part in zip(copies, (0.4, 0.0), strict=True):
         plan_that_keeps(part, planned, batch, loss).apply(planned)
         with pytest.MonkeyPatch.context() as patch:
-            counted = Counted(runner.run_planned)
+            counted, traced = Counted(runner.run_planned), Counted(LiveStep.forward)
             patch.setattr(runner, "run_planned", counted)
+            patch.setattr(LiveStep, "forward", partialmethod(traced))
             # Batches of other looks would run without a plan, which they fit.
-            patch.setattr(variant, "_schedule_of", lambda plan: plan.schedule)
+            patch.setattr(variant, "simulate_plain", lambda _: OVER)
             found = played(planned, act or usual, steps)
-        assert counted.started >= steps  # by the plan, and not as without one
+        assert counted.started + traced.started >= steps  # by the plan, and not as without one
         assert_identical(found, expected)
     return planned
+
+
+#: The plain step, as if it did not fit.
+OVER = Outcome(1 << 60, 0.0, 0.0, 0.0, 0, (0, 0, 0, 0))
 
 
 class Layers(nn.Module):
@@ -1114,7 +1122,7 @@ def test_an_input_that_begins_elsewhere_in_its_memory() -> None:
 
 
 def test_ops_of_other_libraries_are_forced() -> None:
-    graph = Planner(OfALibrary(), X, squares).graph
+    graph = Planner.of(OfALibrary(), X, squares).graph
     # Or what is made of their results, which is as large.
     forced = [op.name for op in graph.ops if op.forced]
     assert forced == ["aten::sin"] * 5

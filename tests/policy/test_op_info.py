@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives
 
-from recollect.policy.op_info import op_info
+from recollect.policy.op_info import _DISCRETE, ATTENTION, MATMULS, op_info
 
 aten = torch.ops.aten
 COND = torch.ops.higher_order.cond
@@ -119,10 +119,27 @@ def test_pointwise_ops_are_known():
 
 
 def test_ops_that_write_unseen_are_known():
-    assert op_info(torch.ops.c10d.allreduce_.default).writes_unseen
     assert op_info(COND).writes_unseen
+    assert not op_info(torch.ops.c10d.allreduce_.default).writes_unseen
+    assert not op_info(PROFILER._record_function_exit._RecordFunction).writes_unseen
     assert not op_info(torch.ops.higher_order.flex_attention).writes_unseen
     assert not op_info(aten.mul_.Tensor).writes_unseen
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [
+        *(("allreduce_", True), ("broadcast_", True), ("_allgather_base_", True), ("recv_", True)),
+        *(("send", False), ("barrier", False)),
+    ],
+)
+def test_collectives_in_place_write_to_their_first_argument(name, writes):
+    info = op_info(getattr(torch.ops.c10d, name).default)
+    first, second = torch.ones(1), torch.ones(1)
+    assert info.communicates
+    assert info.writes == info.writes_uncounted == writes
+    written = info.written(([first], [second]), {})
+    assert [id(each) for each in written] == ([id(first)] if writes else [])
 
 
 @pytest.mark.parametrize(
@@ -171,12 +188,14 @@ ATTRIBUTES = (
         (aten.mm.out, "is_alias overwrites writes"),
         (aten.mm.default, "can_be_kept"),
         (aten.rand.default, "can_be_kept is_random"),
+        # It refuses dropout, whatever its tag says.
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, "can_be_kept"),
         (aten._to_copy.default, "can_be_kept is_cast"),
         (aten.empty.memory_format, "allocates leaves_uninitialized"),
         (aten.item.default, "can_be_kept reads_number"),
         (aten.nonzero.default, "can_be_kept has_dynamic_shape"),
         # They are run for their effect.
-        (torch.ops.c10d.allreduce_.default, "has_dynamic_shape writes_unseen"),
+        (torch.ops.c10d.allreduce_.default, "writes"),
         (PROFILER._record_function_enter_new.default, ""),
     ],
     ids=str,
@@ -184,3 +203,31 @@ ATTRIBUTES = (
 def test_what_is_said_of_ops(op, attributes):
     info = op_info(op)
     assert [name for name in ATTRIBUTES if getattr(info, name)] == attributes.split()
+
+
+# --- sets of ops ----------------------------------------------------------------------------------
+
+#: Of other libraries, of other builds of torch, or of no dispatcher.
+FOREIGN = ("flash_attn", "torch_attn", "xformers", "flex_attention", "_mps", "mkldnn")
+
+
+def exists(name):
+    return bool(torch._C._jit_get_schemas_for_operator(name))
+
+
+@pytest.mark.parametrize("name", sorted(MATMULS | ATTENTION | _DISCRETE))
+def test_each_name_is_that_of_an_op(name):
+    if any(part in name for part in FOREIGN):
+        pytest.skip("not of this torch")
+    assert exists(name)
+
+
+@pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "baddbmm", "mv", "linear", "_scaled_mm"])
+def test_products_are_products(op):
+    assert f"aten::{op}" in MATMULS
+
+
+def test_attention_is_attention():
+    kernels = [name for name in dir(aten) if name.startswith("_scaled_dot_product")]
+    forward = {f"aten::{name}" for name in kernels if "backward" not in name}
+    assert {name for name in forward if name.endswith(("attention", "for_cpu"))} <= ATTENTION

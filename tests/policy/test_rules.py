@@ -7,10 +7,19 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 import recollect
-from recollect import CheckpointPolicy, policy
-from recollect.policy.rules import as_policy
+from recollect import CheckpointPolicy, SelectiveCheckpointContext, policy
+from recollect.policy.rules import (
+    NameRule,
+    as_decision,
+    as_policy,
+    checked_ops,
+    first_unmatched,
+    fits,
+    listed,
+)
 from tests.rerun.selective._helpers import Block, Ops, again, leaves, seeded, square, total
 
 aten = torch.ops.aten
@@ -287,3 +296,136 @@ def test_a_rule_that_matches_in_another_region_does_not_warn():
     given = policy.save_ops(aten.mm, aten.tanh)
     recollect.checkpoint(program, *square(), policy=given)
     recollect.checkpoint(torch.tanh, *square(1), policy=given)
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+def test_members_have_the_names_and_values_of_torch():
+    ours = {member.name: member.value for member in CheckpointPolicy}
+    assert ours == {member.name: member.value for member in torch_checkpoint.CheckpointPolicy}
+
+
+@pytest.mark.parametrize("member", CheckpointPolicy)
+def test_both_enums_are_understood(member):
+    assert as_decision(member, aten.mm.default) is member
+    assert as_decision(torch_checkpoint.CheckpointPolicy[member.name], aten.mm.default) is member
+
+
+@pytest.mark.parametrize(
+    ("value", "decision"),
+    [(True, CheckpointPolicy.MUST_SAVE), (False, CheckpointPolicy.PREFER_RECOMPUTE)],
+)
+def test_bools_are_short_for_decisions(value, decision):
+    assert as_decision(value, aten.mm.default) is decision
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "MUST_SAVE", CheckpointPolicy])
+def test_anything_else_is_refused_with_the_name_of_the_op(value):
+    with pytest.raises(ValueError, match=r"returned .* for aten\.mm\.default"):
+        as_decision(value, aten.mm.default)
+
+
+def test_packets_are_expanded_in_place():
+    expanded = checked_ops([aten.sin.default, aten.clamp, aten.mm.default], "policy")
+    clamps = [getattr(aten.clamp, name) for name in aten.clamp.overloads()]
+    assert aten.clamp.Tensor in clamps
+    assert expanded == [aten.sin.default, *clamps, aten.mm.default]
+
+
+def test_ops_are_overloads_or_higher_order():
+    given = [aten.mm.default, torch.ops.higher_order.cond]
+    assert checked_ops(given, "policy", packets=False) == given
+    with pytest.raises(ValueError, match=r"got: aten\.mm of type.*torch\.ops\.aten\.mm\.default"):
+        checked_ops([aten.mm.default, aten.mm], "policy", packets=False)
+
+
+def test_the_context_is_made_as_torch_makes_it():
+    context = SelectiveCheckpointContext(is_recompute=True, op_output=3)
+    assert (context.is_recompute, context.op_output) == (True, 3)
+    with pytest.raises(TypeError):
+        SelectiveCheckpointContext(True)
+
+
+# --- patterns -------------------------------------------------------------------------------------
+
+
+def named(*patterns):
+    return NameRule("", CheckpointPolicy.MUST_SAVE, patterns)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("attn.wo", "attn.wo"),
+        ("layers.3.attn.wo", "attn.wo"),
+        ("layers.3.attn.wo", "wo"),
+        ("layers.3.attn.wo", "*.attn.wo"),
+        ("attn.wo", "*.attn.wo"),
+        ("wo", "*.wo"),
+        ("layers.3.attn.wo", "layers.*.attn.wo"),
+        ("model.layers.3.attn.wo", "layers.*.attn.wo"),
+        ("layers.3.attn.wo", "layers.[0-3].attn.wo"),
+        ("layers.3.attn.wo", "layers.?.*"),
+        ("layers.3.attn.wo", "*"),
+        ("", "*"),
+        ("mlp.up", "mlp.*"),
+        ("mlp.a.b.c", "mlp.*"),
+    ],
+)
+def test_a_name_or_its_end_fits(name, pattern):
+    assert fits(name, pattern)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("attn.wo", "wo.attn"),
+        ("attn.wo", "o"),
+        ("attn.wo", "attn"),
+        ("attn.wo", "attn.w"),
+        ("attn.wo", "attn.wo.*"),
+        ("attn.wo", "Attn.wo"),
+        ("xattn.wo", "attn.wo"),
+        ("layers.10.attn", "layers.?.attn"),
+        ("layers.4.attn.wo", "layers.[0-3].attn.wo"),
+        ("", "attn"),
+        ("wo", "*.attn.wo"),
+        ("", "*.wo"),
+    ],
+)
+def test_other_names_do_not(name, pattern):
+    assert not fits(name, pattern)
+
+
+def test_one_of_several_patterns_may_fit():
+    assert named("up", "wo").covers("attn.wo")
+    assert not named("up", "down").covers("attn.wo")
+    assert not named().covers("attn.wo")
+
+
+def test_the_first_pattern_that_fits_no_name():
+    assert first_unmatched(("wo", "up", "down"), ("attn.wo", "attn.wq")) == "up"
+    assert first_unmatched(("wo", "w?"), ("attn.wo", "attn.wq")) is None
+    assert first_unmatched(("wo",), ()) == "wo"
+
+
+def test_names_are_listed_with_the_most_similar_first():
+    names = ["norm", "attn.wq", "attn.wo", "mlp.up"]
+    assert listed(names, "mlp.upp").startswith("mlp.up, ")
+    assert set(listed(names, "mlp.upp").split(", ")) == set(names)
+    assert listed(names, "*.attn.wo").startswith("attn.wo")
+
+
+def test_names_are_listed_once_and_in_order():
+    assert listed(["b", "a", "b", ""], "zzz") == "a, b"
+
+
+def test_there_may_be_none():
+    assert listed([], "x") == listed([""], "x") == "none"
+
+
+def test_a_long_list_is_cut():
+    text = listed([f"layer{n:03}" for n in range(100)], "other")
+    assert text.endswith("layer039 and 60 more")
+    assert "layer040" not in text

@@ -31,6 +31,12 @@ POLICIES = pytest.mark.parametrize("policy", [None, DEAR], ids=["nothing kept", 
 CALLS = 4
 
 
+@pytest.fixture(autouse=True)
+def _deterministic_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have cuDNN add up gradients in one order: its usual kernels take any."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def on_cuda(*shape: int, **options: Any) -> Tensor:
     return torch.randn(*shape, device="cuda", requires_grad=True, **options)
 

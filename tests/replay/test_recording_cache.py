@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 import recollect
 from recollect.replay import recording_cache
@@ -28,3 +29,42 @@ def test_recordings_are_put_back():
     assert slots(known) == [entry]
     assert entry.recording is recording
     assert slots(unknown) == []
+
+
+class Profiled(nn.Module):
+    """Marks its parts for a profiler."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        for number in range(3):
+            with record_function(f"block {number}"):
+                x = x + self.down(torch.sin(self.up(x)))
+        return x
+
+
+def test_ranges_of_a_profiler_are_recorded_once():
+    model, x = Profiled(), torch.ones(4, 16, requires_grad=True)
+    for _ in range(3):
+        recollect.checkpoint(model, x, engine="replay").sum().backward()
+        (entry,) = slots(model)
+        assert entry.recording is not None
+        assert entry.recording is entry._last
+        assert entry.unsettled is entry.difference is None
+
+
+def test_ranges_of_a_profiler_under_a_plan_are_recorded_once():
+    model, x = Profiled(), torch.ones(64, 16)
+    frontier = recollect.frontier(model, x)
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    plan.apply(model)
+    model(x).sum().backward()
+    entries = slots(model)
+    recordings = [entry.recording for entry in entries]
+    model.zero_grad()  # with gradients it would be another step
+    model(x).sum().backward()
+    assert entries
+    assert [entry.recording for entry in slots(model)] == recordings
+    assert all(entry.unsettled is entry.difference is None for entry in entries)

@@ -406,7 +406,7 @@ def test_attention_of_others_is_run_again_if_it_drops_nothing(monkeypatch: Any) 
 
 def test_ops_that_write_without_a_word() -> None:
     """Collectives write to what they are given, and their schemas do not say so."""
-    assert op_info(torch.ops.c10d.allreduce_.default).writes_unseen
+    assert op_info(torch.ops.c10d.allreduce_.default).writes_uncounted
     assert not op_info(torch.ops.aten.mm.default).writes_unseen
     assert not op_info(torch.ops.higher_order.flex_attention).writes_unseen
     assert op_info(torch.ops.higher_order.cond).writes_unseen
@@ -758,6 +758,18 @@ def test_kernels_of_attention_are_chosen_inside(when: Any, run: Any) -> None:
         return (a * F.scaled_dot_product_attention(q, q, q)).exp()
 
     check(run, region, lambda _: (leaf(16, 4),))
+
+
+@ALL
+@ALWAYS_OR_NOT
+def test_a_switch_around_a_product(when: Any, run: Any) -> None:
+    def region(x: Tensor) -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=not when()):
+            y = F.linear(F.layer_norm(x, (4,)), x).softmax(-1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=when()):
+            return F.linear(y, y).float().exp() @ x
+
+    check(run, region, lambda _: (leaf(4, 4),))
 
 
 def test_backward_leaves_the_switches_as_they_are() -> None:

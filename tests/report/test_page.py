@@ -3,16 +3,21 @@
 import base64
 import hashlib
 import json
+import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from recollect.report.page import page
+from recollect.report.page import page, thinned
+from recollect.report.plan_report import summary
 from recollect.report.rows import Row
-from recollect.report.words import summary
 from tests.report._pictures import GIB, curve, frontier_only, realistic
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+given = hypothesis.given
 
 PICTURE = realistic()
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>&amp;'
@@ -174,3 +179,41 @@ def test_it_is_the_same_each_time():
     assert page(realistic()) == page(
         replace(PICTURE, before=curve(12, 900 * 2**20, 120 * 2**20, 1.0, 20))
     )
+
+
+# --- a thinned curve looks as the whole one ------------------------------------------------------
+
+
+def test_a_short_curve_stays_as_it_is():
+    curve = [(0.0, 1), (0.5, 9), (1.0, 2)]
+    assert thinned(curve, 100) == curve
+    assert thinned([], 100) == []
+
+
+def test_many_points_become_few_and_keep_the_extremes_of_every_bucket():
+    chance = random.Random(0)
+    curve = [(n / 100_000, chance.randrange(10**9)) for n in range(100_000)]
+    thin = thinned(curve, 200)
+    assert len(thin) <= 800
+    for start in range(0, 100_000, 500):
+        part = curve[start : start + 500]
+        times = {time for time, _ in part}
+        left = [nbytes for time, nbytes in thin if time in times]
+        assert max(left) == max(nbytes for _, nbytes in part)
+        assert min(left) == min(nbytes for _, nbytes in part)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=300), st.integers(1, 20))
+def test_ends_peak_and_order_are_kept(heights, buckets):
+    # Several changes at the same moment are usual: an op frees what it replaces.
+    curve = [(n // 3 / 10, height) for n, height in enumerate(heights)]
+    thin = thinned(curve, buckets)
+    whole = iter(curve)
+    assert all(point in whole for point in thin), "in order"
+    assert (thin[0], thin[-1]) == (curve[0], curve[-1])
+    assert max(thin, key=lambda p: p[1]) == max(curve, key=lambda p: p[1])
+    assert len(thin) <= 4 * buckets
+
+
+def test_a_curve_without_duration_is_thinned_too():
+    assert thinned([(1.0, n) for n in range(50)], 5) == [(1.0, 0), (1.0, 49)]

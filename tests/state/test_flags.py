@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.state.flags import read_flags, write_flags
+from recollect.state.flags import read_flags, read_usual_flags, usual_flags, write_flags
 from tests._support import Run, leaf, reentrant, rerun
 
 
@@ -168,3 +168,19 @@ def test_a_backward_elsewhere_leaves_the_number_of_threads_of_new_threads(engine
             assert of_new_thread() == others + 1
         finally:
             torch.set_num_threads(before)
+
+
+def test_the_flags_that_most_ops_heed_are_a_part_of_all() -> None:
+    usual = read_usual_flags()
+    assert usual == usual_flags(read_flags())
+    assert len(usual) < len(read_flags())
+    torch.set_default_dtype(torch.float64)
+    assert read_usual_flags() == usual_flags(read_flags()) != usual
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
+    assert read_usual_flags() == usual_flags(read_flags()) == usual
+
+
+def test_flags_that_cannot_be_read_are_compared_as_a_whole() -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert read_usual_flags() == usual_flags(read_flags())

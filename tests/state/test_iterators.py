@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recollect.state.iterators import StandIn, exchanged, is_used_up, successor, with_replaced
+from recollect.state.iterators import StandIn, exchanged, is_used_up, successor, with_exchanged
 
 
 class Counts:
@@ -89,7 +89,8 @@ def test_others_stay_the_same_object(value: Any) -> None:
 
 
 def test_contents_without_a_replaced_item_stay_the_same_object() -> None:
+    old, new = iter([1]), iter([10])
     for held in ([1, 2], {"a": 1}):
-        assert with_replaced(held, lambda item: item) is held
-    assert with_replaced([1, 2], lambda item: item + 1) == [2, 3]
-    assert with_replaced({"a": 1}, lambda item: item + 1) == {"a": 2}
+        assert with_exchanged(held, {}) is held
+    assert with_exchanged([1, old], {id(old): new}) == [1, new]
+    assert with_exchanged({"a": old}, {id(old): new}) == {"a": new}

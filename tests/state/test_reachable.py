@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import types
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect.state.inputs import Inputs
-from recollect.state.reachable import Reachable, SimpleModule, Writes, reachable_from
+from recollect.state.module_state import Writes
+from recollect.state.reachable import Reachable, _globals_in
 
 np = pytest.importorskip("numpy")
 
@@ -272,10 +274,38 @@ def test_what_attributes_lead_to_is_looked_up_each_time(add: Callable[[Any, Any]
     norm, generator = nn.BatchNorm1d(2), torch.Generator()
     block = Collects()
     model = nn.Sequential(block)
-    assert type(reachable_from(model, [])) is SimpleModule
     assert Reachable(model).buffers == []
     add(block, [norm, generator])
-    assert type(reachable_from(model, [])) is Reachable
     reach = Reachable(model)
     assert [name for _, name, _ in reach.buffers] == [*norm._buffers]
     assert reach.generators == [generator]
+
+
+LIMIT = 3
+
+
+def uses(x: Any) -> Any:
+    return x.shape, [LIMIT + n for n in x], lambda: missing  # noqa: F821 - a global to come
+
+
+def test_globals_that_code_names() -> None:
+    assert _globals_in(uses.__code__) == {"LIMIT", "missing"}
+
+
+log = logging.getLogger(__name__)
+
+
+def logs(x: Any) -> Any:
+    log.debug("called")
+    return x
+
+
+def test_a_logger_is_not_searched() -> None:
+    generator = torch.Generator()
+    handler = logging.NullHandler()
+    handler.generator = generator  # type: ignore[attr-defined]
+    log.addHandler(handler)
+    try:
+        assert Reachable(logs).generators == []
+    finally:
+        log.removeHandler(handler)

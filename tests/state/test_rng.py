@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,8 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
-from recollect.state import region_state
-from tests._support import Run, assert_identical, assert_transparent, leaf, plain, reentrant, rerun
+from recollect.compat import _infer_device_type
+from recollect.state import region_state, rng
+from recollect.state.rng import read_libraries, write_libraries
+from tests._support import (
+    ALL,
+    Run,
+    assert_identical,
+    assert_transparent,
+    leaf,
+    plain,
+    reentrant,
+    rerun,
+)
+
+np = pytest.importorskip("numpy")
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
 needs_cuda = [
@@ -121,25 +138,6 @@ def test_seed_set_inside_the_region(run: Run) -> None:
         return out, x.grad, after_forward
 
     assert_transparent(train, run)
-
-
-# --- get_device_states, set_device_states ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
-def test_cpu_and_meta_tensors_have_no_device_states(module: Any) -> None:
-    tensors = [torch.ones(2), {"a": torch.ones(2, device="meta")}, 3]
-    assert module.get_device_states(*tensors) == ([], [])
-    assert module.get_device_states() == ([], [])
-
-
-@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
-def test_setting_no_states_changes_nothing(module: Any) -> None:
-    before = torch.get_rng_state()
-    for device_type in ("cpu", "meta", None):
-        module.set_device_states([], [], device_type=device_type)
-    module.set_device_states([0], [torch.zeros(1)], device_type="meta")
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
@@ -323,3 +321,288 @@ def test_recurrent_layers_are_prepared_to_drop_out_the_same(
     model.eval()
     recollect.checkpoint(function, x)
     assert prepared == [torch.device("cpu")]
+
+
+# --- generators that are objects ------------------------------------------------------------------
+
+#: A generator object with a seed, and how to draw from it.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda generator: torch.rand(3, generator=generator),
+    ),
+    "random": (lambda: random.Random(3), lambda generator: generator.gauss(0, 1)),
+    "numpy": (lambda: np.random.default_rng(3), lambda generator: float(generator.normal())),
+    "numpy legacy": (lambda: np.random.RandomState(3), lambda generator: float(generator.randn())),
+    "system": (random.SystemRandom, lambda generator: 1.0),
+}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@ALL
+@EACH_KIND
+def test_generators_in_a_closure(run: Run, kind: Any) -> None:
+    make, draw = kind
+
+    def train(run: Run) -> Any:
+        generator, x = make(), leaf(3)
+
+        def noisy(x: Tensor) -> Tensor:
+            return (x.sin() * draw(generator)).exp() * draw(generator)
+
+        out = run(noisy, run(noisy, x))
+        out.sum().backward()
+        return out, x.grad, draw(generator)
+
+    assert_transparent(train, run)
+
+
+@EACH_KIND
+def test_generators_in_a_keyword(kind: Any) -> None:
+    make, draw = kind
+
+    def train(run: Run) -> Any:
+        generator, x = make(), leaf(3)
+        out = run(lambda x, generators: (x * draw(generators[0])).sin(), x, generators=[generator])
+        out.sum().backward()
+        return out, x.grad, draw(generator)
+
+    assert_transparent(train, rerun)
+
+
+@ALL
+def test_a_generator_of_a_module(run: Run) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * torch.rand(3, generator=self.generator)).sin()
+
+    def train(run: Run) -> Any:
+        noise, x = nn.Sequential(nn.Linear(3, 3), Noise()), leaf(3)
+        run(noise, x).sum().backward()
+        return x.grad, noise[1].generator.get_state()
+
+    assert_transparent(train, run)
+
+
+@ALL
+@pytest.mark.parametrize("drawn_before", [0, 1])
+def test_the_functions_of_random_and_numpy(run: Run, drawn_before: int) -> None:
+    def train(run: Run) -> Any:
+        random.seed(0)
+        np.random.seed(0)
+        for _ in range(drawn_before):
+            random.gauss(0, 1), np.random.randn()
+
+        def noisy(x: Tensor) -> Tensor:
+            x = x.sin() * random.gauss(0, 1) * float(np.random.randn())
+            return x.exp() * random.random() * float(np.random.rand())
+
+        x = leaf(3)
+        out = run(noisy, run(noisy, x))
+        out.sum().backward()
+        return out, x.grad, random.gauss(0, 1), float(np.random.randn())
+
+    assert_transparent(train, run)
+
+
+def test_streams_are_left_alone_on_request() -> None:
+    drawn = []
+
+    def noisy(x: Tensor) -> Tensor:
+        drawn.append(random.random())
+        return x.sin()
+
+    rerun(noisy, leaf(3), preserve_rng_state=False).sum().backward()
+    assert drawn[0] != drawn[1]
+
+
+# --- the streams of random and numpy, read and written as memory ----------------------------------
+
+
+@pytest.fixture(autouse=True)
+def streams_as_before() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random.random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.getrandbits": lambda: random.getrandbits(64),
+    "random.shuffle": lambda: random.sample(range(100), 100),
+    "numpy.rand": np.random.rand,
+    "numpy.randn": np.random.randn,
+    "numpy.randint": lambda: np.random.randint(1 << 30),
+    "more than a twist of both": lambda: (np.random.rand(700).sum(), random.randbytes(4000)),
+}
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 623, 624])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_streams_go_on_from_where_they_were_read(draw: Callable[[], Any], before: int) -> None:
+    for _ in range(before):
+        random.gauss(0, 1), np.random.randn(), random.random()
+    state = read_libraries()
+    expected = [draw() for _ in range(3)]
+    write_libraries(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_the_public_functions_see_what_is_written() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    np.random.randn()
+    random.gauss(0, 1)
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    state = read_libraries()
+    random.seed(2)
+    np.random.seed(2)
+    write_libraries(state)
+    assert random.getstate() == python
+    found = np.random.get_state(legacy=False)
+    assert found["state"]["key"].tolist() == numpy["state"]["key"].tolist()
+    assert (found["state"]["pos"], found["has_gauss"], found["gauss"]) == (
+        numpy["state"]["pos"],
+        numpy["has_gauss"],
+        numpy["gauss"],
+    )
+
+
+def test_streams_are_read_as_memory_here() -> None:
+    """On the interpreters we test, the quick way is the one in use."""
+    numpy = rng._numpy_stream()
+    assert numpy is not None
+    assert [type(stream.read()[0]) for stream in (rng._python, numpy)] == [bytes, bytes]
+
+
+@pytest.mark.parametrize("kind", [rng._python_in_memory, rng.stream_of])
+def test_both_ways_of_reading_random(kind: Any) -> None:
+    generator = random.Random(3)
+    generator.gauss(0, 1)
+    stream = kind(generator)
+    state = stream.read()
+    expected = [generator.gauss(0, 1), generator.random(), generator.gauss(0, 1)]
+    stream.write(state)
+    assert [generator.gauss(0, 1), generator.random(), generator.gauss(0, 1)] == expected
+
+
+def test_numpy_by_its_public_functions() -> None:
+    generator = np.random.RandomState(3)
+    generator.randn()
+    stream = rng.stream_of(generator)
+    state = stream.read()
+    expected = generator.randn(5).tolist()
+    stream.write(state)
+    assert generator.randn(5).tolist() == expected
+
+
+def test_another_bit_generator_behind_the_functions_of_numpy() -> None:
+    original = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        state = read_libraries()
+        expected = np.random.rand(3).tolist()
+        write_libraries(state)
+        assert np.random.rand(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(original)
+    state = read_libraries()
+    expected = np.random.rand(3).tolist()
+    write_libraries(state)
+    assert np.random.rand(3).tolist() == expected
+
+
+def test_numpy_is_not_imported_for_it() -> None:
+    program = """
+import sys
+sys.modules["numpy"] = None  # as if it were not installed
+del sys.modules["numpy"]
+import random
+from recollect.state.rng import read_libraries, write_libraries
+for name in [name for name in sys.modules if name.partition(".")[0] == "numpy"]:
+    del sys.modules[name]
+state = read_libraries()
+assert state[1] is None and "numpy" not in sys.modules
+write_libraries(state)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_states_are_copied_once_for_all_that_do_not_draw(draw: Callable[[], Any]) -> None:
+    before = read_libraries()
+    again = read_libraries()
+    assert all(a is b for a, b in zip(before, again, strict=True))
+    draw()
+    assert read_libraries() != before
+    write_libraries(before)
+    assert read_libraries() == before
+
+
+def test_another_seed_at_the_same_position_is_another_state() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    first = read_libraries()
+    random.seed(2)
+    np.random.seed(2)
+    second = read_libraries()
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+# --- device types, and the random states of devices: the helpers of `torch.utils.checkpoint` ------
+
+
+@pytest.fixture(autouse=True)
+def restored_default() -> Iterator[None]:
+    before = recollect.DefaultDeviceType.get_device_type()
+    yield
+    recollect.DefaultDeviceType.set_device_type(before)
+
+
+def test_default_is_the_accelerator_of_the_machine() -> None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    expected = accelerator.type if accelerator else "cpu"
+    assert recollect.DefaultDeviceType.get_device_type() == expected
+
+
+def test_default_can_be_set_and_is_shared_with_compat() -> None:
+    recollect.DefaultDeviceType.set_device_type("foo")
+    assert recollect.compat.DefaultDeviceType.get_device_type() == "foo"
+    assert _infer_device_type(torch.ones(2), 3) == "foo"
+
+
+def test_tensors_are_found_in_nested_structures() -> None:
+    assert _infer_device_type(1, [{"a": torch.ones(2, device="meta")}]) == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_wins_with_a_warning() -> None:
+    tensors = torch.ones(2, device="meta"), torch.ones(2, device="cuda")
+    with pytest.warns(UserWarning, match="at least two types of devices"):
+        assert _infer_device_type(*tensors) == "cuda"
+
+
+# --- get_device_states, set_device_states ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
+def test_cpu_and_meta_tensors_have_no_device_states(module: Any) -> None:
+    tensors = [torch.ones(2), {"a": torch.ones(2, device="meta")}, 3]
+    assert module.get_device_states(*tensors) == ([], [])
+    assert module.get_device_states() == ([], [])
+
+
+@pytest.mark.parametrize("module", [recollect, recollect.compat], ids=["recollect", "compat"])
+def test_setting_no_states_changes_nothing(module: Any) -> None:
+    before = torch.get_rng_state()
+    for device_type in ("cpu", "meta", None):
+        module.set_device_states([], [], device_type=device_type)
+    module.set_device_states([0], [torch.zeros(1)], device_type="meta")
+    assert torch.equal(torch.get_rng_state(), before)

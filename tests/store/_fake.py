@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.store.handles import OnHost
 from recollect.store.host import HostStore
+from recollect.store.transfers import OnHost
 
 
 class Event:

@@ -740,9 +740,6 @@ def test_a_copy_of_a_module_shares_the_store():
 
 
 def test_one_store_for_the_process():
-    from recollect.store import host
-
-    host._default_store.cache_clear()
     found, start = [], threading.Barrier(8)
 
     def find() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+from recollect._torch.modes import active_saved_tensor_hooks as active_saved_tensor_hooks
 from recollect._torch.modes import dispatch_mode_count, no_dispatch_modes
 from recollect._torch.tensors import overrides_torch
 
@@ -36,17 +38,45 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
-_top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
+_engine: Any = torch.autograd
+_run_backward: Callable[..., Any] = _engine._engine_run_backward
+_after_backward: dict[object, Callable[[], None]] = {}
+
+
+def after_each_backward(act: Callable[[], None]) -> Callable[[], None]:
+    """Have ``act`` called after each backward, in the thread that asked for it.
+
+    Callbacks of the engine run inside of backward, perhaps in another thread, and what they do to
+    the modes of a thread is undone. Returns a function that ends this.
+    """
+    key = object()
+    _after_backward[key] = act
+    _engine._engine_run_backward = _run_and_act
+
+    def end() -> None:
+        _after_backward.pop(key, None)
+        if not _after_backward and _engine._engine_run_backward is _run_and_act:
+            _engine._engine_run_backward = _run_backward
+
+    return end
+
+
+def _run_and_act(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return _run_backward(*args, **kwargs)
+    finally:
+        for act in [*_after_backward.values()]:
+            act()
 
 
 def saved_tensor_hooks_active() -> bool:
     """Whether a tensor saved now would pass through saved-tensor hooks."""
-    return _top_saved_tensor_hooks(True) is not None
+    return active_saved_tensor_hooks() is not None
 
 
 def unpacks_by(unpack: Callable[..., Any]) -> bool:
     """Whether ``unpack`` would return a tensor saved now."""
-    hooks = _top_saved_tensor_hooks(True)
+    hooks = active_saved_tensor_hooks()
     return hooks is not None and hooks[1] == unpack
 
 
@@ -63,30 +93,40 @@ class _InputSaver(torch.autograd.Function):
         raise AssertionError("this node only stores a tensor and is never run")
 
 
-class _SavedByNode:
-    __slots__ = ("_output",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # With the anchor, autograd builds a node even when the tensor itself needs no gradient. The
-        # output keeps the node alive.
-        anchor = torch.empty(0, requires_grad=True, device="cpu")
-        self._output: Any = _InputSaver.apply(anchor, tensor)  # type: ignore[no-untyped-call]
-
-    def unpack(self) -> torch.Tensor:
-        (tensor,) = self._output.grad_fn.saved_tensors
-        return tensor  # type: ignore[no-any-return]
+def _save_by_node(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    # With the anchor, autograd builds a node even when the tensor itself needs no gradient. The
+    # output keeps the node alive.
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
+    output: Any = _InputSaver.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+    return lambda: output.grad_fn.saved_tensors[0]
 
 
-def save_tensor(tensor: torch.Tensor) -> Any:
-    """Save ``tensor`` as an autograd node would; ``.unpack()`` of the result gives it back."""
+def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save ``tensor`` as an autograd node would; the result unpacks it."""
     make = getattr(_autograd, "_make_saved_tensor", None)  # torch >= 2.12
-    if make is not None:
-        return make(tensor, is_output=False)
-    return _SavedByNode(tensor)
+    if make is None:
+        return _save_by_node(tensor)
+    return make(tensor, is_output=False).unpack  # type: ignore[no-any-return]
 
 
 #: The node of the graph that the calling thread is running, None outside of backward.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes that backward from ``roots`` would run, breadth first; None among roots is skipped.
+
+    The nodes are held meanwhile: the Python object of one that nobody holds is another every time.
+    """
+    seen = dict.fromkeys(node for node in roots if node is not None)
+    queue = deque(seen)
+    while queue:
+        node = queue.popleft()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen[following] = None
+                queue.append(following)
 
 
 def packed_by(node: Any) -> list[Any]:
@@ -112,19 +152,15 @@ def is_weight(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
 
 
-_CASTING_NODE = "ToCopyBackward0"
-
-
 def cast_weight(tensor: torch.Tensor) -> torch.Tensor | None:
     """The weight that ``tensor`` is a copy of, in another dtype, as autocast makes them."""
     try:
         node = tensor.grad_fn
     except RuntimeError:  # a view that may not be differentiated any more
         return None
-    if node is None or node.name() != _CASTING_NODE:
+    if node is None or node.name() != "ToCopyBackward0":
         return None
-    source = node.next_functions[0][0]
-    return getattr(source, "variable", None)
+    return getattr(node.next_functions[0][0], "variable", None)
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -138,15 +174,21 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     # the lock that this needs: a deadlock.
     if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
         return tensor
+    return _detached(tensor)
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, and an alias only if ``tensor`` leads to a graph: its own, or that of its base."""
+    if tensor._is_view() or (tensor.requires_grad and not tensor.is_leaf):
+        return _detached(tensor)
+    return tensor
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
     if not dispatch_mode_count() or overrides_torch(type(tensor)):
         return tensor.detach()
     with no_dispatch_modes():  # a mode of the user's may return something else
         return tensor.detach()
-
-
-def has_history(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` leads to a graph: its own, or that of its base."""
-    return tensor.requires_grad or tensor._is_view()
 
 
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

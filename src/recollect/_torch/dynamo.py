@@ -45,12 +45,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return function(*args, **kwargs)
 
 
-_eval_frame_callback = _eval_frame.get_eval_frame_callback
-
-
-def dynamo_is_watching() -> bool:
-    """Whether dynamo would compile a new frame now."""
-    return _eval_frame_callback() is not None
+#: What would compile a new frame now; None if dynamo is not watching.
+dynamo_callback: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 
 
 def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,28 +56,22 @@ def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     return torch._dynamo.disable(_call, wrapping=False)(function, args, kwargs)
 
 
-def _never() -> bool:
-    return False
-
-
 #: Whether ops are traced by running eager code unchanged (torch >= 2.12).
-is_nonstrict_tracing: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", _never)
+is_nonstrict_tracing: Callable[[], bool] = getattr(
+    torch.compiler, "_is_non_strict_tracing", lambda: False
+)
 
 
 def is_tracing() -> bool:
     """Whether a compiler is tracing ops into a graph, and will place recomputation itself."""
-    if is_nonstrict_tracing():
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return proxy is not None and not is_nonstrict_tracing()
 
 
 def is_compiling() -> bool:
     """Whether a compiler runs this code, to trace it or to analyse it."""
-    is_found = (
-        torch._guards.TracingContext.try_get() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    )
-    return is_found and not is_nonstrict_tracing()
+    is_analysed = torch._guards.TracingContext.try_get() is not None
+    return is_tracing() or (is_analysed and not is_nonstrict_tracing())
 
 
 def nested_trace_policy() -> Callable[[], AbstractContextManager[Any]] | None:
@@ -127,18 +117,13 @@ def tag_in_trace(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return alias
 
 
-def _compiler_policy(name: str) -> Any:
-    """The member called ``name`` of the policy enum that the graph partitioner compares with."""
-    from torch._functorch import partitioners
-
-    policies = vars(partitioners)["CheckpointPolicy"]
-    # Before torch 2.12 there is no offload: keep what should be offloaded.
-    return getattr(policies, name, policies.MUST_SAVE)
-
-
 def tag_recompute_nodes(nodes: list[Any], policy: str, graph_id: int | None) -> None:
     """Tell the partitioner what to do with the nodes that one op was traced into."""
-    member = _compiler_policy(policy)
+    from torch._functorch import partitioners
+
+    policies = vars(partitioners)["CheckpointPolicy"]  # the enum that it compares with
+    # Before torch 2.12 there is no offload: keep what should be offloaded.
+    member = getattr(policies, policy, policies.MUST_SAVE)
     for node in nodes:
         node.meta["recompute"] = member
         if graph_id is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,6 @@ def _set_deterministic(enabled: bool) -> None:
 def _set_warn_only(warn_only: bool) -> None:
     enabled = _C._get_deterministic_algorithms()
     _C._set_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
-def _set_fp16_reduction(state: tuple[bool, bool]) -> None:
-    _C._set_cublas_allow_fp16_reduced_precision_reduction(*state)
-
-
-def _set_bf16_reduction(state: tuple[bool, bool]) -> None:
-    _C._set_cublas_allow_bf16_reduced_precision_reduction(*state)
 
 
 #: The order of attention kernels before it is set.
@@ -77,16 +70,10 @@ def _in_new_thread(function: Callable[[], Any]) -> Any:
 
 def _precision(backend: str, op: str) -> _Flag:
     """The float32 precision of ops that the older switches do not cover."""
-
-    def get() -> str:
-        precision: str = _C._get_fp32_precision_getter(backend, op)
-        return precision
-
-    def set_(precision: str) -> None:
-        _C._set_fp32_precision_setter(backend, op, precision)
-
-    get.__name__ = f"fp32_precision_{backend}_{op}"
-    return get, set_
+    # No function of ours around it: it is called twice for each region.
+    get = partial(_C._get_fp32_precision_getter, backend, op)
+    vars(get)["__name__"] = f"fp32_precision_{backend}_{op}"
+    return get, partial(_C._set_fp32_precision_setter, backend, op)
 
 
 _COMMON_FLAGS: tuple[_Flag, ...] = (
@@ -115,8 +102,14 @@ _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_sdp_priority_order, _set_sdp_priority_order),
     (_C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
-    (_C._get_cublas_allow_fp16_reduced_precision_reduction, _set_fp16_reduction),
-    (_C._get_cublas_allow_bf16_reduced_precision_reduction, _set_bf16_reduction),
+    (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda state: _C._set_cublas_allow_fp16_reduced_precision_reduction(*state),
+    ),
+    (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda state: _C._set_cublas_allow_bf16_reduced_precision_reduction(*state),
+    ),
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
@@ -136,6 +129,16 @@ if torch.accelerator.current_accelerator() is not None:
 
 # The last, since the switches for tf32 set it too.
 FLAGS += ((_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),)
+
+#: Those that attention, convolutions, recurrent layers, batch norm, CTC and the solvers of linear
+#: algebra alone read: in torch's sources, nothing else asks ``at::Context`` for them. Products,
+#: layer norm, reductions and the like do not.
+SPECIAL_FLAGS = frozenset(
+    name
+    for name in (read.__name__ for read, _ in FLAGS)
+    if name.endswith(("_sdp_enabled", "_sdp_allow_fp16_bf16_reduction", "_sdp_priority_order"))
+    or name.startswith(("_get_cudnn_", "_get_nnpack_", "_get_linalg_", "fp32_precision_"))
+)
 
 _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"))
 

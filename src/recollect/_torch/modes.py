@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,12 +23,13 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: How many function modes are active; a default device is one.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 
+#: Make a mode the innermost function mode, and undo that: what a mode does when it is entered.
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
 #: How many dispatch modes are active.
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-_push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
-
-_pop_dispatch_mode: Callable[..., Any] = torch._C._pop_torch_dispatch_stack
 
 
 def dispatch_modes_active() -> bool:
@@ -47,17 +49,15 @@ def function_modes() -> list[Any]:
 
 def foreign_function_modes() -> bool:
     """Whether a function mode is active that is not a default device."""
-    return function_mode_count() > 0 and not all(
-        isinstance(mode, _device.DeviceContext) for mode in function_modes()
-    )
+    return any(not isinstance(mode, _device.DeviceContext) for mode in function_modes())
 
 
 def set_function_modes(modes: list[Any]) -> None:
     """Make ``modes`` the active function modes, without entering or leaving any."""
     for _ in range(function_mode_count()):
-        _pop_mode()
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
     # A default device is a mode, and also a global that compiled code is guarded by.
     devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
     _device.CURRENT_DEVICE = devices[-1] if devices else None
@@ -111,12 +111,12 @@ class DispatchMode(TorchDispatchMode):
         """Nothing: the base class would save the globals."""
 
     def __enter__(self) -> DispatchMode:
-        _push_dispatch_mode(self)
+        torch._C._push_on_torch_dispatch_stack(self)
         _python_dispatch._is_in_torch_dispatch_mode = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _pop_dispatch_mode(None)
+        torch._C._pop_torch_dispatch_stack(None)
         _python_dispatch._is_in_torch_dispatch_mode = dispatch_modes_active()
 
     @classmethod
@@ -126,6 +126,18 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Take ``mode`` off this thread's stack, wherever on it that is."""
+    above: list[TorchDispatchMode] = []
+    if not any(each is mode for each in dispatch_modes()):
+        return
+    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
+        above.append(top)
+    for each in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(each)
+    _python_dispatch._is_in_torch_dispatch_mode = dispatch_modes_active()
 
 
 _key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -162,6 +174,31 @@ def forward_ad_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+#: A context in which ops run below autograd. The grad mode may be set inside, and stays so.
+below_autograd_keys: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+
+
+#: The saved-tensor hooks that a tensor saved now would pass through; None if there are none.
+active_saved_tensor_hooks: Callable[[], Any] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+
+_tracing = torch._guards._TLS
+
+
+def nothing_around() -> bool:
+    """Whether no hook, mode, transform or compiler is active: the usual case, in one question."""
+    return (
+        not function_mode_count()
+        and not dispatch_mode_count()
+        and active_saved_tensor_hooks() is None
+        and _functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        # As `TracingContext.try_get`, which costs more than all others when there is none.
+        and _tracing.__dict__.get("tracing_context") is None
+    )
+
+
 class below_autograd:  # noqa: N801 - used like a function
     """A context in which ops run below autograd and autocast. Modes see them."""
 
@@ -169,7 +206,7 @@ class below_autograd:  # noqa: N801 - used like a function
 
     def __enter__(self) -> None:
         self._grad_was_enabled = torch.is_grad_enabled()
-        self._guard = torch._C._AutoDispatchBelowAutograd()
+        self._guard = below_autograd_keys()
         self._guard.__enter__()
         self._autocasts: list[Any] = []
         if any_autocast_enabled():

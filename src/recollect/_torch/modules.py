@@ -9,34 +9,6 @@ from typing import Any
 
 import torch
 
-
-def global_hooks() -> list[Any]:
-    """The dictionaries of hooks that run for every module, and for every optimizer."""
-    # The module of the latter is shadowed by a class in its package.
-    modules: Any = torch.nn.modules.module
-    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
-    return [
-        modules._global_forward_pre_hooks,
-        modules._global_forward_hooks,
-        modules._global_backward_pre_hooks,
-        modules._global_backward_hooks,
-        optimizers._global_optimizer_pre_hooks,
-        optimizers._global_optimizer_post_hooks,
-    ]
-
-
-def hook_module(
-    module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
-) -> None:
-    """Call ``before`` and ``after`` around each call of ``module``, until `unhook_module`.
-
-    ``after`` is called when the module raises, too. ``key`` tells this pair from others.
-    """
-    module._forward_pre_hooks[key] = before
-    module._forward_hooks[key] = after
-    module._forward_hooks_always_called[key] = True
-
-
 #: The attributes of a module that hold its forward hooks, and how to call each.
 FORWARD_HOOKS = (
     "_forward_pre_hooks",
@@ -55,6 +27,37 @@ GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 
+def global_hooks() -> list[Any]:
+    """The dictionaries of hooks that run for every module, and for every optimizer."""
+    # The module of the latter is shadowed by a class in its package.
+    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
+    return [
+        *GLOBAL_FORWARD_HOOKS,
+        torch.nn.modules.module._global_backward_pre_hooks,
+        torch.nn.modules.module._global_backward_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    ]
+
+
+def hook_module(
+    module: torch.nn.Module, key: int, before: Callable[..., None], after: Callable[..., None]
+) -> None:
+    """Call ``before`` and ``after`` around each call of ``module``, until `unhook_module`.
+
+    ``after`` is called when the module raises, too. ``key`` tells this pair from others.
+    """
+    module._forward_pre_hooks[key] = before
+    module._forward_hooks[key] = after
+    module._forward_hooks_always_called[key] = True
+
+
+def unhook_module(module: torch.nn.Module, key: int) -> None:
+    """Undo `hook_module`."""
+    for name in FORWARD_HOOKS:
+        getattr(module, name).pop(key, None)
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` returned."""
     return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
@@ -69,14 +72,20 @@ def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:
     return []
 
 
-def unhook_module(module: torch.nn.Module, key: int) -> None:
-    """Undo `hook_module`."""
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._forward_hooks_always_called,
-    ):
-        hooks.pop(key, None)
+def sharded_part(module: torch.nn.Module) -> str | None:
+    """Which parameters of ``module`` are sharded between processes, in words; None if none are."""
+    dtensor = known_class("torch.distributed.tensor", "DTensor")
+    if dtensor is not None and any(isinstance(each, dtensor) for each in module.parameters()):
+        return "a parameter of type DTensor"
+    fsdp = known_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if fsdp is not None and any(isinstance(each, fsdp) for each in module.modules()):
+        return "parameters that FullyShardedDataParallel gathers"
+    return None
+
+
+def known_class(module: str, name: str) -> Any:
+    """A class of torch, if its module was imported: if not, there is no instance of it."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 #: The code of ``nn.Module.__call__``; its first local is ``self``. (A patched ``__call__`` calls

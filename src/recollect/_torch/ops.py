@@ -71,16 +71,6 @@ def has_tag(op: Any, tag: torch.Tag) -> bool:
     return isinstance(op, OpOverload) and tag in op.tags
 
 
-def argument_names(op: Any, *, lists: bool = False) -> list[str]:
-    """The names of the arguments of ``op``, in order; ``lists``: of those that are sizes only."""
-    found = arguments_of(op)
-    return [each.name for each in found if not lists or each.type in _LISTS_OF_SIZES]
-
-
-#: Types of arguments that are lists of sizes.
-_LISTS_OF_SIZES = ("List[int]", "Optional[List[int]]", "List[SymInt]", "Optional[List[SymInt]]")
-
-
 def packet_of(function: Any) -> OpOverloadPacket | None:
     """The op of ``aten`` that a function of torch is named after, if there is one: ``torch.mm``."""
     name = str(getattr(function, "__name__", ""))

@@ -19,7 +19,12 @@ from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_d
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often ``tensor`` was written to; None for an inference tensor, which does not count."""
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        if tensor.is_inference():
+            return None
+        raise
 
 
 def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
@@ -157,7 +162,7 @@ class UnsupportedTensor(str):
 
 
 def unsupported_tensor(tensor: torch.Tensor) -> UnsupportedTensor:
-    """What is special about a tensor that is not plain."""
+    """Why ``tensor``, which is not plain, is not supported."""
     if is_functorch_wrapped(tensor):
         return UnsupportedTensor("a tensor of a transform of torch.func")
     if overrides_torch(type(tensor)):
@@ -179,8 +184,11 @@ def overrides_torch(kind: Any) -> bool:
     """Whether tensors of this type override functions or ops of torch."""
     usual = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
     functions = [getattr(each, "__func__", each) for each in (kind.__torch_function__, *usual)]
-    is_plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    return not is_plain or functions[0] not in functions[1:]
+    return _overrides_ops(kind) or functions[0] not in functions[1:]
+
+
+def _overrides_ops(kind: Any) -> bool:
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
@@ -191,7 +199,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """
     if tensor.is_meta or is_functorch_wrapped(tensor):
         return None
-    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+    if _overrides_ops(type(tensor)):
         return _inner_of_subclass(tensor)
     if tensor.is_nested:
         return list(tensor.unbind())
@@ -216,11 +224,26 @@ def _inner_of_subclass(tensor: Any) -> list[torch.Tensor] | None:
         inner = [tensor._values, tensor._offsets, tensor._lengths]
     elif hasattr(tensor, "trigger_wait"):
         inner = [tensor.trigger_wait()]  # the result of a collective that may be under way
-    elif hasattr(tensor, "__tensor_flatten__"):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     else:
-        return None
+        return _wrapped_by(tensor)
     return [each for each in inner if isinstance(each, torch.Tensor)]
+
+
+def _wrapped_by(tensor: Any) -> list[torch.Tensor] | None:
+    """The tensors that hold the data of a wrapper subclass; None if ``tensor`` is not of one."""
+    if not _overrides_ops(type(tensor)) or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [each for each in inner if isinstance(each, torch.Tensor)]
+
+
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of this process that hold the data of ``tensor``: itself, unless it wraps others.
+
+    A ``DTensor`` has the shape of the whole, and wraps the part that this process has.
+    """
+    inner = _wrapped_by(tensor)
+    return [tensor] if inner is None else [each for one in inner for each in local_tensors(one)]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -1,1 +1,1 @@
-"""Telling whether a recomputation did what forward did."""
+"""Compares a recomputation with forward, and explains a difference."""

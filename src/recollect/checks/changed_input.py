@@ -1,4 +1,4 @@
-"""The errors for a tensor that was changed in place, and that backward needs as it was.
+"""Errors for tensors that were changed in place between forward and backward.
 
 The first words are autograd's, which raises in the same situations without checkpointing.
 """
@@ -22,7 +22,7 @@ _WITHOUT_GUARD = "run forward inside `with recollect.set_checkpoint_version_guar
 
 
 def argument_changed(name: str, tensor: torch.Tensor, version: int, when: str) -> InputChanged:
-    """An argument of a region is not what it was."""
+    """The error for an argument of a region that was changed in place."""
     return InputChanged(
         f"{_MODIFIED}{name} of a checkpointed region, {_typed(tensor)}, was changed {when} and is "
         f"at version {tensor._version}; expected version {version} instead. The region would be "
@@ -33,7 +33,7 @@ def argument_changed(name: str, tensor: torch.Tensor, version: int, when: str) -
 
 
 def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> InputChanged:
-    """A tensor that a region uses without being given it, such as a parameter, has changed."""
+    """The error for a tensor that a region reads without being given it, such as a parameter."""
     return InputChanged(
         f"{_MODIFIED}{tensor_name(tensor)} {_typed(tensor)}, which a checkpointed region uses in "
         f"{op}, {difference} instead. It was changed since the region began, and backward would "
@@ -44,7 +44,7 @@ def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> Input
 
 
 def source_changed(tensor: torch.Tensor) -> InputChanged:
-    """A tensor that the replay engine holds by reference, to run ops from, has changed."""
+    """The error for a tensor that the replay engine holds by reference, to run ops from."""
     return InputChanged(
         f"{_MODIFIED}{_named(tensor)}, from which a checkpointed region recomputes its "
         "activations, was changed after the region had run. Replace the in-place operation, or let "
@@ -53,11 +53,12 @@ def source_changed(tensor: torch.Tensor) -> InputChanged:
 
 
 def saved_tensor_changed(tensor: torch.Tensor | torch.Size) -> InputChanged:
-    """A tensor, given by its shape if it is freed, has changed since autograd saved it."""
+    """The error for a tensor that autograd saved; given by its shape if it is freed."""
     return InputChanged(
         f"{_MODIFIED}{_named(tensor)}, which an operation in a checkpointed region saved for "
-        "backward, was changed afterwards. Autograd also raises here, except for writes through "
-        ".data, which it cannot see. Replace the in-place operation."
+        "backward, was changed afterwards. Autograd also raises here, except for writes that it "
+        "cannot see: through .data, or by a collective in place (dist.all_reduce). Replace the "
+        "in-place operation, or have it change a copy (.clone())."
     )
 
 

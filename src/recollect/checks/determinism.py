@@ -3,7 +3,7 @@
 A check is a function from a tensor to anything comparable. It is called on each tensor that
 autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
 dtype and device: wrong ones would make backward fail or, worse, broadcast. ``"values"`` also
-compares the values, by fingerprints (see ``checks.values``); here it is a name for the engine.
+compares the values, by fingerprints (see ``checks.differences``); here it is a name for the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from recollect.errors import RecomputeMismatch
 __all__ = [
     "Describe",
     "DeterminismCheck",
-    "Difference",
     "count_mismatch",
     "cpu_metadata",
     "default_check",
@@ -27,14 +26,11 @@ __all__ = [
     "metadata_mismatch",
     "resolve_check",
     "same",
-    "too_many_saved",
     "values_check",
 ]
 
 Describe = Callable[[torch.Tensor], Any]
 DeterminismCheck = Literal["default", "none", "values"] | Describe
-#: Position among the saved tensors, its description in forward, its description when recomputed.
-Difference = tuple[int, Any, Any]
 
 _HINT = """
 To see the first difference of the two runs, pass `debug=True` to `checkpoint(...)`, or put the
@@ -97,13 +93,14 @@ def same(before: Any, after: Any) -> bool:
         ) from error
 
 
-_NO_CONTEXT = MismatchContext()
-
-
-def count_mismatch(
-    in_forward: int, in_recompute: int, context: MismatchContext = _NO_CONTEXT
-) -> RecomputeMismatch:
-    """The error for a recomputation that saved fewer tensors."""
+def count_mismatch(context: MismatchContext) -> RecomputeMismatch:
+    """The error for a recomputation that saved fewer or more tensors than forward."""
+    in_forward, in_recompute = len(context.tickets), len(context.tensors)
+    if in_recompute > in_forward:
+        return RecomputeMismatch(
+            "torch.utils.checkpoint: trying to save more tensors during recomputation than during "
+            f"the original forward pass, which saved {in_forward}.\n{describe(context)}{_HINT}"
+        )
     return RecomputeMismatch(
         "torch.utils.checkpoint: A different number of tensors was saved during the original "
         "forward and recomputation.\n"
@@ -113,20 +110,12 @@ def count_mismatch(
     )
 
 
-def too_many_saved(in_forward: int, context: MismatchContext = _NO_CONTEXT) -> RecomputeMismatch:
-    """The error for a recomputation that saved more tensors."""
-    return RecomputeMismatch(
-        "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
-        f"original forward pass, which saved {in_forward}.\n{describe(context)}{_HINT}"
-    )
-
-
 #: Differences listed one by one.
 _LISTED = 20
 
 
 def metadata_mismatch(
-    differences: list[Difference], context: MismatchContext = _NO_CONTEXT
+    context: MismatchContext, differences: list[tuple[int, Any, Any]]
 ) -> RecomputeMismatch:
     """The error for a recomputation that saved other tensors."""
     lines = "".join(

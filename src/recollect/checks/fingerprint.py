@@ -4,10 +4,10 @@ Two runs of a region are compared value by value without keeping a copy of eithe
 folded into one number on the device that holds it, and only numbers are kept and compared. The
 number depends on every bit and on its place, so that it tells 0.0 from -0.0, one NaN from another,
 and notices elements that changed places. It does not depend on strides: a view and its copy have
-the same. What it leaves out is compared elsewhere: shape, dtype, device.
+the same. Shape, dtype and device are compared elsewhere.
 
 Eight bytes of values are one *word*. A word is added to a multiple of its place, and the bits of
-the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); what comes out is summed
+the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); the results are summed
 modulo 2^64. Integers are summed in any order with the same result, so the number does not depend on
 how a device divides the work. Torch shifts signed integers, copies of the sign coming in from
 the left: the mixing takes x and ~x to the same bits, for an x that has nothing to do with the
@@ -51,7 +51,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def compare(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
     """The index of the first fingerprint that differs, at the price of one transfer a device.
 
-    Nothing can be fetched while a CUDA graph is captured: what is on that device counts as equal.
+    Nothing can be fetched while a CUDA graph is captured: tensors on that device count as equal.
     """
     with below_python():
         differing: list[int] = []

@@ -122,9 +122,8 @@ def model_of(module: nn.Module) -> nn.Module:
 def _way_up(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The name of ``module`` in its parent, the parent, and so on."""
     parents: dict[int, tuple[str, nn.Module]] = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), nn.Module):
-            parents.update((id(child), (name, each)) for name, child in _children(each))
+    for each in _modules_in_memory():
+        parents.update((id(child), (name, each)) for name, child in _children(each))
     way: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
@@ -136,8 +135,12 @@ def _way_up(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def names_in_memory() -> set[str]:
     """The names of all modules, in every module that holds them. Searches memory."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = _modules_in_memory()
     return {plain_name(name) for module in modules for name, _ in module.named_modules()}
+
+
+def _modules_in_memory() -> list[nn.Module]:
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 
 def plain_name(path: str) -> str:
@@ -148,11 +151,10 @@ def plain_name(path: str) -> str:
 def tensor_name(tensor: torch.Tensor) -> str:
     """The name of a parameter or buffer in the model that holds it. Searches memory."""
     try:
-        for module in gc.get_objects():
-            if issubclass(type(module), nn.Module):
-                for name, value in _tensors(module):
-                    if value is tensor:
-                        return f"`{_joined((*filter(None, [path_of(module)]), name))}`"
+        for module in _modules_in_memory():
+            for name, value in _tensors(module):
+                if value is tensor:
+                    return f"`{_joined((*filter(None, [path_of(module)]), name))}`"
     except Exception:  # noqa: BLE001 - the name is a courtesy
         pass
     return "a tensor"

@@ -11,7 +11,6 @@ user's, and are skipped where they are in one log only.
 from __future__ import annotations
 
 import sys
-from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,9 +23,17 @@ from recollect.checks.fingerprint import fingerprint
 from recollect.checks.place import Names, Place, Stack
 from recollect.policy.op_info import op_info
 
-__all__ = ["LoggedOp", "OpLog", "Row", "SavedPrint", "Strides", "align"]
+__all__ = ["LoggedOp", "OpLog", "Prints", "Strides"]
 
 Strides = tuple[int | None, ...]
+
+
+class Prints(NamedTuple):
+    """Fingerprints and strides of tensors; none for memory that no op has written to."""
+
+    fingerprints: tuple[torch.Tensor, ...] = ()
+    #: For an op those of all its results, views among them.
+    strides: tuple[Strides, ...] = ()
 
 
 class LoggedOp(NamedTuple):
@@ -38,16 +45,7 @@ class LoggedOp(NamedTuple):
     path: str
     optional: bool
     stack: Stack
-    fingerprints: tuple[torch.Tensor, ...] = ()
-    #: Of results, views among them.
-    strides: tuple[Strides, ...] = ()
-
-
-class SavedPrint(NamedTuple):
-    """A tensor that autograd saved; empty if nobody has written to its memory."""
-
-    fingerprints: tuple[torch.Tensor, ...] = ()
-    strides: tuple[Strides, ...] = ()
+    prints: Prints = Prints()
 
 
 class OpLog(DispatchMode):
@@ -57,7 +55,7 @@ class OpLog(DispatchMode):
         super().__init__()
         self.entries: list[LoggedOp] = []
         #: In the order of saving, if there are fingerprints.
-        self.saved: list[SavedPrint] = []
+        self.saved: list[Prints] = []
         #: Off during a rerun inside forward, where the function goes backward: its ops are not
         #: forward's.
         self.recording = True
@@ -73,29 +71,32 @@ class OpLog(DispatchMode):
         if not self.recording:
             return out
         inputs = [_brief(a) for a in args] + [f"{k}={_brief(v)}" for k, v in kwargs.items()]
-        name = _op_name(func)
-        line = f"{name}({', '.join(inputs)}) -> {_brief(out)}"
+        name = str(func).removeprefix("aten.")
         place = Place(sys._getframe(1))
         optional = place.in_library or name.startswith(_OPTIONAL)
-        entry = LoggedOp(
-            func, line, place.path(self._names), optional, place.stack if self._stacks else ()
-        )
+        prints = Prints()
         if self._computed is not None:
             computed = self._computed.of(func, name, args, kwargs, out)
             if not optional:
-                prints = tuple(fingerprint(tensor) for tensor in computed)
-                strides = tuple(strides_of(tensor) for tensor in tensors_in(out))
-                entry = entry._replace(fingerprints=prints, strides=strides)
-        self.entries.append(entry)
+                results = tree_leaves(out)
+                prints = Prints(
+                    tuple(fingerprint(tensor) for tensor in computed),
+                    tuple(_strides(each) for each in results if isinstance(each, torch.Tensor)),
+                )
+        line = f"{name}({', '.join(inputs)}) -> {_brief(out)}"
+        stack = place.stack if self._stacks else ()
+        path = place.path(self._names)
+        self.entries.append(LoggedOp(func, line, path, optional, stack, prints))
         return out
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Log a tensor that autograd saves. The hooks of the engine call this first."""
         if self._computed is not None:
-            if self._computed.is_unwritten(tensor):
-                self.saved.append(SavedPrint())
-            else:
-                self.saved.append(SavedPrint((fingerprint(tensor),), (strides_of(tensor),)))
+            is_unwritten = self._computed.is_unwritten(tensor)
+            saved = (
+                Prints() if is_unwritten else Prints((fingerprint(tensor),), (_strides(tensor),))
+            )
+            self.saved.append(saved)
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
@@ -109,10 +110,6 @@ class OpLog(DispatchMode):
 #: cache, or not, and the ops that follow show the dtype. Collectives with their gathering and
 #: scattering: parameters may be there already.
 _OPTIONAL = ("detach.", "_to_copy.", "c10d.", "_c10d_functional.", "fsdp.", "profiler.")
-
-
-def _op_name(func: Any) -> str:
-    return str(func).removeprefix("aten.")
 
 
 _SHORT = {
@@ -143,36 +140,21 @@ def _brief(value: Any) -> str:
 
 # --- what an op computed --------------------------------------------------------------------------
 
-#: How many results of an op have a meaning, the first ones. The others are memory that nobody has
-#: written to: of ``empty``, of kernels with padded results, or with results for their own use.
+#: How many results of an op have a meaning, the first ones, if not all. The others are memory that
+#: no op has written to: kernels pad their results, or have results for their own use.
 _MEANINGFUL = {
-    "empty": 0,
-    "empty_like": 0,
-    "empty_permuted": 0,
-    "empty_strided": 0,
-    "new_empty": 0,
-    "new_empty_strided": 0,
-    "resize_": 0,
-    "rrelu_with_noise": 1,
-    "nll_loss_forward": 1,
-    "nll_loss2d_forward": 1,
-    "_cudnn_attention_forward": 1,
-    "_efficient_attention_forward": 1,
-    "_flash_attention_forward": 1,
-    "_scaled_dot_product_cudnn_attention": 1,
-    "_scaled_dot_product_efficient_attention": 1,
-    "_scaled_dot_product_flash_attention": 1,
-    "_scaled_dot_product_flash_attention_for_cpu": 1,
-    "_scaled_dot_product_fused_attention_overrideable": 1,
-    "_embedding_bag": 1,
-    "_embedding_bag_forward_only": 1,
-    "_ctc_loss": 1,
-    "_cudnn_ctc_loss": 1,
-    "_cudnn_rnn": 3,
-    "miopen_rnn": 3,
-    "mkldnn_rnn_layer": 3,
-    "_batch_norm_with_update": 3,
-    "cudnn_batch_norm": 3,
+    name: count
+    for count, names in (
+        (0, "resize_"),
+        (1, "rrelu_with_noise nll_loss_forward nll_loss2d_forward _ctc_loss _cudnn_ctc_loss"),
+        (1, "_embedding_bag _embedding_bag_forward_only _cudnn_attention_forward"),
+        (1, "_efficient_attention_forward _flash_attention_forward"),
+        (1, "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention"),
+        (1, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
+        (1, "_scaled_dot_product_fused_attention_overrideable"),
+        (3, "_cudnn_rnn miopen_rnn mkldnn_rnn_layer _batch_norm_with_update cudnn_batch_norm"),
+    )
+    for name in names.split()
 }
 
 
@@ -188,17 +170,24 @@ class ComputedTensors:
         #: Storages made in this run. A key may be used again, but only for another one of this run:
         #: those from outside are alive all the time.
         self._made: set[int | None] = {None}
-        #: Those of them that nobody has written to.
+        #: Those of them that no op has written to.
         self._unwritten: set[int | None] = set()
 
     def of(
         self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> list[torch.Tensor]:
         """The meaningful tensors that ``op``, called ``name`` and just run, computed."""
-        new, changed = _results(op, args, kwargs, out)
+        info = op_info(op)
+        aliases = info.returned_aliases
+        results, changed = out, []
+        if aliases is not None:
+            each = out if len(aliases) != 1 and isinstance(out, (tuple, list)) else (out,)
+            results = [one for one, is_alias in zip(each, aliases, strict=False) if not is_alias]
+            changed = info.written(args, kwargs)
+        new = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         self._made.update(map(storage_key, new))
         computed = new + [tensor for tensor in changed if storage_key(tensor) in self._made]
-        limit = _MEANINGFUL.get(name.partition(".")[0])
+        limit = 0 if info.leaves_uninitialized else _MEANINGFUL.get(name.partition(".")[0])
         if limit is not None:
             self._unwritten.update(map(storage_key, computed[limit:]))
             computed = computed[:limit]
@@ -207,61 +196,13 @@ class ComputedTensors:
         return computed
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is memory that nobody has written to."""
+        """Whether ``tensor`` is memory that no op has written to."""
         return storage_key(tensor) in self._unwritten
 
 
-def _results(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """New tensors, and those that were changed."""
-    info = op_info(op)
-    aliases = info.returned_aliases
-    if aliases is None:
-        return tensors_in(out), []
-    results = out if len(aliases) != 1 and isinstance(out, (tuple, list)) else (out,)
-    new = [result for result, is_alias in zip(results, aliases, strict=False) if not is_alias]
-    return tensors_in(new), info.written(args, kwargs)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def strides_of(tensor: torch.Tensor) -> tuple[int | None, ...]:
+def _strides(tensor: torch.Tensor) -> Strides:
     """The strides that matter: not those of dimensions of size one."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return ()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(step if size > 1 else None for size, step in sizes)
-
-
-# --- two logs -------------------------------------------------------------------------------------
-
-#: An op of forward and its counterpart; None where an op is in one log only.
-Row = tuple[LoggedOp | None, LoggedOp | None]
-
-
-def align(forward: list[LoggedOp], recompute: list[LoggedOp]) -> tuple[list[Row], int | None]:
-    """Pairs the ops of two runs, and finds the row of their first difference.
-
-    From there on ops are paired as they come. A run that ends before the other differs from it.
-    """
-    rows: list[Row] = []
-    here, there = 0, 0
-    while here < len(forward) or there < len(recompute):
-        before = forward[here] if here < len(forward) else None
-        after = recompute[there] if there < len(recompute) else None
-        if before is not None and after is not None and before.line == after.line:
-            rows.append((before, after))
-            here, there = here + 1, there + 1
-        elif before is not None and before.optional:
-            rows.append((before, None))
-            here += 1
-        elif after is not None and after.optional:
-            rows.append((None, after))
-            there += 1
-        else:
-            return rows + list(zip_longest(forward[here:], recompute[there:])), len(rows)
-    return rows, None

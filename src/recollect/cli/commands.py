@@ -1,79 +1,279 @@
-"""The commands that are about a model of the user's."""
+"""The commands of ``recollect``: their options, what they do, and exit codes.
+
+A mistake in what a user passed is one sentence on stderr. A traceback means a fault in code: in the
+user's function, or in recollect.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import os
+import re
+import sys
+import traceback
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import recollect
+from recollect.cli.demo import demo
+from recollect.cli.doctor import doctor
 from recollect.cli.screen import Status, UsageError, say
-from recollect.cli.target import Target, load_target
-from recollect.planning.api import Frontier, planner_of
+from recollect.cli.target import load_target
+from recollect.errors import InfeasibleBudget
+from recollect.planning.api import Frontier
 from recollect.planning.batch import split_batch
+from recollect.planning.budget import check_budget
 from recollect.planning.plan import Plan
+from recollect.planning.planner import Planner
 from recollect.report.table import rows_table
 
-__all__ = ["explain", "frontier", "plan"]
+__all__ = ["main"]
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+
+#: How errors begin that recollect raises for what a user has passed.
+_ARGUMENT = re.compile(r"(model|batch|loss|optimizer|budget|offload|path)\b")
+
+_TARGET = """\
+MODULE is a file or a dotted name that can be imported from here. FUNCTION takes no arguments, and
+returns the parts of a training step:
+
+    def build():
+        return model, batch            # of a batch, a tuple is *args and a dict is **kwargs
+
+    def build():
+        return dict(model=model, batch=batch, loss=loss, optimizer=optimizer)
+"""
+
+_PLAN = f"""\
+{_TARGET}
+A budget is what the step may allocate at most, with parameters, gradients and optimizer state:
+12GiB, 8GB, a number of bytes, a fraction of what the plain step takes (0.5), or auto: what the
+device has.
+
+examples:
+  recollect plan train.py:build --budget 12GiB
+  recollect plan package.train:build --budget 0.5 --html plan.html --save plan.json
+
+A saved plan is used with  recollect.Plan.load("plan.json").apply(model)
+"""
+
+_FRONTIER = f"""\
+{_TARGET}
+examples:
+  recollect frontier train.py:build
+  recollect frontier package.train:build --html frontier.html
+"""
+
+_EXPLAIN = f"""\
+{_TARGET}
+examples:
+  recollect explain train.py:build    what one forward holds until backward, and why
+  recollect explain plan.json         what a plan does that `recollect plan --save` has written
+"""
+
+_ALL = """\
+examples:
+  recollect demo                      see what it does, in half a minute
+  recollect plan train.py:build --budget 12GiB
+  recollect frontier train.py:build --html frontier.html
+
+`recollect COMMAND --help` says more.
+"""
 
 
-def plan(arguments: Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, by default the one of this process. Returns the exit code."""
+    parser = _make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return _USAGE
+    try:
+        return int(arguments.run(arguments))
+    except UsageError as error:
+        code, text = _USAGE, str(error)
+    except InfeasibleBudget as error:
+        code, text = _FAILED, f"{error}\nThe least that works:  --budget {error.least}"
+    except ValueError as error:
+        if not _names_an_argument(error):
+            raise
+        code, text = _FAILED, str(error)
+    except KeyboardInterrupt:
+        code, text = _INTERRUPTED, "stopped"
+    sys.stderr.write(f"recollect {arguments.command}: error: {text}\n")  # as argparse does
+    return code
+
+
+def _names_an_argument(error: ValueError) -> bool:
+    """Whether recollect raised ``error`` for what it was given, and not a function it called."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
+    return is_ours and _ARGUMENT.match(str(error)) is not None
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _plan(arguments: Namespace) -> int:
     """Print the plan for a budget, and write the files that were named."""
-    target = load_target(arguments.target)
     with Status() as status:
-        found = _frontier(target, status, arguments)
-        made = found.plan_for(arguments.budget)
-    say(str(made))
+        plan = _frontier_of(arguments, status).plan_for(arguments.budget)
+    say(str(plan))
     if arguments.save is not None:
-        made.save(arguments.save)
+        plan.save(arguments.save)
         say(f"\nThe plan is in {arguments.save}")
-    if arguments.html is not None:
-        made.to_html(arguments.html)
-        say(f"\nThe page is in {arguments.html}")
+    _write_page(plan, arguments)
     return 0
 
 
-def frontier(arguments: Namespace) -> int:
+def _frontier(arguments: Namespace) -> int:
     """Print all trade-offs."""
-    target = load_target(arguments.target)
     with Status() as status:
-        found = _frontier(target, status, arguments)
-        text = str(found)
+        frontier = _frontier_of(arguments, status)
+        text = str(frontier)
     say(text)
-    if arguments.html is not None:
-        found.to_html(arguments.html)
-        say(f"\nThe page is in {arguments.html}")
+    _write_page(frontier, arguments)
     return 0
 
 
-def explain(arguments: Namespace) -> int:
-    """Print what a forward holds, or what a saved plan does."""
-    if arguments.target.endswith(".json"):
-        saved = _loaded(arguments.target)
-        say(f"{saved}\n\n{rows_table([[row] for row in saved.explain()])}")
-        return 0
+def _frontier_of(arguments: Namespace, status: Status) -> Frontier:
     target = load_target(arguments.target)
-    args, kwargs = split_batch(target.batch)
-    say(str(recollect.explain(target.model, *args, **kwargs)))
-    return 0
-
-
-def _frontier(target: Target, status: Status, arguments: Namespace) -> Frontier:
-    planner = planner_of(
+    planner = Planner.of(
         target.model,
         target.batch,
-        status,
         loss=target.loss,
         optimizer=target.optimizer,
         offload=False if arguments.no_offload else "auto",
+        progress=status,
         holds_output=not arguments.frees_output,
     )
     return Frontier(planner)
 
 
-def _loaded(path: str) -> Plan:
-    if not Path(path).is_file():
-        raise UsageError(
-            f"PLAN.json: there is no file {path}. Write one:  "
-            f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
+def _write_page(shown: Plan | Frontier, arguments: Namespace) -> None:
+    if arguments.html is not None:
+        shown.to_html(arguments.html)
+        say(f"\nThe page is in {arguments.html}")
+
+
+def _explain(arguments: Namespace) -> int:
+    """Print what a forward holds, or what a saved plan does."""
+    path = arguments.target
+    if path.endswith(".json"):
+        if not Path(path).is_file():
+            raise UsageError(
+                f"PLAN.json: there is no file {path}. Write one:  "
+                f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
+            )
+        plan = Plan.load(path)
+        say(f"{plan}\n\n{rows_table([[row] for row in plan.explain()])}")
+    else:
+        target = load_target(path)
+        args, kwargs = split_batch(target.batch, target.model)
+        say(str(recollect.explain(target.model, *args, **kwargs)))
+    return 0
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _make_parser() -> ArgumentParser:
+    main_parser = ArgumentParser(
+        prog="recollect",
+        description="Fit the training step of a PyTorch model into less memory.",
+        epilog=_ALL,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    version = f"recollect {recollect.__version__}"
+    main_parser.add_argument("--version", action="version", version=version)
+    several = main_parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(
+        name: str,
+        run: Callable[[Namespace], int],
+        what: str,
+        more: str = "",
+        parents: Sequence[ArgumentParser] = (),
+    ) -> ArgumentParser:
+        parser: ArgumentParser = several.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=more,
+            formatter_class=RawDescriptionHelpFormatter,
+            parents=parents,
         )
-    return Plan.load(path)
+        parser.set_defaults(run=run)
+        return parser
+
+    page, step = _page_options(), _step_options()
+    parser = add("plan", _plan, "plan a training step for a budget of memory", _PLAN, [step])
+    budgets = "such as 12GiB, 8GB, 0.5 or auto"
+    parser.add_argument("--budget", type=_budget, required=True, help=budgets)
+    what = "write the plan, for recollect.Plan.load"
+    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
+
+    what = "show all trade-offs of memory for time that there are"
+    add("frontier", _frontier, what, _FRONTIER, [step])
+
+    what = "show what a forward holds and why, or what a saved plan does"
+    parser = add("explain", _explain, what, _EXPLAIN)
+    examples = "such as train.py:build or plan.json"
+    parser.add_argument("target", metavar="MODULE:FUNCTION|PLAN.json", help=examples)
+
+    what = "train a small transformer within three budgets, and compare"
+    parser = add("demo", lambda given: demo(given.html, given.steps), what, parents=[page])
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps, 10 by default")
+
+    add("doctor", lambda _: doctor(), "check that recollect works on this machine")
+    return main_parser
+
+
+def _page_options() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False)
+    what = "write a page to open in a browser"
+    parser.add_argument("--html", type=_output, metavar="FILE", help=what)
+    return parser
+
+
+def _step_options() -> ArgumentParser:
+    """The options of commands that plan a training step."""
+    parser = ArgumentParser(add_help=False, parents=[_page_options()])
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
+    what = "hold nothing in the memory of the host"
+    parser.add_argument("--no-offload", action="store_true", help=what)
+    what = (
+        "the training loop frees the model's output before backward, as the Trainer of "
+        "transformers does: holds_output=False"
+    )
+    parser.add_argument("--frees-output", action="store_true", help=what)
+    return parser
+
+
+def _budget(text: str) -> float | str:
+    budget: float | str = text
+    for number in (float, int):
+        with suppress(ValueError):
+            budget = number(text)
+    try:
+        check_budget(budget)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return budget
+
+
+def _output(text: str) -> Path:
+    """A file that can be written. Checked before planning, which may take minutes."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(
+            f"there is no folder {path.parent} to write {path.name} into: "
+            f"make it, with  mkdir -p {path.parent}"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{text} cannot be written: name a file that can be")
+    return path

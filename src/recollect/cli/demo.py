@@ -6,6 +6,7 @@ losses and gradients must agree to the last bit. Bytes come from the allocator's
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.cli.screen import Status, UsageError, say
-from recollect.planning.api import Frontier, planner_of
+from recollect.planning.api import Frontier
 from recollect.planning.plan import Plan
+from recollect.planning.planner import Planner
 from recollect.planning.step import TrainingStep
+from recollect.report.plan_report import longer_text
 from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
-from recollect.report.words import longer_text
 
 __all__ = ["bitwise_equal", "demo"]
 
@@ -35,8 +37,7 @@ _STEPS, _MEASURED = 10, 3
 _HEADER = ("", "budget", "predicted", "measured peak", "of plain", "step", "vs plain", "results")
 _CODE = """\
     import recollect
-    plan = recollect.plan(model, batch, "12GiB", optimizer=optimizer)
-    plan.apply(model)"""
+    model = recollect.fit(model, budget="12GiB")"""
 
 
 def demo(html: Path | None = None, steps: int | None = None) -> int:
@@ -49,7 +50,7 @@ def demo(html: Path | None = None, steps: int | None = None) -> int:
     try:
         with Status() as status:
             plans = _plans(status)
-            plain, *planned = trainings = [_Training(plan) for plan in (None, *plans)]
+            trainings = [_Training(plan) for plan in (None, *plans)]
             _train(trainings, steps, status)
     finally:
         torch.set_num_threads(threads)
@@ -57,11 +58,12 @@ def demo(html: Path | None = None, steps: int | None = None) -> int:
         f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_CONTEXT} symbols, dropout, AdamW, on the "
         f"CPU:\n{steps} training steps, plain and under the plans for three budgets\n"
     )
-    say(columns(_HEADER, [_line(each, plain) for each in trainings], left=("", "results")))
+    lines = [_line(each, trainings[0]) for each in trainings]
+    say(columns(_HEADER, lines, left=("", "results")))
     if html is not None:
         plans[-1].to_html(html)
         say(f"\nThe page of the last plan is in {html.resolve()}")
-    if not all(each.is_as_promised for each in planned):
+    if not all(each.is_equal and each.peak <= each.limit for each in trainings):
         say("\nA plan exceeds its budget, or changes what is computed. Please report it")
         return 1
     say(f"\nIn your own training script:\n\n{_CODE}")
@@ -94,6 +96,7 @@ class _Training:
     def __init__(self, plan: Plan | None = None) -> None:
         torch.manual_seed(0)
         self.plan = plan
+        self.limit = math.inf if plan is None else plan.budget
         self.model = TransformerLanguageModel()
         self.batch = torch.randint(_SYMBOLS, (_BATCH, _CONTEXT + 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
@@ -104,18 +107,12 @@ class _Training:
         if plan is not None:
             plan.apply(self.model)
 
-    @property
-    def is_as_promised(self) -> bool:
-        """Whether it stays within its budget, and computes what plain computes."""
-        return self.is_equal and (self.plan is None or self.peak <= self.plan.budget)
-
-    def measured_step(self) -> None:
-        """Take a step, and count its bytes."""
-        step = TrainingStep(self.model, (self.batch,), {}, optimizer=self.optimizer)
-        self.peak = max(self.peak, step.measured_peak())
-
-    def timed_step(self) -> None:
-        """Take a step, and note its time, its loss and its gradients."""
+    def step(self, *, is_measured: bool) -> None:
+        """Take a step: count its bytes, or note its time, its loss and its gradients."""
+        if is_measured:
+            step = TrainingStep(self.model, (self.batch,), {}, optimizer=self.optimizer)
+            self.peak = max(self.peak, step.measured_peak())
+            return
         start = time.perf_counter()
         loss = self.model(self.batch)
         loss.backward()
@@ -128,7 +125,8 @@ class _Training:
 
 def _plans(status: Status) -> list[Plan]:
     plain = _Training()
-    frontier = Frontier(planner_of(plain.model, plain.batch, status, optimizer=plain.optimizer))
+    planner = Planner.of(plain.model, plain.batch, optimizer=plain.optimizer, progress=status)
+    frontier = Frontier(planner)
     return [frontier.plan_for(fraction) for fraction in _BUDGETS]
 
 
@@ -138,11 +136,8 @@ def _train(trainings: Sequence[_Training], steps: int, status: Status) -> None:
         status("training", number / steps)
         for training in trainings:
             torch.manual_seed(number)  # dropout's
-            if number < _MEASURED:
-                training.measured_step()
-            else:
-                training.timed_step()
-                training.is_equal &= bitwise_equal(training.results, trainings[0].results)
+            training.step(is_measured=number < _MEASURED)
+            training.is_equal &= bitwise_equal(training.results, trainings[0].results)
 
 
 def bitwise_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

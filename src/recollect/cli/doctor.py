@@ -22,9 +22,8 @@ from recollect.store.pool import memory_of_machine
 
 __all__ = ["doctor"]
 
-#: The versions of torch that the tests are run on, and the oldest Python.
+#: The versions of torch that the tests are run on.
 _TESTED = ("2.11", "2.13")
-_PYTHON = (3, 10)
 
 _OK, _NOTE, _WRONG = "ok", "note", "WRONG"
 _REPORT = "This should not happen: please report it, with all that is printed here"
@@ -61,10 +60,12 @@ def doctor() -> int:
 
 
 def _checks() -> Iterator[tuple[str, _Check]]:
-    yield "Python", _python
+    yield "Python", lambda: _Finding(f"{platform.python_version()} at {sys.executable}")
     yield "torch", _torch
-    yield "recollect", _recollect
-    yield "CPU", _cpu
+    folder = Path(recollect.__file__).parent
+    yield "recollect", lambda: _Finding(f"{recollect.__version__} at {folder}")
+    memory, threads = bytes_text(memory_of_machine()), torch.get_num_threads()
+    yield "CPU", lambda: _Finding(f"{memory} of memory, threads of torch: {threads}")
     yield "self-test", partial(_self_test, torch.device("cpu"))
     if not torch.cuda.is_available():
         yield "CUDA", _no_cuda
@@ -85,14 +86,7 @@ def _guarded(check: _Check) -> _Finding:
         return _Finding(f"{type(error).__name__}: {error}", _WRONG, advice)
 
 
-# --- what is installed ----------------------------------------------------------------------------
-
-
-def _python() -> _Finding:
-    text = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info >= _PYTHON:
-        return _Finding(text)
-    return _Finding(text, _WRONG, f"Use {'.'.join(map(str, _PYTHON))} or newer")
+# --- versions and devices -------------------------------------------------------------------------
 
 
 def _torch() -> _Finding:
@@ -107,18 +101,6 @@ def _torch() -> _Finding:
     advice = "The self-test below says whether the main parts work"
     text = f"{version}, which recollect is not tested on; {' and '.join(_TESTED)} are"
     return _Finding(text, _NOTE, advice)
-
-
-def _recollect() -> _Finding:
-    return _Finding(f"{recollect.__version__} at {Path(recollect.__file__).parent}")
-
-
-# --- devices --------------------------------------------------------------------------------------
-
-
-def _cpu() -> _Finding:
-    threads = torch.get_num_threads()
-    return _Finding(f"{bytes_text(memory_of_machine())} of memory, threads of torch: {threads}")
 
 
 def _no_cuda() -> _Finding:

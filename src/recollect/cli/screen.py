@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-import traceback
 
-__all__ = ["Status", "UsageError", "complain", "names_an_argument", "say"]
+__all__ = ["Status", "UsageError", "say"]
 
 _CLEAR = "\r\x1b[K"
+
+
+class UsageError(Exception):
+    """An argument of a command cannot be used as it is. Names it, and shows how it could."""
 
 
 def say(text: str) -> None:
@@ -24,19 +26,11 @@ def say(text: str) -> None:
         raise SystemExit(1) from None
 
 
-def complain(command: str, text: str) -> None:
-    """Write what went wrong, as argparse does."""
-    sys.stderr.write(f"recollect {command}: error: {text}\n")
-
-
 class Status:
-    """What is being done, in one line that is written over; nothing where stderr is no terminal.
+    """Progress, in one line that is overwritten; nothing if stderr is not a terminal.
 
-    A context: nothing of it is left behind.
+    A context, which clears the line at its end.
     """
-
-    def __init__(self) -> None:
-        self._is_seen = sys.stderr.isatty()
 
     def __enter__(self) -> Status:
         return self
@@ -49,23 +43,8 @@ class Status:
         self._write(f"{what} {done:.0%}" if done else f"{what} ...")
 
     def _write(self, line: str) -> None:
-        if self._is_seen:
+        if sys.stderr.isatty():
             # A longer line would go on in the next one, which nothing clears.
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write(f"{_CLEAR}{line[:width]}")
             sys.stderr.flush()
-
-
-#: How errors begin that recollect raises for what a user has passed.
-_ARGUMENT = re.compile(r"(model|batch|loss|optimizer|budget|offload|path)\b")
-
-
-class UsageError(Exception):
-    """An argument of a command cannot be used as it is. Names it, and shows how it could."""
-
-
-def names_an_argument(error: ValueError) -> bool:
-    """Whether recollect raised ``error`` for what it was given, and not a function it called."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
-    return is_ours and _ARGUMENT.match(str(error)) is not None

@@ -30,20 +30,19 @@ class Target:
 
     model: nn.Module
     batch: Any
-    loss: Callable[[Any], Any] | None = None
+    loss: Callable[..., Any] | None = None
     optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        _check(isinstance(self.model, nn.Module), "model should be an nn.Module", self.model)
-        loss_is_fine = self.loss is None or callable(self.loss)
-        _check(loss_is_fine, "loss should be a function of the model's output", self.loss)
-        optimizer_is_fine = self.optimizer is None or isinstance(self.optimizer, Optimizer)
-        _check(optimizer_is_fine, "optimizer should be a torch.optim.Optimizer", self.optimizer)
-
-
-def _check(is_fine: bool, what: str, value: Any) -> None:
-    if not is_fine:
-        raise UsageError(f"{what}, but is of type {type(value).__name__}: {_RETURNS}")
+        is_loss = self.loss is None or callable(self.loss)
+        is_optimizer = self.optimizer is None or isinstance(self.optimizer, Optimizer)
+        for is_fine, what, value in (
+            (isinstance(self.model, nn.Module), "model should be an nn.Module", self.model),
+            (is_loss, "loss should be a function of the model's output", self.loss),
+            (is_optimizer, "optimizer should be a torch.optim.Optimizer", self.optimizer),
+        ):
+            if not is_fine:
+                raise UsageError(f"{what}, but is of type {type(value).__name__}: {_RETURNS}")
 
 
 def load_target(text: str) -> Target:
@@ -139,11 +138,6 @@ def _function(module: ModuleType, module_name: str, name: str) -> Callable[[], A
             f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "
             f"Write one that makes the model:  def build(): {_RETURNS}"
         )
-    _check_takes_nothing(function, name)
-    return function
-
-
-def _check_takes_nothing(function: Callable[..., Any], name: str) -> None:
     needed = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -155,3 +149,4 @@ def _check_takes_nothing(function: Callable[..., Any], name: str) -> None:
             f"FUNCTION: {name} is called without arguments, but needs {', '.join(needed)}. "
             f"Give them defaults, or name a function that calls it"
         )
+    return function

@@ -3,11 +3,9 @@
 ``explain`` does not add up what regions and policies claim. It runs one forward, notes each storage
 as an op allocates it, and after forward finds out who holds those that are still there.
 
-    `run`        one forward, after which everything is as it was before
+    `run`        one forward, after which everything is as it was before; then the rows
     `watcher`    the ops and regions of that forward
-    `storages`   what ops allocate, and who holds it
-    `regions`    what a region holds and which ops run again; `replay`: of the replay engine
-    `account`    the rows, after forward
+    `regions`    the storages that ops allocate, and what regions hold; `replay`: that engine's
 """
 
 from recollect.explaining.run import explain

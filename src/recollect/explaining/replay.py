@@ -1,19 +1,20 @@
-"""A region of the replay engine: its tape beside the storages that its ops were seen to make."""
+"""A region of the replay engine: its recorded ops, matched with the storages that ops made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 
 from recollect._torch.ops import CAST
-from recollect.explaining.storages import Region, StorageTable, TrackedStorage
+from recollect.explaining.regions import Region, StorageTable, TrackedStorage
 from recollect.policy.op_info import op_info
 from recollect.replay.engine import CallReport
-from recollect.replay.held_tensor import HeldTensor
-from recollect.replay.reasons import Reasons
+from recollect.replay.held_values import HeldTensor
+from recollect.replay.hold_reasons import HoldReasons
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue
 from recollect.replay.rematerialize import Rematerializer
 
@@ -56,15 +57,19 @@ class ReplayRegion(Region):
     def runs_again(self, number: int) -> bool:
         return number in self.again
 
-    def note_hooks(self) -> None:
+    def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         self._parts.append(_Part())
+
+        def pack_and_note(tensor: torch.Tensor) -> Any:
+            ticket = pack(tensor)
+            self._parts[-1].tickets.append(ticket)
+            return ticket
+
+        return pack_and_note
 
     def note_op(self, op: Any, made: list[TrackedStorage]) -> None:
         if self._parts:  # else the engine prepares the call
             self._parts[-1].ops.append((op, self.ops, made))
-
-    def note_packed(self, packed: Any) -> None:
-        self._parts[-1].tickets.append(packed)
 
     def end(self, table: StorageTable) -> None:
         report, self._witness = self._witness, None
@@ -79,107 +84,99 @@ class ReplayRegion(Region):
         for remat, part in reversed([*zip(recalls, self._parts, strict=False)]):
             self._recalls.append(ref(remat))
             self.rng_bytes += sum(state.nbytes for state in remat.states.values())
-            reasons = Reasons(remat, report.policy, report.stopped)
-            is_rest = remat is report.rest
-            _Findings(self, remat, part, reasons, table, is_rest=is_rest).note()
+            reasons = HoldReasons(remat, report.policy, report.stopped)
+            _Findings(self, remat, part, reasons, table, is_rest=remat is report.rest).note()
         self._parts.clear()
 
 
+@dataclass
 class _Findings:
     """What is held, and what runs again, of one part of a call."""
 
-    def __init__(
-        self,
-        region: ReplayRegion,
-        remat: Rematerializer,
-        part: _Part,
-        reasons: Reasons,
-        table: StorageTable,
-        *,
-        is_rest: bool,
-    ) -> None:
-        self._region = region
-        self._remat = remat
-        self._part = part
-        self._reasons = reasons
-        self._table = table
-        self._is_rest = is_rest
-        values = remat.graph.values
-        #: Each op of the tape with its number, a buffer that it makes, and the storage of that.
+    region: ReplayRegion
+    remat: Rematerializer
+    part: _Part
+    reasons: HoldReasons
+    table: StorageTable
+    is_rest: bool
+
+    def __post_init__(self) -> None:
+        values = self.remat.graph.values
+        #: Each recorded op with its number, a value that it makes, and the storage of that.
         self._made = [
             (op, number, values[value], storage)
-            for op, number, storages in _matched(remat.graph.ops, part)
+            for op, number, storages in _matched(self.remat.graph.ops, self.part)
             for value, storage in zip(op.makes, storages, strict=False)
         ]
-        self._origins = {buffer.storage: storage for _, _, buffer, storage in self._made}
+        self._origins = {value.storage: storage for _, _, value, storage in self._made}
 
     def note(self) -> None:
-        """Tell the storages."""
-        for number, held in self._remat.kept.items():
-            self._note_held(self._remat.graph.values[number], held)
+        """Mark the storages."""
+        for number, held in self.remat.kept.items():
+            self._note_held(self.remat.graph.values[number], held)
         self._note_saved()
-        for op, number, buffer, storage in self._made:
-            reason = self._reasons.recomputing(op, buffer.storage)
+        for op, number, value, storage in self._made:
+            reason = self.reasons.recomputing(op, value.storage)
             if reason is None:
-                storage.not_held = self._reasons.leaving_out(op)
+                storage.not_held = self.reasons.leaving_out(op)
             else:
-                self._region.again.add(number)
+                self.region.again.add(number)
                 storage.ruling = storage.ruling or reason
 
-    def _note_held(self, buffer: RecordedValue, held: HeldTensor) -> None:
-        """``held`` is what the region itself holds of ``buffer``, here or in a store."""
-        origin, region = self._origins.get(buffer.storage), self._region
+    def _note_held(self, value: RecordedValue, held: HeldTensor) -> None:
+        """``held`` is what the region itself holds of ``value``, here or in a store."""
+        origin, region = self._origins.get(value.storage), self.region
         if held.away is not None:
             if origin is not None:
-                origin.ruling = self._reasons.holding(buffer)
+                origin.ruling = self.reasons.holding(value)
             return
-        storages = self._table.find([held.tensor])
+        storages = self.table.find([held.tensor])
         is_copy = any(storage.is_made_in(region) for storage in storages)
         for storage in storages:
-            if buffer.outside is None or (is_copy and not self._is_rest):
-                storage.kept = self._reasons.holding(buffer), region
-                self._describe_copy(storage, buffer, held.tensor)
+            if value.outside is None or (is_copy and not self.is_rest):
+                storage.kept = self.reasons.holding(value), region
+                self._describe_copy(storage, value, held.tensor)
             elif is_copy:  # what the rest of the call takes from the part before it
-                storage.kept = storage.kept or (self._reasons.other, region)
+                storage.kept = storage.kept or (self.reasons.other, region)
             else:
                 storage.input_of = storage.input_of or region
 
     def _describe_copy(
-        self, storage: TrackedStorage, buffer: RecordedValue, tensor: torch.Tensor
+        self, storage: TrackedStorage, value: RecordedValue, tensor: torch.Tensor
     ) -> None:
         """The region may hold a copy: of what is changed later, or of what it returns."""
-        origin = self._origins.get(buffer.storage)
-        if buffer.outside is not None:
-            storage.describe(tensor, _COPY, self._region.name)
+        origin = self._origins.get(value.storage)
+        if value.outside is not None:
+            storage.describe(tensor, _COPY, self.region.name)
         elif origin is not None and storage is not origin:
             storage.describe(tensor, origin.op, origin.path)
 
     def _note_saved(self) -> None:
-        """What autograd saved and holds as it is."""
-        last = {buffer.storage: buffer for buffer in self._remat.graph.values}
-        buffers = {storage: last[buffer.storage] for _, _, buffer, storage in self._made}
-        for storage in self._table.find(ticket[0] for ticket in self._part.tickets):
-            if not storage.is_made_in(self._region):
-                storage.input_of = storage.input_of or self._region
+        """Mark what autograd saved and holds itself."""
+        last = {value.storage: value for value in self.remat.graph.values}
+        values = {storage: last[value.storage] for _, _, value, storage in self._made}
+        for storage in self.table.find(ticket[0] for ticket in self.part.tickets):
+            if not storage.is_made_in(self.region):
+                storage.input_of = storage.input_of or self.region
             elif storage.kept is None:
-                known = storage in buffers
-                reason = self._reasons.holding(buffers[storage]) if known else self._reasons.other
-                storage.kept = reason, self._region
+                known = storage in values
+                reason = self.reasons.holding(values[storage]) if known else self.reasons.other
+                storage.kept = reason, self.region
 
 
 def _matched(
     ops: list[RecordedOp], part: _Part
 ) -> Iterator[tuple[RecordedOp, int, list[TrackedStorage]]]:
-    """The ops of a tape, each with its number among those that ran, and what it made."""
+    """The recorded ops, each with its number among those that ran, and the storages it made."""
     place = 0
     for func, number, made in part.ops:
         if op_info(func).runs_no_kernel:
             continue
         found = place
-        # The casts of weights that autocast caches are on the tape, and were done before.
+        # The casts of weights that autocast caches are recorded, and were done before.
         while found < len(ops) and ops[found].op is CAST and func is not CAST:
             found += 1
-        # Others are on no tape: those by which the engine reads random states.
+        # Others are not recorded: those by which the engine reads random states.
         if found < len(ops) and ops[found].op is func:
             yield ops[found], number, made
             place = found + 1

@@ -1,4 +1,4 @@
-"""One forward, watched."""
+"""Runs one forward, and tells who holds each storage and what became of those that are freed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
-from recollect.explaining.account import rows_of
+from recollect._torch.autograd import graph_nodes, packed_by
+from recollect._torch.ops import op_name
+from recollect.explaining.regions import Region, TrackedStorage, storages_of, tensors_in
 from recollect.explaining.replay import ReplayRegion
-from recollect.explaining.storages import tensors_in
 from recollect.explaining.watcher import Watcher
 from recollect.observer import observing
 from recollect.replay.recording_cache import recordings_preserved
-from recollect.report.explanation import Explanation
+from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT, Explanation
 from recollect.report.rows import RegionCall, TensorRow
+from recollect.state.inputs import check_arguments
 from recollect.state.reachable import Reachable
-from recollect.state.snapshot import Snapshot, check_arguments
+from recollect.state.snapshot import Snapshot
+from recollect.store.transfers import Composite, OnDevice, OnHost
 
 __all__ = ["explain"]
+
+_OFFLOAD_INPUTS = "offload_inputs"
+_STAYS = "stays where it is"
+
+#: Fate, reason and region.
+_Finding = tuple[str, str, Region | None]
+#: What a store holds of a storage: handle, reason and region.
+_Offload = tuple[Any, str, Region]
 
 
 def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -59,13 +71,13 @@ def _forward(
 ) -> tuple[Watcher, tuple[TensorRow, ...]]:
     """Run forward, and put back what it changes."""
     check_arguments(args, kwargs)
-    with Snapshot({"function": function, "arguments": (args, kwargs)}, None) as snapshot:
+    with Snapshot({"function": function, "arguments": (args, kwargs)}) as snapshot:
         roots = Reachable(function, [*args, *kwargs.values()]).modules
         watcher = Watcher(roots)
         watcher.storages.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
         with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _watched_by(watcher):
             result = copy_context().run(function, *args, **kwargs)
-        return watcher, rows_of(watcher, result)
+        return watcher, _rows_of(watcher, result)
 
 
 @contextmanager
@@ -76,3 +88,135 @@ def _watched_by(watcher: Watcher) -> Iterator[None]:
             yield
     finally:
         observing.observer = before
+
+
+# --- who holds what -------------------------------------------------------------------------------
+
+
+def _rows_of(watcher: Watcher, result: Any) -> tuple[TensorRow, ...]:
+    """The rows of the forward that returned ``result``."""
+    account = _Account(watcher, result)
+    rows = [row for storage in watcher.storages.all for row in account.rows(storage)]
+    for node, tensor in account.unseen.values():
+        count = sum(storage.nbytes() for storage in storages_of(tensor))
+        shape = tuple(tensor.shape)
+        rows.append(TensorRow("", node, "kept", count, 0.0, AUTOGRAD, shape, tensor.dtype))
+    for region in watcher.regions:
+        if region.is_alive and region.rng_bytes:
+            why, count = "for the same random numbers", region.rng_bytes
+            described = (count,), torch.uint8, region.name
+            rows.append(
+                TensorRow(region.name, "(random state)", "kept", count, 0.0, why, *described)
+            )
+    return tuple(rows)
+
+
+class _Account:
+    def __init__(self, watcher: Watcher, result: Any) -> None:
+        self._senders = {id(region.batch): region for region in watcher.regions}
+        #: The ids of the storages that the graph and the result hold.
+        self._graph: set[int] = set()
+        self._result = {id(s) for tensor in tensors_in(result) for s in storages_of(tensor)}
+        #: Storages that no op was seen to allocate, with the node that saved them.
+        self.unseen: dict[int, tuple[str, torch.Tensor]] = {}
+        for node, tensor in _saved_by_graph(result):
+            storages = storages_of(tensor)
+            self._graph |= set(map(id, storages))
+            if any(map(watcher.storages.is_new, storages)):
+                self.unseen[id(storages[0])] = node, tensor.detach()
+
+    def rows(self, storage: TrackedStorage) -> Iterator[TensorRow]:
+        """The rows of ``storage``: who holds it or what became of it, and its copy in a store."""
+        if storage.bytes == 0:
+            return
+        offloads = self._offloads(storage)
+        moved = [each for each in offloads if not _stays(storage, each[0])]
+        if storage.storage() is not None:
+            found = self._holder(storage, offloads)
+            if found is not None:
+                yield _row(storage, *found)
+        elif not moved:
+            yield from _freed(storage)
+        if moved:
+            _, reason, region = moved[0]
+            yield _row(storage, "offloaded", reason, region)
+
+    def _holder(self, storage: TrackedStorage, offloads: list[_Offload]) -> _Finding | None:
+        """Who holds a storage that is alive; None if only its copy to the host does."""
+        staying = [(why, region) for handle, why, region in offloads if _stays(storage, handle)]
+        # Inputs first, since no policy would change that.
+        region = storage.input_of
+        if region is not None and region.is_alive:
+            return "input", f"input of {region.name}", region
+        for reason, region in staying:
+            if reason == _OFFLOAD_INPUTS:
+                return "input", f"input of {region.name}: {reason}, but {_STAYS}", region
+        if storage.kept is not None and storage.kept[1].is_alive:
+            return "kept", *storage.kept
+        for reason, region in staying:
+            return "kept", f"{reason}, but {_STAYS}", region
+        is_leaving = any(isinstance(handle, OnHost) for handle, _, _ in offloads)
+        address = id(storage.storage())
+        outside = RESULT if address in self._result else ELSEWHERE
+        outside = AUTOGRAD if address in self._graph else outside
+        return None if is_leaving and outside is ELSEWHERE else ("kept", outside, None)
+
+    def _offloads(self, storage: TrackedStorage) -> list[_Offload]:
+        found = []
+        for reference, batch in storage.offloads:
+            offloaded, region = reference(), self._senders.get(id(batch))
+            if offloaded is not None and region is not None:
+                is_own = storage.is_made_in(region)
+                reason = storage.ruling or "" if is_own else _OFFLOAD_INPUTS
+                found.append((offloaded.handle, reason, region))
+        return found
+
+
+def _stays(storage: TrackedStorage, handle: Any) -> bool:
+    """Whether the store did not copy: ``handle`` holds ``storage`` itself."""
+    if isinstance(handle, Composite):
+        return any(_stays(storage, part) for part in handle.handles.values())
+    tensor = handle.tensor if isinstance(handle, OnDevice) else handle
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return any(each is storage.storage() for each in storages_of(tensor))
+
+
+def _freed(storage: TrackedStorage) -> Iterator[TensorRow]:
+    """A storage that an op in a region allocated, and that was freed."""
+    if not storage.regions:
+        return
+    region = storage.regions[-1][0]
+    unread = (why for why, kept in storage.entries if kept() is None)  # dropped after forward
+    reason = storage.not_held or next((f"{why}, but nothing needs it" for why in unread), None)
+    if reason is not None:
+        yield _row(storage, "not held", reason, region)
+    elif any(each.runs_again(number) for each, number in storage.regions):
+        is_spared = storage.saved or region.spares_all
+        reason = storage.ruling or region.otherwise
+        yield _row(storage, "recomputed", reason, region, storage.bytes if is_spared else 0)
+
+
+def _row(
+    storage: TrackedStorage, fate: str, reason: str, region: Region | None, count: int | None = None
+) -> TensorRow:
+    return TensorRow(
+        path=storage.path,
+        op=op_name(storage.op).replace("::", "."),
+        fate=fate,
+        bytes=storage.bytes if count is None else count,
+        reason=reason,
+        shape=storage.shape,
+        dtype=storage.dtype,
+        region=None if region is None else region.name,
+    )
+
+
+def _saved_by_graph(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors saved in the graph of ``result``, each with the name of its node."""
+    for node in graph_nodes(tensor.grad_fn for tensor in tensors_in(result)):
+        held = packed_by(node)
+        if isinstance(node, BackwardCFunction):
+            held = [*held, *vars(node).values()]  # put on the context by a custom function
+        for tensor in tensors_in(held):
+            yield node.name(), tensor

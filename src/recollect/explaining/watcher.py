@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,15 +17,26 @@ from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
 from recollect.checks.names import module_of, name_in
 from recollect.checks.place import Names, Place
-from recollect.explaining.regions import ReentrantRegion, RerunRegion
+from recollect.explaining.regions import (
+    ReentrantRegion,
+    Region,
+    RerunRegion,
+    StorageTable,
+    tensors_in,
+)
 from recollect.explaining.replay import ReplayRegion
-from recollect.explaining.storages import Region, StorageTable, tensors_in
 from recollect.policy.rulings import Ruling
 from recollect.rerun.selective.ledger import KeptCall
 from recollect.settings import is_recomputing
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["Watcher"]
+
+_REGIONS: dict[str, Callable[[str, Any], Region]] = {
+    "replay": ReplayRegion,
+    "reentrant": ReentrantRegion,
+    "rerun": RerunRegion,
+}
 
 #: Makes a tensor from Python numbers: its argument is as new as its result.
 _FRESH = "aten::lift_fresh"
@@ -46,8 +57,6 @@ class Watcher(DispatchMode):
         self.regions: list[Region] = []
         #: Those that are running, the outermost first.
         self._running: list[Region] = []
-        #: The regions by what they have put into stores.
-        self.senders: MutableMapping[OffloadBatch, Region] = WeakKeyDictionary()
         #: Why the replay engine has left the next region to the rerun engine.
         self._fallback: list[str] = []
         self._roots = roots
@@ -67,10 +76,10 @@ class Watcher(DispatchMode):
         regions = [] if is_recomputing() else self._running
         for region in regions:
             region.ops += 1
-        results = [each for each in _tensors(out) if self.storages.has_new(each)]
-        path = self._path() if results else ""
-        made = [new for tensor in results for new in self.storages.add(tensor, func, path)]
+        made = self.storages.add(_tensors(out), func)
+        path = self._path() if made else ""
         for storage in made:
+            storage.path = path
             storage.regions = tuple((region, region.ops) for region in regions)
         for region in regions:
             region.note_op(func, made)
@@ -88,11 +97,14 @@ class Watcher(DispatchMode):
     def region(
         self, engine: str, function: Callable[..., Any], inputs: Any, source: Any
     ) -> Iterator[None]:
-        """What a region runs in."""
+        """The context of a region's forward."""
         if is_recomputing() or not torch.is_grad_enabled():
             yield
             return
-        region = self._make_region(engine, self._name(function), source)
+        region: Region = _REGIONS[engine](self._name(function), source)
+        if engine == "rerun":
+            region.notes += self._fallback
+            self._fallback.clear()
         if not saved_tensor_hooks_active():
             region.inputs = self.storages.find(tensors_in(inputs))
         self.regions.append(region)
@@ -103,22 +115,8 @@ class Watcher(DispatchMode):
             self._running.pop()
         region.end(self.storages)
 
-    def _make_region(self, engine: str, name: str, source: Any) -> Region:
-        region: Region
-        if engine == "replay":
-            region = ReplayRegion(name, source)
-        elif engine == "reentrant":
-            region = ReentrantRegion(name, source)
-        else:
-            region = RerunRegion(name, source)
-            region.notes += self._fallback
-            self._fallback.clear()
-        if region.batch is not None:
-            self.senders[region.batch] = region
-        return region
-
     def _name(self, function: Callable[..., Any]) -> str:
-        """What to call a region: by its module's path in the model, if it has one."""
+        """The name of a region: its module's path in the model, if it has one."""
         module = module_of(function)
         if module is not None:
             if any(module is root for root in self._roots):
@@ -131,19 +129,17 @@ class Watcher(DispatchMode):
         return f"{name} in {path}" if path else name
 
     def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``pack``, with each tensor noted."""
+        """``pack``, which also notes each tensor that autograd saves."""
         if is_recomputing() or not self._running:
             return pack
         region = self._running[-1]
-        region.note_hooks()
+        pack = region.packing(pack)
 
         def note_and_pack(tensor: torch.Tensor) -> Any:
             region.last_save = region.ops
             for storage in self.storages.find([tensor]):
                 storage.saved = True
-            packed = pack(tensor)
-            region.note_packed(packed)
-            return packed
+            return pack(tensor)
 
         return note_and_pack
 
@@ -167,7 +163,7 @@ class Watcher(DispatchMode):
     ) -> None:
         """A region has put ``tensor`` into a store."""
         for storage in self.storages.find([tensor]):
-            storage.offloads.append((ref(offloaded), ref(batch)))
+            storage.offloads.append((ref(offloaded), batch))
 
     def fell_back(self, reason: str) -> None:
         """The replay engine leaves a region to the rerun engine."""

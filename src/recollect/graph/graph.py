@@ -10,13 +10,35 @@ Pure data: neither this package nor the solver imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from recollect.graph.release import find_needs
 
-__all__ = ["Event", "Graph", "Link", "Op", "Origins", "SavedTensor", "Storage", "Tally", "Value"]
+__all__ = [
+    "FREE",
+    "OP",
+    "UNPACK",
+    "Action",
+    "Event",
+    "Graph",
+    "Link",
+    "Op",
+    "SavedTensor",
+    "Storage",
+    "Tables",
+    "Value",
+]
+
+
+#: What can happen at an event, in this order.
+UNPACK, OP, FREE = range(3)
+#: The phase in which it happens (twice the number of the event, and one more once its op has run),
+#: which of the three it is, and the number of the saved tensor or op.
+Action = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +90,8 @@ class Op:
         can_keep: Whether its results can be kept.
         can_send: Whether they can be offloaded.
         forced: Whether every plan keeps them: it must not run again.
-        last: The number of the last op of its function, after which results are offloaded; -1: it
-            is the last.
+        last: The number of the last op of its function, after which results are offloaded; -1:
+            this op itself is the last.
     """
 
     name: str
@@ -135,46 +157,6 @@ class Link:
     in_rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """Which storages the bytes of a graph come from, to compute them for storages of other sizes.
-
-    Args:
-        storages: By storage of the graph: its number among all storages of the step.
-        made: By event: the storages with fixed bytes that it allocates.
-        freed: By event: the storages with fixed bytes that are freed before it.
-        workspaces: By event: the bytes that its op allocates in addition.
-        block: The allocator rounds up to multiples of this.
-    """
-
-    storages: tuple[int, ...]
-    made: tuple[tuple[int, ...], ...]
-    freed: tuple[tuple[int, ...], ...]
-    workspaces: tuple[int, ...]
-    block: int = 1
-
-    def size(self, nbytes: int) -> int:
-        """``nbytes`` as the allocator counts them."""
-        return -(-nbytes // self.block) * self.block
-
-
-@dataclass(frozen=True)
-class Tally:
-    """The bytes of one forward.
-
-    Args:
-        made: By module: the bytes that its ops made. A tuple, which cannot be changed.
-        saved: How many of these autograd saved.
-        gradients: The bytes of the tensors from outside that require a gradient.
-        is_whole: Whether it was recorded to its end.
-    """
-
-    made: tuple[tuple[str, int], ...]
-    saved: int
-    gradients: int
-    is_whole: bool = True
-
-
 @dataclass(frozen=True)
 class Graph:
     """One training step.
@@ -189,12 +171,12 @@ class Graph:
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
         rerun_cost: Seconds that running an op again costs, in addition to its own.
         engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
+        offload_cost: Seconds that offloading a tensor adds, beside waiting for copies.
+        module_costs: Seconds that checkpointing a module adds, by its path and the engine. Empty:
+            modules are not to be checkpointed as a whole.
         spread: The relative error of the times of ops, by how much samples differed.
         link: The link to the host, if there is one.
         varies: Whether shapes depend on data, and may differ in the next step.
-        origins: Which storages its bytes come from, if that is known.
-        outline: The same step, as estimated from the recording of its forward alone.
-        tally: The bytes of its forward.
     """
 
     ops: Sequence[Op]
@@ -206,17 +188,26 @@ class Graph:
     base: int = 0
     rerun_cost: float = 0.0
     engine_cost: float = 0.0
+    offload_cost: float = 0.0
+    module_costs: Mapping[tuple[str, str], float] = field(default_factory=dict)
     spread: float = 0.0
     link: Link | None = None
     varies: bool = False
-    origins: Origins | None = field(default=None, compare=False, repr=False)
-    outline: Graph | None = field(default=None, compare=False, repr=False)
-    tally: Tally | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:
         """By op: the values that it makes."""
         return [(*op.makes, *(new for _, new in op.writes)) for op in self.ops]
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What the simulator needs to know, and is the same under every schedule."""
+        return Tables(self)
+
+    @cached_property
+    def rerun_seconds(self) -> list[float]:
+        """By op: the seconds to run it again."""
+        return [op.seconds + self.rerun_cost for op in self.ops]
 
     @cached_property
     def plain_seconds(self) -> float:
@@ -250,3 +241,55 @@ class Graph:
         """The ops that a plan can decide on, in the order of forward."""
         ops = self.ops
         return sorted(n for n in self.needed if ops[n].can_keep and not ops[n].forced)
+
+
+class Tables:
+    """What the simulator needs to know of a graph, and is the same under every schedule.
+
+    The end of the step counts as one more event.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        events, values = graph.events, graph.values
+        self.nbytes = [value.nbytes for value in values]
+        self.saved = [saved.value for saved in graph.saved]
+        #: By op: its results, as a `WorkingSet` takes them, and their bytes; the values that it
+        #: writes over.
+        self.results = [[(value, 0) for value in made] for made in graph.results]
+        self.made = [sum(self.nbytes[value] for value in made) for made in graph.results]
+        self.written = [[old for old, _ in op.writes if old is not None] for op in graph.ops]
+        #: By event: its seconds, and fixed bytes before and during it.
+        self.event_seconds = [event.seconds for event in events]
+        self.before = [event.before for event in events]
+        self.during = [*(event.during for event in events), 0]
+        #: By event: the bytes during it if nothing is kept for backward.
+        self.least = list(map(add, _live(graph), self.during))
+        #: All that happens in the step, in order; and the same without the ends of ops.
+        self.actions: list[Action] = []
+        #: By saved tensor: the event after which autograd frees it.
+        self.frees = [len(events)] * len(graph.saved)
+        for now, event in enumerate(events):
+            self.actions += [(2 * now, UNPACK, number) for number in event.unpacks]
+            if event.op >= 0:
+                self.actions.append((2 * now + 1, OP, event.op))
+            for number in event.frees:
+                self.actions.append((2 * now + 1, FREE, number))
+                self.frees[number] = now
+        self.of_saved = [action for action in self.actions if action[1] != OP]
+        #: By op: the storages that autograd holds if its results are kept, and until which event,
+        #: if that is longer than others hold them.
+        self.holds: list[list[tuple[int, int]]] = [[] for _ in graph.ops]
+        for value, end in zip(self.saved, self.frees, strict=True):
+            storage = values[value].storage
+            if end > graph.storages[storage].dies:
+                self.holds[values[value].op].append((storage, end))
+
+
+def _live(graph: Graph) -> list[int]:
+    """By event: the bytes that are not fixed, and those that are there throughout."""
+    change = [0] * (len(graph.events) + 2)
+    change[0] = graph.base
+    for storage in graph.storages:
+        change[storage.born] += storage.nbytes
+        change[storage.dies + 1] -= storage.nbytes
+    return list(accumulate(change))

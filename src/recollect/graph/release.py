@@ -141,7 +141,10 @@ class WorkingSet(Generic[T]):
     def give(self, value: int) -> None:
         """Autograd unpacks a saved tensor."""
         self.given.add(value)
-        self.use(value)
+        left = self.uses[value] - 1  # as in `use`
+        self.uses[value] = left
+        if left <= 0:
+            self.here.pop(value, None)
 
     def use_up(self, value: int) -> bool:
         """Use a value that an op writes to, and return whether that needs no copy."""
@@ -159,3 +162,14 @@ class WorkingSet(Generic[T]):
         for value, result in results:
             if uses[value] > 0:
                 here[value] = result
+
+    def end_one(self, reads: Sequence[int], value: int, result: T) -> None:
+        """As `end_op`, for the usual op: it has one result."""
+        uses, here = self.uses, self.here
+        for read in reads:
+            left = uses[read] - 1
+            uses[read] = left
+            if left <= 0:
+                here.pop(read, None)
+        if uses[value] > 0:
+            here[value] = result

@@ -11,6 +11,9 @@ __all__ = ["Schedule"]
 class Schedule:
     """Decisions for the ops of a graph. The results of ops that are not named are recomputed.
 
+    With ``modules``, these are checkpointed as a whole and everything else runs plain; ``kept`` is
+    then what that keeps.
+
     Args:
         kept: The ops whose results stay on the device.
         away: The ops whose results are offloaded to the host.
@@ -18,6 +21,7 @@ class Schedule:
         ahead: Bytes that may be fetched ahead; None: ``limit``.
         begin: How many saved tensors that are not on the device are left when fetching ahead
             begins; None: it begins with backward.
+        modules: Paths of modules, each with the engine that runs it.
     """
 
     kept: frozenset[int]
@@ -25,3 +29,4 @@ class Schedule:
     limit: int = 0
     ahead: int | None = None
     begin: int | None = None
+    modules: tuple[tuple[str, str], ...] = ()

@@ -1,7 +1,8 @@
-"""What users call: ``plan``, ``fit`` and ``frontier``."""
+"""The functions that users call: ``plan``, ``fit`` and ``frontier``."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,9 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect.graph.graph import Graph
-from recollect.planning.budget import check_budget, resolve_budget
+from recollect.modules import wrap_module
+from recollect.planning.budget import check_budget
+from recollect.planning.lazy import LazyPlan
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Offload, Planner
+from recollect.planning.planner import (
+    Offload,
+    Planner,
+    check_offload,
+    check_unplanned,
+    silent,
+)
+from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
 from recollect.planning.trial import Progress
 from recollect.report.page import page
@@ -19,7 +29,7 @@ from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 from recollect.report.units import bytes_text
 
-__all__ = ["Frontier", "fit", "frontier", "plan", "planner_of"]
+__all__ = ["Frontier", "fit", "frontier", "plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,27 +46,29 @@ def plan(
 ) -> Plan:
     """Choose what to keep, recompute and offload for a training step to stay within a budget.
 
-    Runs the step a few times: plain, to record it, and under the plan, to measure it. Nothing is
-    left changed: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
+    Runs the step a few times: plain, to record it, and under the plan, to measure it. Everything
+    is restored: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
     random streams. What cannot be restored is an error that names it.
 
     Args:
-        model: What is trained. Its forward is called once in a step.
-        batch: A tuple is its arguments, a dict its keyword arguments, anything else its argument.
-        budget: The most bytes that may be allocated on the device at any moment of a step, with
+        model: The model to train. A step calls its forward once.
+        batch: What the model is called with. A tuple is its arguments, a dict or another mapping
+            its keyword arguments, anything else its one argument: a tensor, a list, an object.
+        budget: The highest allowed peak of bytes allocated on the device in a step, including
             parameters, buffers, gradients and optimizer state: a number, ``"12GiB"``, ``"8GB"``, a
             fraction of the plain step's peak such as ``0.5``, or ``"auto"``: what the device has.
-        loss: From the output of the model to the number that backward starts from. By default the
-            output if it is a scalar, its ``loss``, else the sum of its floating tensors.
+        loss: ``loss(output)`` or ``loss(output, batch)``: the scalar that backward starts from. By
+            default the output if it is a scalar, its ``loss``, else the sum of its floating
+            tensors.
         optimizer: Its state and what its step allocates count too.
-        offload: Whether results may be held in the memory of the host: by default where there is a
-            device to offload from, and it pays.
+        offload: Whether results may be held in host memory. By default if there is a device to
+            offload from, and it pays.
         holds_output: Whether the training loop still holds the output of the model while backward
-            runs, as ``out = model(x); loss = f(out); loss.backward()`` does. False where it is gone
-            by then, as in the ``Trainer`` of transformers: its memory is used for something else.
+            runs, as ``out = model(x); loss = f(out); loss.backward()`` does. If False, as for the
+            ``Trainer`` of transformers, its memory is used for something else.
 
     Raises:
-        InfeasibleBudget: No plan fits. Says what is the least that would.
+        InfeasibleBudget: No plan fits. Says the least feasible budget.
 
     Example::
 
@@ -65,34 +77,103 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    planner = Planner(model, batch, loss, optimizer, offload, holds_output=holds_output)
-    return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
+    planner = Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output)
+    return planner.plan_for(budget)
 
 
 def fit(
     model: M,
-    batch: Any,
+    batch: Any = None,
     budget: float | str = "auto",
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     offload: Offload = "auto",
     holds_output: bool = True,
+    progress: bool | Progress | None = None,
 ) -> M:
-    """Plan for a budget and apply the plan, in one call. Arguments as of `plan`. Returns the model.
+    """Have the training steps of a model stay within a budget. Returns the same model.
 
-    The default budget is what the device has.
+    With a batch, the plan is made and applied at once; arguments are those of `plan`.
+
+    Without one, nothing runs here. The first training step of your own loop is traced as it
+    happens, forward, loss and backward, with the results of every block recomputed, so that a
+    model trains which would not fit otherwise. The plan is made before the second step. Steps that
+    differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
+    the same way, once for each kind.
+
+    Args:
+        model: The model to train.
+        batch: What the model is called with; leave it out to have the loop's own.
+        budget: The highest allowed peak of bytes; by default what the device has.
+        loss: As in `plan`; with a batch alone, since a loop has its own.
+        optimizer: The same.
+        offload: As in `plan`.
+        holds_output: The same, with a batch alone.
+        progress: True: print what is being done; or a function that is called with that and the
+            fraction that is done.
+
+    Example::
+
+        model = recollect.fit(model, budget="22GiB")
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     """
-    made = plan(
-        model,
-        batch,
-        budget,
-        loss=loss,
-        optimizer=optimizer,
-        offload=offload,
-        holds_output=holds_output,
-    )
-    return made.apply(model)
+    check_budget(budget)
+    report = _reporter(progress)
+    if batch is not None:
+        planner = Planner.of(
+            model, batch, loss, optimizer, offload, report, holds_output=holds_output
+        )
+        return planner.plan_for(budget).apply(model)
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if value is not None:
+            raise ValueError(
+                f"{name}: without a batch the plan is made from the steps of your own loop, which "
+                f"has its {name}. Leave it out, or pass the batch too: recollect.fit(model, batch, "
+                f"budget, {name}=...)"
+            )
+    wrap_module(model, lazy_runner(model, budget, offload=offload, progress=progress))
+    return model
+
+
+def lazy_runner(
+    model: nn.Module,
+    budget: float | str,
+    *,
+    offload: Offload = "auto",
+    progress: bool | Progress | None = None,
+) -> Runner:
+    """What runs the forward of a model without a plan, and makes one after its first step."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+    check_budget(budget)
+    check_offload(offload)
+    check_unplanned(model, runs_steps=False)
+    return Runner(None, LazyPlan(budget, offload, _reporter(progress)))
+
+
+class _Printed:
+    """Prints each stage once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, what: str, _: float) -> None:
+        if what != self._last:
+            self._last = what
+            print(f"recollect: {what}", file=sys.stderr)  # noqa: T201 - it was asked for
+
+
+def _reporter(progress: bool | Progress | None) -> Progress:
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(
+            "progress should be True, False or a function of what is being done and of the "
+            f"fraction that is done, but got {progress!r}"
+        )
+    return progress if callable(progress) else _Printed() if progress else silent
 
 
 def frontier(
@@ -104,34 +185,29 @@ def frontier(
     offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Frontier:
-    """The trade-off of memory for time of a step, to choose from. Arguments as of `plan`."""
-    return Frontier(Planner(model, batch, loss, optimizer, offload, holds_output=holds_output))
-
-
-def planner_of(model: nn.Module, batch: Any, progress: Progress, **options: Any) -> Planner:
-    """A planner that reports its progress."""
-    return Planner(model, batch, progress=progress, **options)
+    """The memory/time frontier of a training step. Arguments as `plan`."""
+    return Frontier(Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 
 class Frontier:
-    """The trade-off of memory for time of a training step. ``str()`` of it is a table."""
+    """The memory/time frontier of a training step. ``str()`` of it is a table."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """All trade-offs, the plain step, and the usual ways of checkpointing."""
+        """The best plans, the plain step, and every block checkpointed."""
         return tuple(self._planner.points())
 
     @property
     def least(self) -> int:
-        """The lowest budget for which there is a plan, in bytes."""
+        """The least feasible budget in bytes."""
         return self._planner.least()
 
     @property
     def plain_peak(self) -> int:
-        """Bytes that the step takes without a plan."""
+        """The peak of the step without a plan, in bytes."""
         return self._planner.plain_peak
 
     @property
@@ -141,21 +217,20 @@ class Frontier:
 
     def plan_for(self, budget: float | str) -> Plan:
         """The plan for a budget, as `plan` would make it."""
-        planner = self._planner
-        return planner.plan_for(resolve_budget(budget, planner.plain_peak, planner.step.device))
+        return self._planner.plan_for(budget)
 
     def __repr__(self) -> str:
         name = type(self._planner.step.model).__name__
         return f"<Frontier of {name}: plain {bytes_text(self.plain_peak)}>"
 
     def __str__(self) -> str:
-        return frontier_table(self.picture)
+        return frontier_table(self.report)
 
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows the frontier, for any browser, in one file."""
-        Path(path).write_text(page(self.picture), encoding="utf-8")
+        Path(path).write_text(page(self.report), encoding="utf-8")
 
     @property
-    def picture(self) -> PlanReport:
-        """What is shown, as data."""
-        return self._planner.overview()
+    def report(self) -> PlanReport:
+        """The contents of the table and of the page."""
+        return self._planner.frontier_report()

@@ -1,8 +1,9 @@
-"""The batch: the arguments of the model, and the signature that tells batches apart."""
+"""Reads a batch: the arguments of the model, its tensors, and its signature (P8)."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,41 +15,58 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     "check_batch",
+    "describe_difference",
     "is_alike",
     "is_smaller",
     "signature_of_batch",
     "split_batch",
     "tensors_of_batch",
-    "told_apart",
 ]
 
 _Tensor = torch.Tensor
-#: How deep, and in how many objects of other classes, tensors are searched in a batch.
+#: How deep, and in how many objects, a batch is searched for tensors.
 _DEPTH = 6
 _OBJECTS = 1000
 
-#: What has no tensors of a batch in it.
-_BARE = (
+#: Objects that are not searched.
+_LEAVES = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, range, slice),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module),
     *(torch.dtype, torch.device, torch.Generator, torch.layout, torch.memory_format),
 )
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``batch`` stands for."""
+def split_batch(batch: Any, model: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``model`` that ``batch`` stands for."""
     if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
         return batch, {}
-    if type(batch) is dict or (isinstance(batch, dict) and all(map(str.isidentifier, batch))):
-        return (), dict(batch)
-    return (batch,), {}
+    return ((), dict(batch)) if _is_keywords(batch, model) else ((batch,), {})
 
 
-def check_batch(batch: Any) -> None:
-    """Refuse what gives batches one after the other."""
+def _is_keywords(batch: Any, model: Any) -> bool:
+    """Whether a batch is the keyword arguments of a model, and not its only argument."""
+    if type(batch) is dict or not isinstance(batch, Mapping):
+        return type(batch) is dict
+    if not all(isinstance(name, str) and name.isidentifier() for name in batch):
+        return False
+    return isinstance(batch, dict) or _takes_any(getattr(model, "forward", None), batch)
+
+
+def _takes_any(forward: Any, names: Iterable[str]) -> bool:
+    """Whether ``forward`` has a parameter of one of these names, as far as can be told."""
+    try:
+        parameters = inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return True
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_all or any(name in parameters for name in names)
+
+
+def check_batch(batch: Any, model: Any) -> None:
+    """Refuse loaders and iterators, which give a batch only once."""
     if isinstance(batch, DataLoader):
         raise TypeError("batch is a DataLoader: pass what it gives, batch=next(iter(loader))")
-    args, kwargs = split_batch(batch)
+    args, kwargs = split_batch(batch, model)
     for value in (*args, *kwargs.values()):
         if isinstance(value, Iterator):
             what = "batch is" if value is batch else "batch has"
@@ -59,49 +77,40 @@ def check_batch(batch: Any) -> None:
 
 
 def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Names, shapes and types: batches that take different memory differ in them."""
-    found: list[Any] = []
-    walk = _Walk(found)
-    for value in args:
-        walk.see(value, _DEPTH)
-    for name in sorted(kwargs):
-        found.append(name)
-        walk.see(kwargs[name], _DEPTH)
-    return tuple(found)
+    """Names, shapes and types: batches that take different memory differ in them.
+
+    Tensors of one number, such as a count of tokens, are left out.
+    """
+    return tuple(_Search(args, kwargs).signature)
 
 
 def tensors_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Tensor]:
     """The tensors in a batch, in the order of its signature."""
-    walk = _Walk([])
-    for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
-        walk.see(value, _DEPTH)
-    return walk.tensors
+    return _Search(args, kwargs).tensors
 
 
 def is_alike(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether a batch is like another, but for how long its tensors are."""
-    return len(signature) == len(other) and all(map(_is_alike, signature, other))
+    """Whether two batches differ at most in the sizes of their tensors."""
+    return describe_difference(signature, other) is None
 
 
 def is_smaller(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether a batch that `is_alike` has no tensor that is longer in any direction."""
+    """Whether a batch, which `is_alike`, has no tensor that is larger in any dimension."""
     pairs = zip(signature, other, strict=True)
     shapes = [(mine[0], theirs[0]) for mine, theirs in pairs if isinstance(mine, tuple)]
     return all(a <= b for mine, theirs in shapes for a, b in zip(mine, theirs, strict=True))
 
 
-def _is_alike(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, tuple) and isinstance(theirs, tuple):
-        return len(mine[0]) == len(theirs[0]) and bool(mine[1] == theirs[1])
-    return bool(mine == theirs)
-
-
-def told_apart(signature: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """The first difference between batches that are not alike."""
+def describe_difference(signature: tuple[Any, ...], other: tuple[Any, ...]) -> str | None:
+    """Describe the first difference between two batches that are not alike; None if they are."""
     for mine, theirs in zip_longest(signature, other, fillvalue="nothing more"):
-        if not _is_alike(mine, theirs):
+        if isinstance(mine, tuple) and isinstance(theirs, tuple):
+            is_same = len(mine[0]) == len(theirs[0]) and mine[1] == theirs[1]
+        else:
+            is_same = mine == theirs
+        if not is_same:
             return f"there is {_in_words(mine)}, and was {_in_words(theirs)}"
-    return "it is another one"
+    return None
 
 
 def _in_words(entry: Any) -> str:
@@ -110,68 +119,79 @@ def _in_words(entry: Any) -> str:
     return f"a collection of {entry}" if isinstance(entry, int) else str(entry)
 
 
-class _Walk:
-    """Goes through the values of a batch, and notes what it finds."""
+class _Search:
+    """Searches the values of a batch."""
 
-    def __init__(self, found: list[Any]) -> None:
-        self._found = found
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.signature: list[Any] = []
         self.tensors: list[_Tensor] = []
-        #: The objects of other classes that were visited: they may refer to each other.
+        #: The objects that were visited: they may refer to each other.
         self._objects: dict[int, Any] = {}
+        for value in args:
+            self._visit(value, _DEPTH)
+        for name in sorted(kwargs):
+            self._visit_named(name, kwargs[name], _DEPTH)
 
-    def see(self, value: Any, depth: int, *, is_inside: bool = False) -> None:
-        """Note a value: a tensor by its shape and dtype, others by their type or as they are.
+    def _visit_named(self, name: str, value: Any, depth: int) -> None:
+        if not _is_scalar(value):
+            self.signature.append(name)
+            self._visit(value, depth)
 
-        ``is_inside``: of an object of some class only tensors are noted: the rest may change.
+    def _visit(self, value: Any, depth: int, *, in_object: bool = False) -> None:
+        """Add a tensor by its shape and dtype, other values by their type or as they are.
+
+        ``in_object``: only tensors are added, since the other attributes of an object may change.
         """
-        found: list[Any] = [] if is_inside else self._found
+        signature: list[Any] = [] if in_object else self.signature
         if isinstance(value, _Tensor):
-            self._found.append((tuple(value.shape), str(value.dtype)))
+            if _is_scalar(value):
+                return
+            self.signature.append((tuple(value.shape), str(value.dtype)))
             self.tensors.append(value)
         elif isinstance(value, (str, bool, type(None))):
-            found.append(repr(value))
-        elif isinstance(value, _BARE) or not depth:
-            # A number may be another one in every step, such as that of the step.
-            found.append(type(value).__name__)
+            signature.append(repr(value))
+        elif isinstance(value, _LEAVES) or not depth:
+            # A number may differ in every step, as the count of steps does.
+            is_number = isinstance(value, (int, float, complex))
+            signature.append("a number" if is_number else type(value).__name__)
         elif isinstance(value, (list, tuple, set, frozenset)):
-            found.append(len(value))
+            signature.append(len(value))
             for each in value:
-                self.see(each, depth - 1, is_inside=is_inside)
+                self._visit(each, depth - 1, in_object=in_object)
         elif isinstance(value, Mapping):
             for name in value:
-                found.append(str(name))
-                self.see(value[name], depth - 1, is_inside=is_inside)
+                if in_object:
+                    self._visit(value[name], depth - 1, in_object=True)
+                else:
+                    self._visit_named(str(name), value[name], depth - 1)
         else:
-            found.append(type(value).__name__)
-            self._see_inside(value, depth)
+            signature.append(type(value).__name__)
+            self._visit_object(value, depth)
 
-    def _see_inside(self, value: Any, depth: int) -> None:
-        """Note the tensors in an object: a dataclass, or one of any class."""
+    def _visit_object(self, value: Any, depth: int) -> None:
         if id(value) in self._objects or len(self._objects) >= _OBJECTS:
             return
         self._objects[id(value)] = value
         for name, each in _attributes(value):
             if isinstance(each, _Tensor):
-                self._found.append(name)
-                self.see(each, depth)
+                self._visit_named(name, each, depth)
             else:
-                self.see(each, depth - 1, is_inside=True)
+                self._visit(each, depth - 1, in_object=True)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _Tensor) and value.dim() == 0
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of an object that are stored in it."""
+    """The fields of a dataclass; the attributes and slots of another object."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    slots = [
-        name
-        for kind in type(value).__mro__
-        for name in _names(vars(kind).get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    ]
-    stored = list(getattr(value, "__dict__", {}).items())
-    return [*stored, *((name, getattr(value, name)) for name in slots)]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        slots += (names,) if isinstance(names, str) else names
+    named = [name for name in slots if name not in ("__dict__", "__weakref__")]
+    stored = getattr(value, "__dict__", {}).items()
+    return [*stored, *((name, getattr(value, name)) for name in named if hasattr(value, name))]

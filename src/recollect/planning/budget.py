@@ -1,4 +1,4 @@
-"""What a user gives as a budget, as a number of bytes."""
+"""Turns a budget, as users give it, into a number of bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from recollect.store.pool import memory_of_machine
 
 __all__ = ["check_budget", "resolve_budget"]
 
-#: What of a device is left free where the device is the budget: the allocator cannot use every gap.
+#: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
 
 
 def check_budget(budget: Any) -> None:
-    """Refuse what is no budget, before anything is run."""
+    """Refuse an invalid budget, before anything runs."""
     if isinstance(budget, str):
         if budget != "auto" and not parse_bytes(budget):
             raise ValueError(f"budget should be more than 0, but is {budget!r}")
@@ -51,12 +51,12 @@ def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
 
 
 def _is_fraction(budget: Any) -> bool:
-    """Whether a number is no whole one by its type: numpy has some of its own for both."""
+    """Whether a number is of a fractional type, Python's or numpy's."""
     return not isinstance(budget, Integral)
 
 
 def _capacity(device: torch.device) -> int:
-    """What this process can have of a device."""
+    """Bytes of a device that this process can allocate."""
     if device.type != "cuda":
         return memory_of_machine()
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,10 +1,10 @@
-"""A step on fake tensors, and the check that none of them is left afterwards.
+"""Runs a step on fake tensors, and checks that none of them is left afterwards (P2).
 
-Code memoizes: in a ``functools.lru_cache``, a global dict, a closure. What it memoizes while a step
-runs on fake tensors is fake, and would be used in training in the place of a real one.
-`TrainingStep.undone` restores what the model can reach. The rest is found by the garbage collector:
-caches of ``functools`` are cleared, anything else is an error that names the holder. Using a fake
-tensor that was overlooked is an error as well: see `fake_tensors`.
+Code memoizes tensors: in a ``functools.lru_cache``, a global dict, a closure. If a step runs on
+fake tensors, these are fake, and training would use them in place of real ones.
+`TrainingStep.undone` restores what the model can reach. The garbage collector finds the others:
+caches of ``functools`` are cleared, any other holder is an error that names it. To use a fake
+tensor that was overlooked is an error as well, see `fake_tensors`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from recollect._torch.pytree import tree_map_only
 from recollect._torch.tensors import fake_on, fakes_left
 from recollect.errors import CheckpointError
-from recollect.planning.step import TrainingStep, sizes
+from recollect.planning.step import TrainingStep, storage_sizes
 
-__all__ = ["FakeStep", "nothing_fake_left"]
+__all__ = ["FakeStep", "no_fakes_left"]
 
 _Tensor = torch.Tensor
 _Cache = type(functools.lru_cache(len))
@@ -39,7 +39,7 @@ _MOST = 1000
 
 
 class FakeStep(TrainingStep):
-    """``step`` with fake tensors in the place of its own."""
+    """``step`` with fake tensors in place of its own."""
 
     def __init__(self, step: TrainingStep, mode: Any) -> None:
         self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
@@ -47,6 +47,7 @@ class FakeStep(TrainingStep):
         if step.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+        @functools.cache  # by identity: the batch of the loss has the tensors of the arguments
         def fake(tensor: _Tensor) -> _Tensor:
             if tensor.device.type == "meta":
                 return fake_on(mode, tensor, self.device)
@@ -57,9 +58,12 @@ class FakeStep(TrainingStep):
         self._fakes = {name: known[id(tensor)] for name, tensor in named}
         self.args = tree_map_only(_Tensor, fake, step.args)
         self.kwargs = tree_map_only(_Tensor, fake, step.kwargs)
+        # The loss takes a mapping that is no dict as one.
+        batch = step.batch if self.args or not step.kwargs else step.kwargs
+        self.batch, self.takes_batch = tree_map_only(_Tensor, fake, batch), step.takes_batch
         self.optimizer = _twin(step.optimizer, known)
         if self.optimizer is not None:
-            self.run()  # its state is there before the step, as in all but the first
+            self.run()  # so that it has its state before the step, as in all steps but the first
 
     def _forward(self) -> Any:
         return functional_call(self.model, self._fakes, self.args, self.kwargs)
@@ -67,18 +71,18 @@ class FakeStep(TrainingStep):
     def _weights(self) -> Iterable[_Tensor]:
         return self._fakes.values()
 
-    def clear(self) -> None:
-        """Remove the gradients."""
+    def clear_gradients(self) -> None:
+        """Remove the gradients of the parameters."""
         for tensor in self._fakes.values():
             tensor.grad = None
 
-    def base(self) -> int:
-        """Bytes that are allocated before the step begins."""
-        return sum(sizes(self.static()))
+    def base_bytes(self) -> int:
+        """Bytes that would be allocated before the step begins."""
+        return sum(storage_sizes(self.static_tensors()))
 
 
 def _twin(optimizer: Optimizer | None, fakes: dict[int, _Tensor]) -> Optimizer | None:
-    """An optimizer like another, of the fake parameters."""
+    """The same optimizer for fake parameters; None if it cannot be made."""
     if optimizer is None:
         return None
     groups = [
@@ -88,43 +92,44 @@ def _twin(optimizer: Optimizer | None, fakes: dict[int, _Tensor]) -> Optimizer |
     try:
         return type(optimizer)(groups)  # type: ignore[call-arg]
     except TypeError:
-        return None  # it takes other arguments; its state counts if it is there
+        return None  # it takes other arguments
 
 
-# --- what is left of them -------------------------------------------------------------------------
+# --- leftover fakes -------------------------------------------------------------------------------
 
 
 @contextmanager
-def nothing_fake_left(caches: Callable[[], Iterable[Any]] = list) -> Iterator[None]:
-    """A context after which no tensor is left that `fake_tensors` made in it.
+def no_fakes_left(caches: Callable[[], Iterable[Any]] = list) -> Iterator[None]:
+    """A context whose end clears caches of fake tensors made in it, and refuses other holders.
 
-    ``caches``: gives those of ``functools`` that are known, since the collector does not find every
-    holder, and none that is frozen (``gc.freeze``).
+    ``caches``: the known caches of ``functools``. The garbage collector does not find every holder,
+    and none that is frozen (``gc.freeze``).
     """
     before = {id(fake) for fake in fakes_left()}
     try:
         yield
     except BaseException:
-        _clear_caches(before, caches())  # the exception may hold some, as long as it is there
+        _clear_caches(before, caches())  # the exception may hold fakes too, as long as it lives
         raise
     gc.collect()
     _clear_caches(before, caches())
-    left = _left(before)
+    left = _new_fakes(before)
     if left:
+        holder = _name_holder(left)
         raise CheckpointError(
-            f"model: the step was recorded on tensors without values, and {_holder(left)} still "
-            "holds one, which would be used in training in the place of a real one. Hold it in "
+            f"model: the step was recorded on tensors without values, and {holder} still holds "
+            "one, which would be used in training in the place of a real one. Hold it in "
             "the model instead, self.register_buffer(name, tensor, persistent=False), or make the "
             "plan on the device on which the model is trained"
         )
 
 
-def _left(before: set[int]) -> list[Any]:
+def _new_fakes(before: set[int]) -> list[Any]:
     return [fake for fake in fakes_left() if id(fake) not in before]
 
 
 def _clear_caches(before: set[int], known: Iterable[Any]) -> None:
-    left = _left(before)
+    left = _new_fakes(before)
     if not left:
         return
     ids = {id(fake) for fake in left}
@@ -136,7 +141,7 @@ def _clear_caches(before: set[int], known: Iterable[Any]) -> None:
 
 
 def _leads_to(cache: Any, ids: set[int]) -> bool:
-    """Whether a cache holds one of some objects, or a container of one."""
+    """Whether a cache holds one of the objects with these ids, or a container of one."""
     things = gc.get_referents(cache)
     for _ in range(_DEPTH):
         if any(id(each) in ids for each in things):
@@ -146,7 +151,7 @@ def _leads_to(cache: Any, ids: set[int]) -> bool:
 
 
 def _holders(things: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """The holders of some objects, from near to far, each with the object that it holds."""
+    """The holders of ``things``, from near to far, each with the object that it holds."""
     seen = {id(things)}
     near = list(things)
     for _ in range(_DEPTH):
@@ -162,7 +167,7 @@ def _holders(things: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
             if held:
                 yield holder, held[0]
                 found.append(holder)
-        # Whoever holds one of these holds much else, and is not to blame.
+        # Holders of these hold much else, and are not to blame.
         ends = (_Cache, FunctionType, type, nn.Module)
         near = [each for each in found if not isinstance(each, ends) and not _is_namespace(each)]
         if not near:
@@ -170,12 +175,12 @@ def _holders(things: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_namespace(holder: Any) -> bool:
-    """Whether it has the global variables of a module."""
+    """Whether it is the dict of global variables of a module."""
     return type(holder) is dict and str(holder.get("__name__")) in sys.modules
 
 
-def _holder(left: list[Any]) -> str:
-    """The first holder that a user can be told of."""
+def _name_holder(left: list[Any]) -> str:
+    """The nearest holder that has a name; else the kind of the nearest container."""
     container = ""
     cells: set[int] = set()
     for holder, held in _holders(left):

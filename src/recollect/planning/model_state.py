@@ -1,26 +1,42 @@
-"""What a step depends on beside its batch: autocast, train or eval mode, parameters and buffers."""
+"""Compares the state of a model: autocast, train or eval mode, parameters and buffers (P8)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from recollect.replay.call_mode import DEVICES, casts
+from recollect._torch.tensors import local_tensors
+from recollect.replay.function_call import DEVICES, casts
 
-__all__ = ["Differences", "ModelState", "differences", "facts_of", "has_modes", "other_model"]
+__all__ = [
+    "Differences",
+    "ModelState",
+    "compare_state",
+    "facts_of",
+    "first_difference",
+    "gradient_bytes",
+    "find_mode_layer",
+]
+
+
+class _TensorState(NamedTuple):
+    """A parameter or buffer."""
+
+    text: str  #: its shape and dtype
+    nbytes: int
+    is_trained: bool
 
 
 @dataclass(frozen=True)
 class ModelState:
     """The state of a model, without values."""
 
-    #: Types of devices for which it is on, each with its dtype.
-    autocast: tuple[tuple[str, str], ...]
-    evaluating: tuple[str, ...]  #: the names of the modules that are in eval mode
-    #: Parameters and buffers: name, shape and dtype, bytes, and whether it is trained.
+    autocast: tuple[tuple[str, str], ...]  #: device types with autocast, each with its dtype
+    evaluating: tuple[str, ...]  #: the names of the modules in eval mode
+    #: Parameters and buffers: the name and the fields of `_TensorState`.
     tensors: tuple[tuple[str, str, int, bool], ...]
 
     @classmethod
@@ -39,9 +55,9 @@ class ModelState:
         return cls(_autocast(), tuple(evaluating), tuple(tensors))
 
     @property
-    def by_name(self) -> dict[str, tuple[str, int, bool]]:
-        """The entries of ``tensors``."""
-        return {name: (text, size, trained) for name, text, size, trained in self.tensors}
+    def by_name(self) -> dict[str, _TensorState]:
+        """Parameters and buffers by name."""
+        return {entry[0]: _TensorState(*entry[1:]) for entry in self.tensors}
 
 
 def _autocast() -> tuple[tuple[str, str], ...]:
@@ -55,6 +71,9 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+#: How many amounts of gradients are told apart.
+_GRADIENT_CASES = 16
+
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
     nn.FeatureAlphaDropout,
@@ -62,8 +81,8 @@ _DROPOUTS = (
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def has_modes(model: nn.Module) -> str | None:
-    """A layer of the model that does more in train mode than in eval mode, if one is known."""
+def find_mode_layer(model: nn.Module) -> str | None:
+    """The first layer that does more in train mode than in eval mode; None if none is known."""
     for name, module in model.named_modules():
         drops = getattr(module, "p" if isinstance(module, _DROPOUTS) else "dropout", 0)
         if (isinstance(drops, float) and drops > 0) or isinstance(module, _NORMS):
@@ -71,18 +90,23 @@ def has_modes(model: nn.Module) -> str | None:
     return None
 
 
-def facts_of(model: nn.Module) -> list[Any]:
-    """What a `ModelState` is made from, quick to read and to compare.
+def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The contents of a `ModelState` as lists, and the parameters.
 
-    This runs at every call, and is written for speed.
+    Written for speed, since this runs at every call.
     """
     modules: list[Any] = [model]
     parameters: list[Any] = []
     training: list[bool] = []
-    for module in modules:  # which grows
+    for module in modules:  # the list grows in this loop
         if module is None:
             continue
         attributes = module.__dict__
+        if "_parameters" not in attributes:  # of TorchScript
+            training.append(module.training)
+            parameters += module.parameters(recurse=False)
+            modules += module.children()
+            continue
         training.append(attributes["training"])
         if own := attributes["_parameters"]:
             parameters += own.values()
@@ -90,22 +114,39 @@ def facts_of(model: nn.Module) -> list[Any]:
             modules += children.values()
     parameters = [each for each in parameters if each is not None]
     requires = [each.requires_grad for each in parameters]
-    return [casts(), training, requires, [each.dtype for each in parameters]]
+    return [casts(), training, requires, [each.dtype for each in parameters]], parameters
 
 
-def other_model(planned: ModelState, model: nn.Module) -> str | None:
-    """The first difference between ``model`` and the planned one; None if there is none."""
+def gradient_bytes(parameters: list[Any], planned: int) -> int:
+    """The bytes of gradients beyond the planned ones, rounded up: close numbers are one case."""
+    gradients = {id(each): each.grad for each in parameters}
+    more = sum(_nbytes(grad) for grad in gradients.values() if grad is not None) - planned
+    if more <= 0:
+        return 0
+    trained = {id(each): _nbytes(each) for each in parameters if each.requires_grad}
+    unit = max(1, sum(trained.values()) // _GRADIENT_CASES)
+    return -(-more // unit) * unit
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """The bytes that this process has of ``tensor``."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return tensor.nbytes
+    return sum(each.nbytes for each in local_tensors(tensor))
+
+
+def first_difference(planned: ModelState, model: nn.Module) -> str | None:
+    """The first difference of parameters and buffers from the planned model's; None if equal."""
     ours = ModelState.of(model).by_name
-    for name, text, _, is_trained in planned.tensors:
+    for name, before in planned.by_name.items():
         if name not in ours:
-            return f"it has no {name}, which was {text}"
-        now, _, trained_now = ours.pop(name)
-        if now != text:
-            return f"its {name} is {now}, and was {text}"
-        if trained_now != is_trained:
-            return f"its {name} requires_grad is {trained_now}, and was {is_trained}"
-    more = next(iter(ours), None)
-    return None if more is None else f"it has {more} ({ours[more][0]}), which was not there"
+            return f"it has no {name}, which was {before.text}"
+        now = ours.pop(name)
+        if now.text != before.text:
+            return f"its {name} is {now.text}, and was {before.text}"
+        if now.is_trained != before.is_trained:
+            return f"its {name} requires_grad is {now.is_trained}, and was {before.is_trained}"
+    return next((f"it has {n} ({t.text}), which was not there" for n, t in ours.items()), None)
 
 
 @dataclass(frozen=True)
@@ -117,13 +158,15 @@ class Differences:
     nbytes: int = 0  #: bytes that are allocated throughout because of them
 
 
-def differences(planned: ModelState, model: nn.Module) -> Differences | None:
-    """How ``model`` differs now from the planned one; None if it does not."""
+def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
+    """How the state of ``model`` differs from the planned one; None if it does not."""
     texts: list[str] = []
     cures: list[str] = []
     now = ModelState.of(model)
     if now.autocast != planned.autocast:
-        texts.append(f"autocast is {_said(now.autocast)}, and was {_said(planned.autocast)}")
+        texts.append(
+            f"autocast is {_in_words(now.autocast)}, and was {_in_words(planned.autocast)}"
+        )
         cures.append(_autocast_cure(now.autocast))
     for mode, here, there in (
         ("train", planned.evaluating, now.evaluating),
@@ -131,18 +174,19 @@ def differences(planned: ModelState, model: nn.Module) -> Differences | None:
     ):
         others = [name for name in here if name not in set(there)]
         if others:
-            texts.append(f"{_listed(others)} {_is(others)} in {mode} mode, and {_was(others)} not")
+            was = "were" if len(others) > 1 else "was"
+            texts += _clause(others, "is", "are", f"in {mode} mode, and {was} not")
             cures.append(f"model.{mode}(), then recollect.plan(...)")
     nbytes = 0
     if now.tensors != planned.tensors:
-        told, nbytes = _of_tensors(planned, now)
-        texts += told
-        if told:
+        tensor_texts, nbytes = _compare_tensors(planned.by_name, now.by_name)
+        texts += tensor_texts
+        if tensor_texts:
             cures.append("recollect.plan(...) once the model is as it is trained")
     return Differences(tuple(texts), tuple(cures), nbytes) if texts else None
 
 
-def _said(autocast: tuple[tuple[str, str], ...]) -> str:
+def _in_words(autocast: tuple[tuple[str, str], ...]) -> str:
     on = " and ".join(f"{dtype} on {device}" for device, dtype in autocast)
     return f"on ({on})" if on else "off"
 
@@ -154,44 +198,36 @@ def _autocast_cure(autocast: tuple[tuple[str, str], ...]) -> str:
     return f"with {contexts}: recollect.plan(...)"
 
 
-def _of_tensors(planned: ModelState, now: ModelState) -> tuple[list[str], int]:
-    """The differences in parameters and buffers, and the bytes that there are more."""
-    before = planned.by_name
-    after = now.by_name
-    both = [name for name in after if name in before]
-    texts = []
-    for is_trained, what in (
-        (True, "a gradient now, and required none"),
-        (False, "no gradient now, and required one"),
-    ):
-        turned = [n for n in both if before[n][2] != after[n][2] and after[n][2] == is_trained]
-        if turned:
-            texts.append(f"{_listed(turned)} {'require' if len(turned) > 1 else 'requires'} {what}")
-    others = [name for name in both if before[name][0] != after[name][0]]
+def _compare_tensors(
+    before: dict[str, _TensorState], now: dict[str, _TensorState]
+) -> tuple[list[str], int]:
+    """The differences of parameters and buffers, and the bytes that are added."""
+    both = [name for name in now if name in before]
+    newly_trained = [n for n in both if now[n].is_trained and not before[n].is_trained]
+    newly_frozen = [n for n in both if before[n].is_trained and not now[n].is_trained]
+    added = [name for name in now if name not in before]
+    removed = [name for name in before if name not in now]
+    texts = [
+        *_clause(newly_trained, "requires", "require", "a gradient now, and required none"),
+        *_clause(newly_frozen, "requires", "require", "no gradient now, and required one"),
+    ]
+    others = [name for name in both if before[name].text != now[name].text]
     if others:
         name = others[0]
         also = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        texts.append(f"its {name} is {after[name][0]}, and was {before[name][0]}{also}")
-    more = [name for name in after if name not in before]
-    if more:
-        texts.append(f"{_listed(more)} {_was(more)} not there")
-    less = [name for name in before if name not in after]
-    if less:
-        texts.append(f"{_listed(less)} {_is(less)} not there any more")
-    sums = [sum(size for _, size, _ in each.values()) for each in (after, before)]
-    # Gradients are seen in backward. An optimizer mostly has two values for each parameter.
-    trained = [n for n in after if after[n][2] and not (n in before and before[n][2])]
-    return texts, max(0, sums[0] - sums[1]) + 2 * sum(after[name][1] for name in trained)
+        texts.append(f"its {name} is {now[name].text}, and was {before[name].text}{also}")
+    texts += _clause(added, "was", "were", "not there")
+    texts += _clause(removed, "is", "are", "not there any more")
+    growth = sum(t.nbytes for t in now.values()) - sum(t.nbytes for t in before.values())
+    # Gradients are counted in backward. Most optimizers have two values for each parameter.
+    trained = [*newly_trained, *(name for name in added if now[name].is_trained)]
+    return texts, max(0, growth) + 2 * sum(now[name].nbytes for name in trained)
 
 
-def _listed(names: list[str]) -> str:
+def _clause(names: list[str], verb: str, plural: str, rest: str) -> list[str]:
+    """A clause about parameters or modules, if there are any."""
+    if not names:
+        return []
     first = f"its {names[0]}" if names[0] else "the model"
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
-
-
-def _is(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"
-
-
-def _was(names: list[str]) -> str:
-    return "were" if len(names) > 1 else "was"
+    more = len(names) - 1
+    return [f"{first} and {more} more {plural} {rest}" if more else f"{first} {verb} {rest}"]

@@ -1,4 +1,4 @@
-"""A plan: what becomes of every value of a model's step, and what that comes to (P6)."""
+"""The `Plan` of a training step: its schedule, figures and report; apply, show and save (P6)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.modules import is_compiled
-from recollect.graph.graph import Tally
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.planning.blocks import wrap_blocks
-from recollect.planning.estimate import Footprint
-from recollect.planning.model_state import ModelState, other_model
-from recollect.planning.planned import PlannedStep
+from recollect.planning.model_state import ModelState, first_difference
+from recollect.planning.module_regions import wrap_modules
+from recollect.planning.planned_step import PlannedStep
 from recollect.planning.runner import Runner
-from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.rows import Row
@@ -30,37 +29,44 @@ __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 3
+_FORMAT = 6
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlannedStep):
     """What is kept, recomputed and offloaded in a training step, for its peak to obey a budget.
 
-    Made by `recollect.plan`. Not to be changed. ``str()`` of it is a table.
+    Made by `recollect.plan`. Immutable. ``str()`` of it is a table. Peaks are in bytes, times in
+    seconds. What was measured is None where the step could not run.
 
     Attributes:
-        budget: Bytes that the step may allocate at most.
-        predicted_peak: Bytes that it will.
-        predicted_time: Seconds that it will take.
-        plain_peak: Bytes without a plan.
-        plain_time: Seconds without a plan.
-        bound_time: A lower bound on the step time of any plan within the budget, in seconds.
-        alternatives: Other schedules for the same step, from the quickest to the one of least peak:
+        budget: The highest peak that is allowed.
+        predicted_peak: The peak of a step under the plan.
+        predicted_time: The time of a step under the plan.
+        plain_peak: The peak without a plan.
+        plain_time: The time without a plan.
+        bound_time: A lower bound on the step time of any plan within the budget.
+        alternatives: Other schedules for the same step, from the fastest to the one of least peak:
             for steps that are not the planned one.
-        measured_peak: Bytes that steps under the plan took; None where it could not be run.
-        measured_time: Seconds that one took; None where it could not be run.
-        measured_plain_time: Seconds that plain steps took, in turn with those; None where they
-            could not be run.
+        measured_peak: The peak of steps that ran under the plan.
+        measured_time: The time of a step that ran under the plan.
+        measured_plain_time: The time of plain steps that took turns with these.
         spread: By how much times may be off, as a fraction: samples of the same work differed so.
         holds_output: Whether the loop is assumed to hold the output of the model through backward.
-        output_bytes: How much of it was held in the steps that were measured.
+        output_bytes: The bytes of the output that were held in the steps that were measured.
+        gradients: The bytes of gradients that were there when it was made, which it counts.
+        base: The bytes that are allocated throughout.
+        made: The bytes that forward makes, by module: one that makes more is another step.
+        stopped: Why forward could not be recorded to its end, if so: the rest of it is kept.
+        excess: By what fraction of the simulated peak the measured one was higher.
     """
 
     plain_time: float
     bound_time: float
     model: str
-    picture: PlanReport
+    report: PlanReport
+    measured_time: float | None = None
+    measured_plain_time: float | None = None
     spread: float = 0.0
     holds_output: bool = True
 
@@ -71,17 +77,17 @@ class Plan(PlannedStep):
             return 0.0
         return max(0.0, self.predicted_time / self.bound_time - 1)
 
-    # --- use --------------------------------------------------------------------------------------
+    # --- apply ------------------------------------------------------------------------------------
 
     def apply(self, model: M) -> M:
-        """Have ``model`` run by this plan from now on. Returns the same object.
+        """Have ``model`` run under this plan from now on. Returns the same object.
 
         Its class name, parameters, ``state_dict`` and hooks stay as they are.
         """
         self._check(model)
         wrap_module(model, Runner(self))
         try:
-            wrap_blocks(model, self.schedule.blocks)
+            wrap_modules(model, self.schedule.engines)
         except ValueError:
             unwrap_module(model)
             raise
@@ -101,7 +107,7 @@ class Plan(PlannedStep):
 
     @contextmanager
     def applied(self, model: M) -> Iterator[M]:
-        """A context in which ``model`` runs by this plan."""
+        """A context in which ``model`` runs under this plan."""
         self.apply(model)
         try:
             yield model
@@ -122,11 +128,16 @@ class Plan(PlannedStep):
                 "out, or apply the plan to the model that it was made from: the compiler then "
                 "leaves its forward as it is"
             )
-        how = other_model(self.state, model)
-        if how is not None:
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "model: it is wrapped in DistributedDataParallel, and the plan is for what it "
+                "wraps: plan.apply(model.module)"
+            )
+        difference = first_difference(self.state, model)
+        if difference is not None:
             raise ValueError(
                 f"model: this plan is for another model, {self.model}: of the "
-                f"{type(model).__name__} given, {how}. Make a plan for it: "
+                f"{type(model).__name__} given, {difference}. Make a plan for it: "
                 "recollect.plan(model, batch, budget)"
             )
 
@@ -140,38 +151,37 @@ class Plan(PlannedStep):
         )
 
     def __str__(self) -> str:
-        return table(self.picture)
+        return table(self.report)
 
     def explain(self) -> tuple[Row, ...]:
-        """What becomes of the results of each op, in the order of forward."""
-        return self.picture.rows
+        """Whether the results of each op are kept, recomputed or offloaded, in forward's order."""
+        return self.report.rows
 
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows the plan, for any browser, in one file."""
-        Path(path).write_text(page(self.picture), encoding="utf-8")
+        Path(path).write_text(page(self.report), encoding="utf-8")
 
     # --- files ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # The basis refers to ops and code, which pickle may not take.
         names = {each.name for each in fields(self)}
-        return {**{k: v for k, v in vars(self).items() if k in names}, "basis": None}
+        return {**{k: v for k, v in vars(self).items() if k in names}, "graph": None}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
-        bare = replace(self, basis=None, schedule=NamedSchedule(), alternatives=())
+        bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=())
         content = {
             "format": _FORMAT,
             **asdict(bare),
             "schedule": self.schedule.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
         }
-        del content["basis"]
+        del content["graph"]
         Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that was saved. Whether it is for a model is checked when it is applied."""
+        """Read a plan that was saved. `apply` checks whether it is for a model."""
         try:
             return cls(**_from_json(json.loads(Path(path).read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -185,30 +195,26 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
     if content.pop("format") != _FORMAT:
         raise ValueError("another version of recollect wrote it")
     content = {name: _tuples(value) for name, value in content.items()}
-    footprint = Footprint(
-        **{**content["footprint"], "tally": Tally(**content["footprint"]["tally"])}
-    )
-    picture = content["picture"]
+    alike, report = Alike(dict(content["op_counts"])), content["report"]
     return {
         **content,
-        "schedule": NamedSchedule(**content["schedule"], alike=footprint.alike),
+        "schedule": NamedSchedule(**content["schedule"], alike=alike),
         "alternatives": tuple(
-            NamedSchedule(**each, alike=footprint.alike) for each in content["alternatives"]
+            NamedSchedule(**each, alike=alike) for each in content["alternatives"]
         ),
         "state": ModelState(**content["state"]),
-        "footprint": footprint,
-        "picture": PlanReport(
+        "report": PlanReport(
             **{
-                **picture,
-                "rows": tuple(Row(**row) for row in picture["rows"]),
-                "points": tuple(Point(**point) for point in picture["points"]),
+                **report,
+                "rows": tuple(Row(**row) for row in report["rows"]),
+                "points": tuple(Point(**point) for point in report["points"]),
             }
         ),
     }
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as the tuples that they were."""
+    """Lists as tuples, at any depth."""
     if isinstance(value, dict):
         return {name: _tuples(each) for name, each in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,11 +1,11 @@
-"""From a model, a batch and a budget to a plan.
+"""Makes plans: from a model, a batch and a budget to a `Plan` (P1 to P6).
 
-1. The step is run and recorded, and all state is restored (`record`).
-2. All good trade-offs are found (`solving`), each judged by the simulator.
-3. The one for the budget is applied, and the step is run under it and measured (`trial`). If it
-   takes more than predicted, one that takes less by as much is tried next.
-4. It is timed in turn with the plain step. If it is slow, so is every block checkpointed as a
-   whole; if that is quicker within the same budget, the plan does just that.
+1. The step runs and is recorded, and all state is restored (`record`).
+2. The solver finds the good schedules (`solving`), which the simulator judges.
+3. The step runs under the schedule for the budget and is measured (`trial`). If it takes more than
+   predicted, a schedule that takes less by as much is tried next.
+4. It is timed in turn with the plain step. Where the engine is costly, modules that are
+   checkpointed as a whole are planned too, and the faster of both is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from recollect._torch.devices import profiler_is_on
@@ -26,65 +28,109 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS
-from recollect.planning.batch import check_batch, split_batch
-from recollect.planning.describe import PARTS, notes_on, points_of, rows_of, sketch_of
-from recollect.planning.estimate import Footprint, counted
-from recollect.planning.model_state import ModelState, has_modes
+from recollect.planning.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.budget import resolve_budget
+from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
+from recollect.planning.distributed import check_not_distributed
+from recollect.planning.model_state import ModelState, find_mode_layer
 from recollect.planning.plan import Plan
-from recollect.planning.planned import Basis, with_larger_batch
+from recollect.planning.planned_step import with_larger_batch
 from recollect.planning.prices import measured_link
-from recollect.planning.record import record_step
+from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
+from recollect.planning.solving.modules import ModuleSolver
+from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
-from recollect.planning.trial import Candidate, Progress, Times, Trials
+from recollect.planning.trial import Candidate, Progress, Trials
+from recollect.planning.variant import IF_SHAPES_VARY
 from recollect.planning.ways import Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner"]
+__all__ = ["Offload", "Planner", "check_offload", "check_unplanned", "silent"]
 
 Offload = bool | Literal["auto"]
 
-#: How often a plan is corrected that takes more memory than predicted.
+#: How often a lower target is set for a plan that takes more memory than predicted.
 _CORRECTIONS = 6
-#: The part of a budget that is used if shapes depend on data.
-_IF_SHAPES_VARY = 0.97
-#: How many other schedules a plan carries, for batches of other shapes: the best for the planned
-#: batch, and as many that are best for a larger one.
+#: How many schedules a plan carries for other batches: so many of the best for the planned batch,
+#: and so many of the best for a larger one.
 _ALTERNATIVES = 8
+#: The fraction of a budget that stays free on CUDA if the plan cannot be tried: blocks of the
+#: allocator may be larger than what was asked for.
+_UNTRIED = 0.01
+#: How many times as large the larger one is.
+_LARGER = 2
+#: A schedule that is predicted to take so many times as long as another is not tried.
+_CLEARLY_SLOWER = 1.3
+
+
+def silent(_what: str, _done: float) -> None:
+    """Report nothing."""
 
 
 class Planner:
-    """Makes plans for one training step. Arguments as of `recollect.plan`."""
+    """Makes plans for one recorded step.
+
+    Args:
+        step: The step.
+        profile: What was recorded of it.
+        state: Of the model, when it was recorded.
+        signature: Of the batch.
+        offload: Whether results may be offloaded.
+        progress: Called with what is being done.
+        untried: The fraction of a budget that is left free.
+    """
 
     def __init__(
         self,
+        step: TrainingStep,
+        profile: Profile,
+        state: ModelState,
+        signature: tuple[Any, ...],
+        *,
+        offload: bool = False,
+        progress: Progress = silent,
+        untried: float = 0.0,
+    ) -> None:
+        self.step = step
+        self.trials = Trials(step, profile, state, progress)
+        self._state = state
+        self._signature = signature
+        self._progress = progress
+        self._offload = offload
+        self._untried = untried
+        self._bounds: dict[int, float] = {}
+
+    @classmethod
+    def of(
+        cls,
         model: nn.Module,
         batch: Any,
         loss: Loss | None = None,
         optimizer: Optimizer | None = None,
         offload: Offload = "auto",
-        progress: Progress = lambda _what, _done: None,
+        progress: Progress = silent,
         *,
         holds_output: bool = True,
-    ) -> None:
-        if offload not in (True, False, "auto"):
-            raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+    ) -> Planner:
+        """Record a step. Arguments as of `recollect.plan`."""
+        check_offload(offload)
         if holds_output not in (True, False):
             raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
-        _check_unplanned(model)
-        check_batch(batch)
-        self.step = TrainingStep(
-            model, *split_batch(batch), loss, optimizer, holds_output=holds_output
+        check_unplanned(model)
+        check_batch(batch, model)
+        args, kwargs = split_batch(batch, model)
+        step = TrainingStep(
+            model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
         )
-        self._progress = progress
-        link = measured_link(self.step.device) if offload else None
+        link = measured_link(step.device) if offload else None
         if offload is True and link is None:
             raise ValueError(
                 f"offload=True needs a CUDA device to offload from, but the model is on "
-                f"{self.step.device}. Leave it out"
+                f"{step.device}. Leave it out"
             )
         if profiler_is_on():
             raise RuntimeError(
@@ -92,16 +138,38 @@ class Planner:
                 "it starts, or after it has ended"
             )
         _warn_of_eval(model)
-        self._state = ModelState.of(model)
+        state = ModelState.of(model)
         progress("recording a step", 0.0)
-        if self.step.on_cuda:
-            # cuBLAS keeps a workspace for every stream. Those that the step does not use would
-            # count towards its peak, and no plan could go below them.
-            self.step.free_memory()
-        profile = record_step(self.step, link)
-        self.trials = Trials(self.step, profile, self._state, progress)
-        self._offload = link is not None
-        self._bounds: dict[int, float] = {}
+        if step.on_cuda:
+            # cuBLAS keeps a workspace for every stream. Those of streams that the step does not
+            # use would count in the peak of every plan.
+            step.free_memory()
+        profile = record_step(step, link)
+        signature = signature_of_batch(args, kwargs)
+        return cls(step, profile, state, signature, offload=link is not None, progress=progress)
+
+    @classmethod
+    def of_traced(
+        cls,
+        model: nn.Module,
+        profile: Profile,
+        state: ModelState,
+        signature: tuple[Any, ...],
+        gradients: int,
+        *,
+        offload: bool,
+        progress: Progress = silent,
+    ) -> Planner:
+        """A planner for a step that was traced in the user's loop, and is not run again.
+
+        ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
+        """
+        step = TrainingStep(model, (), {})
+        step.gradient_bytes = gradients
+        untried = _UNTRIED if step.on_cuda else 0.0
+        return cls(
+            step, profile, state, signature, offload=offload, progress=progress, untried=untried
+        )
 
     @property
     def graph(self) -> Graph:
@@ -125,56 +193,79 @@ class Planner:
 
     # --- the schedule for a budget ----------------------------------------------------------------
 
-    def plan_for(self, budget: int) -> Plan:
-        """The plan for a budget in bytes."""
+    def plan_for(self, budget: float | str) -> Plan:
+        """Make the plan for a budget."""
+        budget = resolve_budget(budget, self.plain_peak, self.step.device)
         if budget >= self.plain_peak:
-            return self.plan_of(budget, self._plain())
-        # Shapes that depend on data will be others in other steps.
-        room = int(budget * _IF_SHAPES_VARY) if self.graph.varies else budget
-        schedule = self._quickest(room) or self._lowest()
-        if self.trials.peak(schedule) > budget:
+            return self.make_plan(budget, self._plain_candidate())
+        room = int(budget * (1 - self._untried))
+        if self.graph.varies:  # shapes that depend on data will differ in other steps
+            room = int(room * IF_SHAPES_VARY)
+        schedules = self._schedules_for(room) or [self._least_schedule()]
+        if self.trials.peak(schedules[0]) > budget:
             raise self._infeasible(budget)
-        candidate = self.trials.candidate(schedule)
-        return self.plan_of(budget, self.trials.or_blocks(candidate, room))
+        return self.make_plan(budget, self.trials.fastest(schedules))
+
+    def _schedules_for(self, room: int) -> list[Schedule]:
+        """The schedules of the solvers within ``room``, except those that are clearly slower."""
+        solvers = [each for each in (self.trials.modules, self.solver) if each is not None]
+        solutions = [(each, each.solve(room)) for each in solvers]
+        times = [found.outcome.seconds for _, found in solutions if found is not None]
+        limit = _CLEARLY_SLOWER * min(times, default=0.0)
+        fast = [each for each, found in solutions if found and found.outcome.seconds <= limit]
+        for tried in (fast, [each for each in solvers if each not in fast]):
+            schedules = [self._fastest_schedule(room, solver) for solver in tried]
+            if any(schedules):
+                return [each for each in schedules if each is not None]
+        return []
+
+    def least_plan(self, budget: int) -> Plan:
+        """The plan of the least peak, for a budget that cannot be met."""
+        schedule = self._least_schedule()
+        return self.make_plan(budget, Candidate(schedule, self.trials.peak(schedule)))
 
     def least(self) -> int:
-        """The lowest budget for which there is a plan."""
-        return min(self.trials.peak(self._lowest()), self.plain_peak)  # for which none is needed
+        """The least feasible budget."""
+        return min(self.trials.peak(self._least_schedule()), self.plain_peak)
 
-    def _plain(self) -> Candidate:
-        """The plain step, with what was measured of it."""
+    def _plain_candidate(self) -> Candidate:
+        """The plain step as a candidate, with its measurements."""
         everything = Schedule(frozenset(range(len(self.graph.ops))))
         profile = self.trials.profile
         found = Candidate(trimmed(self.graph, everything), profile.plain_peak)
         if profile.measured_peak is None or profile.timing is None:
             return found
         peaks = Peaks(profile.measured_peak, profile.plain_peak, None)
-        return replace(found, peaks=peaks, times=Times(profile.timing, profile.timing))
+        return replace(found, peaks=peaks, time=profile.timing, plain_time=profile.timing)
 
-    def _lowest(self) -> Schedule:
-        """The schedule of the lowest peak of those that were tried."""
+    def _least_schedule(self) -> Schedule:
+        """The schedule of the least peak, of those that were tried."""
         self.trials.peak(trimmed(self.graph, self.solver.least().schedule))
         return min(self.trials.expected, key=self.trials.expected.__getitem__)
 
-    def _quickest(self, room: int) -> Schedule | None:
-        """The quickest schedule that was tried and took no more than ``room``."""
+    def _fastest_schedule(self, room: int, solver: Solver | ModuleSolver) -> Schedule | None:
+        """The fastest schedule of a solver within ``room``, of those that were tried."""
         target = room
         for _ in range(_CORRECTIONS):
-            solution = self.solver.solve(target)
+            solution = solver.solve(target)
             if solution is None:
                 break
             peak = self.trials.peak(trimmed(self.graph, solution.schedule))
             if peak <= room:
                 break
             target = min(target, solution.outcome.peak) - (peak - room)
-        # One that was tried for another budget may be quicker than what was found for this.
-        found = [schedule for schedule, peak in self.trials.expected.items() if peak <= room]
+        # A schedule that was tried for another budget may be faster than this one.
+        found = [
+            schedule
+            for schedule, peak in self.trials.expected.items()
+            if peak <= room and bool(schedule.modules) is isinstance(solver, ModuleSolver)
+        ]
         return min(found, key=lambda each: simulate(self.graph, each).seconds, default=None)
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
         least = self.least()
         outcome = self.solver.least().outcome
-        parts = sorted(zip(outcome.parts, PARTS, strict=True), reverse=True)
+        parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
             f"budget: no plan brings the step of this {type(self.step.model).__name__} down to "
@@ -187,149 +278,137 @@ class Planner:
 
     # --- the plan ---------------------------------------------------------------------------------
 
-    def plan_of(self, budget: int, found: Candidate) -> Plan:
-        """The plan that runs the step as the candidate does."""
-        graph, profile = self.graph, self.trials.profile
-        outcome = self._outcome(budget, found)
-        bound = self._bound(budget, outcome.seconds)
-        spread, times, peaks = self._spread(found.times), found.times, found.peaks
-        measured: dict[str, Any] = {
+    def make_plan(self, budget: int, candidate: Candidate) -> Plan:
+        """Make the plan that runs the step as ``candidate`` does."""
+        graph, peaks = self.graph, candidate.peaks
+        time, plain_time = candidate.time, candidate.plain_time
+        outcome = self._outcome(budget, candidate)
+        figures = self._figures(budget, candidate.peak, outcome.seconds) | {
             "measured_peak": None if peaks is None else peaks.measured,
-            "measured_time": None if times is None else times.planned.seconds,
-            "measured_plain_time": None
-            if times is None or times.plain is None
-            else times.plain.seconds,
-            "spread": spread,
+            "measured_time": None if time is None else time.seconds,
+            "measured_plain_time": None if plain_time is None else plain_time.seconds,
+            "spread": self._time_spread(candidate),
         }
-        chosen = Point("this plan", found.peak, outcome.seconds, "chosen")
-        points = (*self.points(), *found.others, chosen)
-        picture = replace(
-            sketch_of(self.trials, outcome, bound, points),
-            budget=budget,
-            predicted_peak=found.peak,
-            rows=rows_of(graph, found.schedule),
-            parts=tuple(zip(PARTS, outcome.parts, strict=True)),
-            notes=notes_on(self.trials, found, spread),
-            **measured,
+        chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
+        report = replace(
+            make_report(self.trials, outcome, figures),
+            rows=list_rows(graph, candidate.schedule),
+            points=(*self.points(), *candidate.baselines, chosen),
+            parts=tuple(zip(PEAK_PARTS, outcome.parts, strict=True)),
+            notes=list_notes(self.trials, candidate, figures["spread"]),
         )
-        schedule = self.trials.named(found.schedule)
-        if found.blocks:
-            schedule = replace(schedule, blocks=found.blocks)
         return Plan(
-            budget=budget,
-            predicted_peak=found.peak,
-            predicted_time=outcome.seconds,
-            plain_peak=self.plain_peak,
-            plain_time=profile.seconds,
-            bound_time=bound,
-            schedule=schedule,
+            **figures,
+            schedule=self.trials.named(candidate.schedule),
             base=graph.base,
-            signature=self.step.signature,
+            signature=self._signature,
             model=type(self.step.model).__name__,
             state=self._state,
-            picture=picture,
-            footprint=self._footprint(schedule, found.peak),
+            report=report,
+            made=tuple(self.trials.profile.made.items()),
+            stopped=self.trials.profile.stopped,
+            op_counts=tuple(self.trials.op_counts.items()),
             alternatives=self._alternatives,
-            basis=self._basis(found.peak, outcome.peak),
+            excess=self._excess(candidate.peak, outcome.peak),
+            graph=graph,
             holds_output=self.step.holds_output,
             output_bytes=None if peaks is None else peaks.output,
-            **measured,
+            gradients=self.step.gradient_bytes,
         )
 
-    def _outcome(self, budget: int, found: Candidate) -> Outcome:
-        """The outcome of a candidate: simulated, but for the time of blocks."""
-        graph, profile, times = self.graph, self.trials.profile, found.times
-        if budget >= self.plain_peak:
-            return replace(simulate_plain(graph, curve=True), seconds=profile.seconds)
-        outcome = simulate(graph, found.schedule, curve=True)
-        if not found.blocks or times is None:
-            return outcome
-        # What goes from block to block is only nearly what is held. Plain steps in between tell how
-        # quick the machine was just then.
-        plain = profile.seconds if times.plain is None else times.plain.seconds
-        return replace(outcome, seconds=times.planned.seconds * profile.seconds / plain)
+    def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
+        """The figures that a plan and its report have in common, by name."""
+        return {
+            "budget": budget,
+            "predicted_peak": peak,
+            "predicted_time": seconds,
+            "plain_peak": self.plain_peak,
+            "plain_time": self.trials.profile.seconds,
+            "bound_time": self._bound(peak if budget is None else budget, seconds),
+        }
 
-    def _spread(self, times: Times | None) -> float:
+    def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
+        """The simulated outcome of a candidate; the time of whole modules as measured."""
+        plain, now = self.trials.profile.seconds, candidate.plain_time
+        if budget >= self.plain_peak:
+            return replace(simulate_plain(self.graph, curve=True), seconds=plain)
+        outcome = simulate(self.graph, candidate.schedule, curve=True)
+        if not candidate.schedule.modules or candidate.time is None or now is None:
+            return outcome
+        # Modules are priced by steps with all of a kind, and a few may cost less than their share.
+        # Plain steps in between tell how fast the machine was just then.
+        return replace(outcome, seconds=plain * candidate.time.seconds / now.seconds)
+
+    def _time_spread(self, candidate: Candidate) -> float:
         """By how much times may be off, as a fraction."""
-        profile = self.trials.profile
-        spreads = [self.graph.spread]
-        if profile.timing is not None:
-            spreads.append(profile.timing.spread)
-        if times is not None:
-            spreads.append(times.spread)
-            if times.plain is not None:  # the same step, at another time
-                before, after = sorted((times.plain.seconds, profile.seconds))
-                spreads.append(after / before - 1 if before else 0.0)
-        return max(spreads)
+        profile, plain = self.trials.profile, candidate.plain_time
+        timings = (profile.timing, candidate.time, plain)
+        spreads = [timing.spread for timing in timings if timing is not None]
+        if plain is not None:  # the same step, timed twice
+            low, high = sorted((plain.seconds, profile.seconds))
+            spreads.append(high / low - 1 if low else 0.0)
+        return max([self.graph.spread, *spreads])
 
     def _bound(self, budget: int, seconds: float) -> float:
-        """A lower bound on the step time of any plan within the budget; ``seconds`` works."""
+        """A lower bound on the time of any plan within the budget, which one has in ``seconds``."""
         bound = min(seconds, lower_bound(self.graph, budget, offload=self._offload))
-        for other, found in self._bounds.items():
-            bound = min(bound, found) if other <= budget else max(bound, found)
+        if self.trials.modules is not None and budget < self.plain_peak:
+            bound = min(bound, self.trials.modules.bound(budget))
+        for other, known in self._bounds.items():
+            bound = min(bound, known) if other <= budget else max(bound, known)
         self._bounds[budget] = bound
         return bound
 
     # --- for other batches and other steps --------------------------------------------------------
 
-    def _basis(self, peak: int, simulated: int) -> Basis | None:
-        """The step to be rescaled, where a plan took ``peak`` bytes."""
-        trace = self.trials.profile.trace
-        if trace is None:
-            return None
+    def _excess(self, peak: int, simulated: int) -> float:
+        """By what fraction peaks are higher than simulated ones: the plan's, and the plain one."""
         plain = simulate_plain(self.graph).peak
-        excess = max(0.0, peak / simulated - 1, self.plain_peak / plain - 1)
-        return Basis(self.graph, trace, excess)
+        return max(self._untried, peak / simulated - 1, self.plain_peak / plain - 1)
 
     @cached_property
     def _alternatives(self) -> tuple[NamedSchedule, ...]:
-        """Schedules from the quickest to the one of least peak, for this batch and larger ones.
+        """Schedules from the fastest to the one of least peak, for this batch and larger ones.
 
-        What is least for this batch need not be for a larger one: where weights and their gradients
-        are the peak, it is all the same how much is kept elsewhere.
+        The one of least peak for this batch need not be so for a larger one: if weights and their
+        gradients make the peak, it does not matter how much is kept elsewhere.
         """
-        graph, trace = self.graph, self.trials.profile.trace
-        found = _thinned(self.solver.frontier())
-        larger = None if trace is None else with_larger_batch(graph, trace)
-        if larger is not None:
-            found += _thinned(Solver(larger, rough=True).frontier())
+        graph, larger = self.graph, with_larger_batch(self.graph, _LARGER)
+        found = _sample_evenly(self.solver.frontier())
+        found += _sample_evenly(Solver(larger, rough=True).frontier())
         schedules = {trimmed(graph, each.schedule) for each in found}
-        # Descending in peaks; of those with equal peaks the quickest.
+        # In descending order of peaks; of those with equal peaks the fastest.
         outcomes = sorted(
-            ((simulate(larger or graph, each), each) for each in schedules),
+            ((simulate(larger, each), each) for each in schedules),
             key=lambda pair: (-pair[0].peak, pair[0].seconds),
         )
         best = {outcome.peak: each for outcome, each in reversed(outcomes)}
         return tuple(self.trials.named(each) for each in reversed(best.values()))
 
-    def _footprint(self, schedule: NamedSchedule, peak: int) -> Footprint:
-        """What steps under the plan are compared with. ``peak``: under its own schedule."""
-        graph = self.graph
-        assert graph.tally is not None
-        peaks = [simulate(graph, each.schedule_in(graph)).peak for each in self._alternatives]
-        options = zip((schedule, *self._alternatives), (peak, *peaks), strict=True)
-        factors = [
-            (taken - graph.base) / self.trials.estimate(graph.outline, each)
-            for each, taken in options
-        ]
-        return Footprint(graph.tally, tuple(factors), counted(graph))
-
     # --- the frontier -----------------------------------------------------------------------------
 
     def points(self) -> list[Point]:
-        """All trade-offs, plain, and the usual ways."""
-        return points_of(self.trials, self.solver.frontier())
+        """The points of the frontier, the plain step and baselines."""
+        return list_points(self.trials, self._frontier())
 
-    def overview(self) -> PlanReport:
-        """The whole trade-off, without a budget."""
+    def _frontier(self) -> list[Solution]:
+        """The best solutions of both solvers."""
+        found = self.solver.frontier()
+        if self.trials.modules is not None:
+            found = best_of([*found, *self.trials.modules.frontier()])
+        return found
+
+    def frontier_report(self) -> PlanReport:
+        """The report of the frontier."""
         outcome = simulate(self.graph, self.solver.least().schedule, curve=True)
-        bound = self._bound(outcome.peak, outcome.seconds)
+        figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
-        return replace(sketch_of(self.trials, outcome, bound, self.points()), notes=(note,))
+        report = make_report(self.trials, outcome, figures)
+        return replace(report, points=tuple(self.points()), notes=(note,))
 
 
-def _thinned(frontier: list[Solution]) -> list[Solution]:
-    """A few solutions at peaks that are evenly apart, the least always among them."""
+def _sample_evenly(frontier: list[Solution]) -> list[Solution]:
+    """A few solutions with evenly spaced peaks, with that of the least peak."""
     low, high = frontier[0].outcome.peak, frontier[-1].outcome.peak
     peaks = [low + (high - low) * n // (_ALTERNATIVES - 1) for n in range(_ALTERNATIVES)]
     places = [bisect_right(frontier, peak, key=lambda each: each.outcome.peak) for peak in peaks]
@@ -337,8 +416,8 @@ def _thinned(frontier: list[Solution]) -> list[Solution]:
 
 
 def _warn_of_eval(model: nn.Module) -> None:
-    """Say that a model in eval mode will be another one in training."""
-    layer = None if model.training else has_modes(model)
+    """Warn if the model is in eval mode, and does more in train mode."""
+    layer = None if model.training else find_mode_layer(model)
     if layer is not None:
         warn_user(
             f"this {type(model).__name__} is in eval mode, and so is the step that is planned. In "
@@ -348,10 +427,35 @@ def _warn_of_eval(model: nn.Module) -> None:
         )
 
 
-def _check_unplanned(model: Any) -> None:
-    """Refuse a model with checkpointed parts: they would hide what there is to plan."""
+def check_offload(offload: Any) -> None:
+    """Refuse what does not say whether to offload."""
+    if offload not in (True, False, "auto"):
+        raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+
+
+def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
+    """Refuse a model with checkpointed parts: they would hide what there is to plan.
+
+    ``runs_steps``: whether planning runs steps of its own.
+    """
     if not isinstance(model, nn.Module):
-        return  # which the step refuses
+        return  # `TrainingStep` refuses it
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "model: it is compiled by TorchScript, which hides its operations. Plan for the module "
+            "that it was made from"
+        )
+    parameters = [*model.parameters()]
+    if any(map(is_lazy, parameters)):
+        raise ValueError(
+            f"model: this {type(model).__name__} has lazy parameters without a shape. Call it once "
+            "with a batch, under torch.no_grad(), and plan then"
+        )
+    if not parameters and not runs_steps:  # else `TrainingStep` refuses it
+        raise ValueError(
+            f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
+        )
+    check_not_distributed(model, runs_steps=runs_steps)
     if is_compiled(model):
         raise ValueError(
             "model: it is compiled, and what a compiler keeps is up to the compiler. Plan for the "

@@ -1,12 +1,15 @@
 """What ops and copies cost: seconds, and the memory that an op needs beside its results (P3).
 
 An op is priced once for each kind of arguments: it is timed until samples agree, and its price is
-valid for some minutes. An op that must not run twice is timed in each of its runs in the step. An
-op that cannot run at all costs what simple ops need to move as many bytes.
+valid for some minutes. An op that must not run twice is timed in each of its runs in the step, as
+are all ops of a step that is traced in the user's loop. An op that cannot run at all costs what
+simple ops need to move as many bytes.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +23,7 @@ from recollect._torch.devices import profiler_is_on, stderr_hushed
 from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.tensors import storage_key
 from recollect.graph.graph import Link
 from recollect.planning.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
@@ -67,6 +71,8 @@ class OpPrice:
 
 #: The prices of this process, and those of copies to the host and back.
 _known: dict[Any, OpPrice] = {}
+#: Held by a thread that profiles single ops of the user's loop.
+_profiling = threading.Lock()
 _known_links: dict[torch.device, tuple[Timing, Timing]] = {}
 
 
@@ -76,12 +82,14 @@ class Prices:
     Args:
         device: Where the step computes.
         fakes: Whether ops run on fake tensors, and are priced on real ones made for that.
+        once: Whether no op may run twice: there may be neither memory nor time for it.
     """
 
-    def __init__(self, device: torch.device, *, fakes: bool = False) -> None:
+    def __init__(self, device: torch.device, *, fakes: bool = False, once: bool = False) -> None:
         self.device = device
         self._on_cuda = device.type == "cuda"
         self._fakes = fakes
+        self._once = once
         #: The price of each kind of call, and of each call.
         self._prices: dict[Any, OpPrice] = {}
         self._ran: list[OpPrice] = []
@@ -107,7 +115,7 @@ class Prices:
             result = func(*args, **kwargs)
         else:
             with no_dispatch_modes():
-                result = self._timed_run(price.runs, func, args, kwargs)
+                result = self._timed_run(price, func, args, kwargs)
         self._ran.append(price)
         return price, result
 
@@ -122,10 +130,12 @@ class Prices:
         with no_dispatch_modes():
             if self._fakes:
                 self._price_on_others(price, info, func, args, kwargs)
-            elif (repeat := _repeatable(info, func, args, kwargs)) is not None:
-                self._measure(price, repeat)
             else:
-                price.runs = []
+                repeat = None if self._once else _repeatable(info, func, args, kwargs)
+                if repeat is not None:
+                    self._measure(price, repeat)
+                else:
+                    price.runs = []
         return price
 
     def settle(self) -> None:
@@ -138,7 +148,7 @@ class Prices:
                 self._set(price, timing_of(runs, _LOW if self._on_cuda else 0.0))
                 price.runs = None
             known = _known.get(key)
-            if known is None or not known.is_good:
+            if not self._once and (known is None or not known.is_good):
                 _known[key] = price
 
     def forget(self) -> None:
@@ -149,6 +159,35 @@ class Prices:
     # --- measuring --------------------------------------------------------------------------------
 
     def _timed_run(
+        self, price: OpPrice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        runs = price.runs
+        assert runs is not None
+        if not self._once or runs:
+            return self._time_run(runs, func, args, kwargs)
+        # The first run of its kind: measure its memory as well.
+        out: list[Any] = []
+        run = partial(self._time_run, runs, func, args, kwargs)
+        if self._on_cuda:  # without a reset of the peak, which is the user's to reset
+            before = _total_allocated(self.device)
+            out.append(run())
+            left = _bytes_of(_new_tensors(out, (args, kwargs)))
+            peak = _total_allocated(self.device) - before
+        elif op_info(func).communicates or profiler_is_on() or not _profiling.acquire(False):
+            # A collective goes on in a thread of its own, and writes to the profiler that saw it
+            # begin, though that may be gone. And there can be only one profiler: it may be the
+            # user's, or another thread's.
+            out.append(run())
+            peak, left = _likely_workspace(price), 0
+        else:
+            try:
+                peak, left = allocated_by(lambda: out.append(run()), self.device)
+            finally:
+                _profiling.release()
+        price.workspace = max(0, peak - max(left, 0))
+        return out[0]
+
+    def _time_run(
         self, runs: list[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._on_cuda:
@@ -198,6 +237,8 @@ class Prices:
     @cached_property
     def _bandwidth(self) -> float:
         """Bytes that a simple op reads and writes in a second."""
+        if self._once:
+            return _SLOW
         try:
             here = torch.empty(_PROBE // 4, device=self.device)
             seconds = self._timing(lambda: here.mul_(1.0)).seconds
@@ -222,6 +263,15 @@ class Prices:
         out: list[Any] = []
         peak, left = allocated_by(lambda: out.append(run()), self.device)
         return peak - max(left, 0)
+
+
+def _likely_workspace(price: OpPrice) -> int:
+    """The workspace of an op, by what is known of it on other arguments."""
+    known = [each for each in _known.values() if each.name == price.name and each.moved]
+    if not known or not price.moved:
+        return 0
+    nearest = min(known, key=lambda each: abs(math.log(each.moved / price.moved)))
+    return math.ceil(nearest.workspace * max(1.0, price.moved / nearest.moved))
 
 
 def _timing_events() -> tuple[Any, Any]:
@@ -329,6 +379,20 @@ def _real(fake: _Tensor, device: torch.device) -> _Tensor:
     tensor = torch.empty_strided(size, stride, dtype=fake.dtype, device=where)
     # Zeros are values that most ops can take, as indices among others.
     return tensor.fill_(0.5) if fake.dtype.is_floating_point else tensor.zero_()
+
+
+def _total_allocated(device: torch.device) -> int:
+    """The bytes of all allocations on a CUDA device so far."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    total: int = stats["allocated_bytes"]["all"]["allocated"]
+    return total
+
+
+def _new_tensors(result: Any, values: Any) -> list[_Tensor]:
+    """The tensors of a result, each storage once, that are not on a storage of ``values``."""
+    known = {storage_key(leaf) for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)}
+    made = {storage_key(each): each for each in tree_leaves(result) if isinstance(each, _Tensor)}
+    return [tensor for key, tensor in made.items() if key not in known]
 
 
 def _bytes_of(values: Any) -> int:

@@ -1,58 +1,76 @@
-"""Recording a training step: its ops, their memory, how long that lives, and what it costs (P2).
+"""Records a training step: its ops with their costs, its storages and their lifetimes (P2).
 
-The step runs plain if there is room for it, else with as little kept as possible. Where there is no
+The step runs plain if there is room for that, else with as little kept as possible. If there is no
 room for that either, or on the meta device, it is traced on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from recollect._torch.tensors import fake_tensors
+from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate_plain
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.batch import tensors_of_batch
 from recollect.planning.build import build_graph
-from recollect.planning.estimate import outline_of, tally_of
-from recollect.planning.fakes import FakeStep, nothing_fake_left
+from recollect.planning.fakes import FakeStep, no_fakes_left
 from recollect.planning.prices import Prices
-from recollect.planning.rescale import CannotPredict
 from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep, is_out_of_memory
-from recollect.planning.trace import StepTrace, Trace
+from recollect.planning.trace import StepTrace, TraceMode
 from recollect.replay.engine import Hooks, observe_region
 from recollect.replay.record import Recorder
+from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["Profile", "predict_step", "profile_step", "record_step", "trace_step"]
+__all__ = [
+    "CannotPredict",
+    "Profile",
+    "bytes_by_module",
+    "find_blocks",
+    "predict_step",
+    "profile_step",
+    "record_step",
+    "simulated_profile",
+    "trace_step",
+    "traced_hooks",
+]
 
 _Tensor = torch.Tensor
-#: Seconds that the engine takes to run an op again, beside the op, until that is measured.
+#: Seconds that the engine adds to an op that it runs again, until that is measured.
 _RERUN_COST = 6e-6
-#: If ops alone are measured to take so many times what the step takes, the figures are wrong.
+#: If the times of ops add up to this many times the time of the step, they are wrong.
 _ABSURD = 3.0
+
+
+class CannotPredict(CheckpointError):
+    """A step cannot be traced on tensors without values."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """A recorded step."""
 
-    graph: Graph  #: the step
-    plain_peak: int  #: peak of the step without a plan: measured if it could run, else simulated
-    seconds: float  #: its time then
-    can_run: bool = True  #: whether it can run under a plan: its tensors have memory
-    trace: StepTrace | None = None  #: all of its ops, to be rescaled to other batches
-    #: The measured time of the plain step; None if there was no room for it.
+    graph: Graph
+    made: Mapping[str, int]  #: the bytes that forward made, by module
+    stopped: str | None  #: why forward was not recorded to its end, if it was not
+    plain_peak: int  #: the peak without a plan: measured if there was room, else simulated
+    seconds: float  #: the time without a plan: the same
+    can_run: bool = True  #: whether it can run under a plan: not on the meta device
+    #: What was measured of the plain step; None if there was no room for it.
     timing: Timing | None = None
-    measured_peak: int | None = None  #: its measured peak
-    untimed: Graph | None = None  #: the graph with the time that each op takes alone
+    measured_peak: int | None = None
+    untimed: Graph | None = None  #: the graph with the times of single ops
 
     def timed(self, seconds: float) -> Graph:
         """The graph of a step that takes ``seconds``."""
@@ -65,35 +83,36 @@ def record_step(step: TrainingStep, link: Link | None) -> Profile:
         if step.device.type == "meta":
             break
         try:
-            with step.undone(rehearses=record is profile_step):
+            with step.undone(logs_writes=record is profile_step):
                 return record(step, link)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         step.free_memory()
-    with nothing_fake_left(step.caches), step.undone():
+    with no_fakes_left(step.caches), step.undone():
         return predict_step(step, link)
 
 
 def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
-    """Run the plain step a few times, measure and record it."""
-    # What is allocated once (optimizer state, workspaces of libraries) is there afterwards.
-    step.rehearse()
+    """Run the plain step a few times: measure, time and trace it."""
+    # This also allocates what is allocated once: optimizer state, workspaces of libraries.
+    step.run_first()
     measured_peak = step.measured_peak()
     plain_peak = measured_peak + step.spare_blocks()
     timing = step.measured_seconds()
     prices = Prices(step.device)
-    graph, trace = trace_step(step, prices, link)
+    graph, made, stopped = trace_step(step, prices, link)
     if graph.plain_seconds > _ABSURD * timing.seconds:
-        # Ops were timed while something else ran, or the step will not take as long again.
+        # Either the ops were timed while something else ran, or the step is faster than usual.
         prices.forget()
         timing = step.measured_seconds()
-        graph, trace = trace_step(step, Prices(step.device), link)
+        graph, made, stopped = trace_step(step, Prices(step.device), link)
     return Profile(
         graph=_timed(graph, timing.seconds),
+        made=made,
+        stopped=stopped,
         plain_peak=plain_peak,
         seconds=timing.seconds,
-        trace=trace,
         timing=timing,
         measured_peak=measured_peak,
         untimed=graph,
@@ -101,106 +120,147 @@ def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
 
 
 def profile_with_least(step: TrainingStep, link: Link | None = None) -> Profile:
-    """Record a step that does not fit plain: it runs with as little kept as possible."""
-    prices = Prices(step.device)
-    trace_step(step, prices, link)  # what is allocated once is there afterwards
-    return _simulated(*trace_step(step, prices, link))
+    """Trace a step that does not fit plain: only the outputs of its blocks are kept."""
+    prices, blocks = Prices(step.device), find_blocks(step.model)
+    trace_step(step, prices, link, blocks)  # allocates what is allocated once
+    return simulated_profile(*trace_step(step, prices, link, blocks))
 
 
 def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
-    """Record the step on fake tensors.
-
-    Raises `CannotPredict` if its code depends on values.
-    """
+    """Trace the step on fake tensors. Raises `CannotPredict` if its code depends on values."""
     try:
         with fake_tensors() as mode, torch.enable_grad():
             fake = FakeStep(step, mode)
             prices = Prices(fake.device, fakes=True)
-            traced = _traced(fake, prices, lambda _: _fake_of_ticket)
+            traced = _run_traced(fake, prices, lambda _: _unpack_fake)
     except Exception as error:
-        # The model and the loss are the user's, and may raise anything where there are no values.
+        # The model and the loss are the user's code, and may raise anything without values.
         text = str(error).partition("\n")[0]
         raise CannotPredict(
             f"model: the step of this {type(step.model).__name__} cannot be recorded without "
             f"running it ({type(error).__name__}: {text})"
         ) from error
-    return _simulated(*_graph_of(traced, link), can_run=step.device.type != "meta")
+    return simulated_profile(
+        *_build(step, prices, link, *traced), can_run=step.device.type != "meta"
+    )
 
 
-def _simulated(graph: Graph, trace: StepTrace, *, can_run: bool = True) -> Profile:
+def simulated_profile(
+    graph: Graph, made: Mapping[str, int], stopped: str | None, *, can_run: bool = True
+) -> Profile:
+    """The profile of a step that was never run plain. Arguments as `trace_step` returns them."""
     plain = simulate_plain(graph)
-    return Profile(graph, plain.peak, plain.seconds, can_run, trace)
+    return Profile(graph, made, stopped, plain.peak, plain.seconds, can_run)
 
 
 def trace_step(
-    step: TrainingStep, prices: Prices, link: Link | None = None
-) -> tuple[Graph, StepTrace]:
-    """Run the step once with as little kept as possible, and record all of it."""
-    return _graph_of(_traced(step, prices, lambda remat: remat.unpack), link)
+    step: TrainingStep,
+    prices: Prices,
+    link: Link | None = None,
+    blocks: Iterable[nn.Module] = (),
+) -> tuple[Graph, dict[str, int], str | None]:
+    """Run the step once with only the outputs of ``blocks`` kept, and trace it.
 
-
-@dataclass(frozen=True)
-class _Traced:
-    """A step that ran once.
-
-    ``recordings``: of the forward of the model; ``base``: bytes before the step.
+    Returns its graph; the bytes that forward made, by module; and why it was not recorded to its
+    end, if it was not.
     """
-
-    step: TrainingStep
-    trace: StepTrace
-    recordings: list[Recording]
-    base: int
-    prices: Prices
+    traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks)
+    return _build(step, prices, link, *traced)
 
 
-def _traced(
+def _run_traced(
     step: TrainingStep,
     prices: Prices,
     unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
-) -> _Traced:
-    """Run the step once. ``unpack_of`` gives the function by which backward gets saved tensors."""
-    trace = Trace(prices, tensors_of_batch(step.args, step.kwargs), step.static())
-    recordings: list[Recording] = []
-    base = step.base()
+    blocks: Iterable[nn.Module] = (),
+) -> tuple[StepTrace, list[Recording], int]:
+    """Run the step once. ``unpack_of`` gives the function that backward unpacks tensors by.
 
-    def hooks(recorder: Recorder, remat: Rematerializer) -> Hooks:
-        trace.count_ops = recorder.count_ops
-        return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(remat))
+    Returns the trace, the recordings of the model's forward, and the bytes before the step.
+    """
+    trace = TraceMode(prices)
+    recordings: list[Recording] = []
+    base = step.base_bytes()
 
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = partial(traced_hooks, trace, unpack_of)
         try:
-            output, recording = observe_region(function, args, kwargs, hooks)
+            output, recording = observe_region(function, args, kwargs, hooks, blocks=blocks)
         finally:
             trace.count_ops = None
+        trace.note_output(output)
         recordings.append(recording)
         return output
 
     wrap_module(step.model, observe)
     try:
         with trace:
-            step.run(before_backward=partial(setattr, trace, "is_backward", True))
+            step.run()
     finally:
         unwrap_module(step.model)
     prices.settle()
-    return _Traced(step, trace.finish(), recordings, base, prices)
+    return trace.finish(), recordings, base
 
 
-def _graph_of(found: _Traced, link: Link | None) -> tuple[Graph, StepTrace]:
-    if len(found.recordings) != 1:
-        times = "not once" if not found.recordings else f"{len(found.recordings)} times"
+def traced_hooks(
+    trace: TraceMode,
+    unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
+    recorder: Recorder,
+    remat: Rematerializer,
+) -> Hooks:
+    """The saved-tensor hooks of a recorded call, which ``trace`` sees too."""
+    trace.count_ops = recorder.count_ops
+    return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(remat))
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model applies one after the other, as far as its containers tell."""
+    blocks: list[nn.Module] = []
+    pending = [model]
+    for module in pending:  # the list grows in this loop
+        children = [*module.children()]
+        if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            pending += children
+        elif any([*each.children()] for each in children):
+            blocks += children
+        else:  # single layers: their results are nearly all that there is
+            blocks += children[:: math.isqrt(len(children)) or 1]
+    return blocks or [*model.children()]
+
+
+def bytes_by_module(recording: Recording, before: RecordedGraph | None = None) -> dict[str, int]:
+    """The bytes that the ops of a forward made. ``before``: the part before the recording."""
+    made: Counter[str] = Counter()
+    for recorded in (before or RecordedGraph(), recording.graph):
+        for op in recorded.ops:
+            path = "" if op.key is None else op.key.partition("|")[0]
+            made[path] += sum(recorded.values[number].nbytes for number in op.makes)
+    return dict(made)
+
+
+def _build(
+    step: TrainingStep,
+    prices: Prices,
+    link: Link | None,
+    trace: StepTrace,
+    recordings: list[Recording],
+    base: int,
+) -> tuple[Graph, dict[str, int], str | None]:
+    """Build the graph of a traced step; see `trace_step`."""
+    if len(recordings) != 1:
+        times = "not once" if not recordings else f"{len(recordings)} times"
         raise ValueError(
-            f"model: a step calls this {type(found.step.model).__name__} {times}. A plan is for a "
+            f"model: a step calls this {type(step.model).__name__} {times}. A plan is for a "
             "model whose forward runs once in a step: pass the part that does, such as its decoder"
         )
-    (recording,) = found.recordings
-    on_device = found.prices.device.type == "cuda"
-    graph = build_graph(found.trace, recording, base=found.base, on_device=on_device, link=link)
-    outline, tally = outline_of(recording), tally_of(recording)
-    return replace(graph, outline=outline, tally=tally, spread=found.prices.spread), found.trace
+    (recording,) = recordings
+    on_device = prices.device.type == "cuda"
+    graph = build_graph(trace, recording, base=base, on_device=on_device, link=link)
+    return replace(graph, spread=prices.spread), bytes_by_module(recording), recording.reason
 
 
-def _fake_of_ticket(ticket: list[Any]) -> _Tensor:
-    """A fake tensor like the one that was saved, without recomputing it."""
+def _unpack_fake(ticket: list[Any]) -> _Tensor:
+    """A fake tensor like the saved one, without recomputing it."""
     tensor, _, view = ticket
     if view is None or tensor is not None:
         return tensor  # type: ignore[no-any-return]
@@ -209,10 +269,10 @@ def _fake_of_ticket(ticket: list[Any]) -> _Tensor:
 
 
 def _timed(graph: Graph, seconds: float) -> Graph:
-    """The graph with the times of ops such that the plain step takes ``seconds``.
+    """The graph with times of ops that add up to ``seconds``, the time of the plain step.
 
-    The times of single ops do not add up to that of a step. If a step takes longer, the rest is the
-    overhead between ops; if it takes less, ops overlap.
+    The measured times of single ops do not. If the step takes longer, the rest is overhead between
+    ops; if it takes less, ops overlap.
     """
     total = graph.plain_seconds
     if seconds >= total:

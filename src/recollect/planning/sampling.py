@@ -1,11 +1,11 @@
-"""Timing work on a machine that others use too.
+"""Times work on a machine that others use too (P3).
 
-What disturbs a sample makes it longer, so the lowest counts. Sampling goes on until others agree
-with it, or until it has taken long enough. How far apart they are is the *spread* of a figure: what
-it may be off by.
+Disturbances make a sample longer, so the lowest counts. Samples are taken until others agree with
+it, or until they have taken long enough. How far apart they are is the *spread*: the error of a
+time.
 
-A short sample is either disturbed or not, and if the two lowest agree they were not. A long one is
-always disturbed on a busy machine, by more or less, and may be the lowest by chance: there half of
+A short sample is either disturbed or not: if the two lowest agree, they were not. A long one, as of
+a whole step, is always disturbed, and may be the lowest by chance: the median counts, and half of
 the samples have to agree.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Timing", "now", "sampled", "timing_of"]
 _AGREE = 0.05
 #: Seconds below which differences are those of the clock.
 _TICK = 1e-6
-#: Seconds for which a figure is good: clocks, caches and other processes change.
+#: Seconds for which a time stays valid: clock rates, caches and other processes change.
 _FRESH = 300.0
 #: The spread of a single sample.
 _UNKNOWN = 1.0
@@ -34,26 +34,25 @@ def now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What something takes."""
+    """A measured time."""
 
-    seconds: float  #: the lowest sample; of a device a low quantile
-    #: How far the next sample, or that in the middle, is above it, as a fraction of it.
-    spread: float
+    seconds: float  #: the lowest sample; on a device a low quantile; of long ones the median
+    spread: float  #: by what fraction the next sample, or the median, is above the lowest
     at: float  #: when it was measured
 
     @property
     def is_steady(self) -> bool:
-        """Whether samples agreed."""
+        """Whether its samples agreed."""
         return self.spread <= _AGREE
 
     @property
     def is_good(self) -> bool:
-        """Whether it need not be measured again: it is steady, and not stale."""
+        """Whether it is steady and recent, and need not be measured again."""
         return self.is_steady and now() - self.at <= _FRESH
 
 
 def timing_of(samples: Iterable[float], low: float = 0.0, *, long: bool = False) -> Timing:
-    """The figure that ``samples`` make: their quantile ``low``, and its spread."""
+    """The quantile ``low`` of ``samples``, or their median if they are long, and its spread."""
     ordered = sorted(samples)
     first = int(low * len(ordered))
     seconds = ordered[first]
@@ -61,7 +60,7 @@ def timing_of(samples: Iterable[float], low: float = 0.0, *, long: bool = False)
         return Timing(seconds, _UNKNOWN, now())
     other = max(first + 1, len(ordered) // 2) if long else first + 1
     more = max(0.0, ordered[other] - seconds - _TICK)
-    return Timing(seconds, more / max(seconds, _TICK), now())
+    return Timing(ordered[other] if long else seconds, more / max(seconds, _TICK), now())
 
 
 def sampled(
@@ -73,15 +72,15 @@ def sampled(
     most: int = 15,
     seconds: float = 0.25,
 ) -> Timing:
-    """Call ``sample`` until what it returns agrees.
+    """Call ``sample``, which measures once or several times, until the samples agree.
 
     Args:
-        sample: Measures once or several times.
+        sample: Returns seconds.
         low: The quantile that counts.
         long: Whether half of the samples have to agree.
-        least: Samples that are taken in any case.
-        most: Samples after which it is given up.
-        seconds: Seconds after which it is given up, once there are ``least``.
+        least: How many samples are taken in any case.
+        most: After how many samples it gives up.
+        seconds: After how many seconds it gives up, once there are ``least`` samples.
     """
     samples: list[float] = []
     while True:

@@ -1,6 +1,6 @@
-"""The training step that is planned: a model, a batch, a loss, perhaps an optimizer (P1).
+"""Runs the training step that is planned: model, batch, loss, perhaps an optimizer (P1).
 
-Running it here leaves no trace: whatever it can get at is put back, see `state.snapshot`.
+Inside of `TrainingStep.undone` it leaves no trace: `state.snapshot` restores all that it changes.
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ from torch.optim import Optimizer
 from recollect._torch.devices import free_cuda_workspaces
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import local_tensors, storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
-from recollect.planning.batch import signature_of_batch
+from recollect.planning.batch import tensors_of_batch
+from recollect.planning.distributed import collectives_refused
 from recollect.planning.prices import allocated_by
 from recollect.planning.sampling import Timing, now, sampled
-from recollect.state.memories import Written
-from recollect.state.snapshot import LIMIT, Snapshot, check_arguments
+from recollect.state.inputs import check_arguments
+from recollect.state.snapshot import LIMIT, Snapshot
+from recollect.state.tensor_snapshot import Written
 
 __all__ = [
     "Loss",
     "TrainingStep",
-    "check_loss",
     "default_loss",
+    "device_of",
     "is_out_of_memory",
-    "sizes",
+    "storage_sizes",
 ]
 
 _Tensor = torch.Tensor
-#: On CUDA devices a large tensor may be given a free block that is larger by as much as this, and
-#: all of it counts. It depends on what was freed before: room is left for one block in so many.
-_BLOCK_MORE = 1 << 20
+#: CUDA's allocator may give a large tensor a free block that is larger by as much as this, and all
+#: of it counts. It depends on what was freed before: the peak leaves room for one block in so many.
+_BLOCK_EXCESS = 1 << 20
 _ONE_BLOCK_IN = 16
-#: Samples and seconds after which a step is not timed again, whether or not its samples agree.
+#: Samples and seconds after which a step is not timed again, even if its samples disagree.
 _SAMPLES = 10
 _SECONDS = 3.0
 
-Loss = Callable[[Any], _Tensor]
+#: From the output of the model, or from that and the batch.
+Loss = Callable[[Any], _Tensor] | Callable[[Any, Any], _Tensor]
 
-_NOT_WHOLE = (
+_INCOMPLETE = (
     "more than {limit:,} objects can be reached from the model, its hooks, the loss, the optimizer "
     "and the batch. What the step changes in those beyond is not put back: take references to data "
     "sets and other large structures out of the model and its hooks while the plan is made"
@@ -80,7 +83,7 @@ def default_loss(output: Any) -> _Tensor:
 
 
 class TrainingStep:
-    """One training step, to be run as often as it takes."""
+    """One training step, which can run any number of times."""
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class TrainingStep:
         optimizer: Optimizer | None = None,
         *,
         holds_output: bool = True,
+        batch: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
@@ -98,10 +102,9 @@ class TrainingStep:
             raise TypeError(
                 f"optimizer should be a torch.optim.Optimizer, but got {type(optimizer).__name__}"
             )
-        if loss is not None and not callable(loss):
-            raise TypeError(f"loss should be a function of the model's output, but got {loss!r}")
-        if loss is not None:
-            _check_takes_output(loss)
+        self.batch = batch
+        #: Whether the loss is called with the output and the batch, or with the output alone.
+        self.takes_batch = loss is not None and _takes_batch(loss, batch)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"model: no parameter of this {type(model).__name__} requires a gradient, so there "
@@ -113,55 +116,54 @@ class TrainingStep:
         self.args, self.kwargs = args, kwargs
         self.loss = loss
         self.optimizer = optimizer
-        #: Whether the output of the model is still there when backward runs.
+        #: Whether the loop still holds the output of the model when backward runs.
         self.holds_output = holds_output
-        self.device = _device_of(model)
-        #: What it was seen to write to; None before the first run.
+        self.device = device_of(model)
+        #: The memory that it writes to; None before the first run.
         self._written: list[Written] | None = None
         self._was_warned = False
-        #: Bytes of gradients that are there: set aside while the step is run, they stay.
-        self._gradients = sum(sizes(p.grad for p in model.parameters() if p.grad is not None))
+        #: Bytes of the user's gradients, which stay allocated while the step runs.
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        local = [each for gradient in gradients for each in local_tensors(gradient)]
+        self.gradient_bytes = sum(storage_sizes(local))
 
     @property
     def on_cuda(self) -> bool:
         """Whether the step computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What tells its batch from others."""
-        return signature_of_batch(self.args, self.kwargs)
+    def run(self) -> None:
+        """Run forward, backward, and the optimizer's step."""
+        # In a copy of the context: variables that it sets are as before afterwards.
+        copy_context().run(self._run)
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> None:
-        """Forward, backward, and the optimizer's part."""
-        # In a copy of the context: what is set in that is gone afterwards.
-        copy_context().run(self._run, before_backward)
-
-    def _run(self, before_backward: Callable[[], None] | None) -> None:
+    def _run(self) -> None:
         if any_autocast_enabled():
-            # Training loops enter it for every step, and weights are cast again.
+            # Training loops enter autocast in every step, which casts the weights again.
             torch.clear_autocast_cache()
         with torch.inference_mode(False), torch.enable_grad():
             output = self._forward()
-            loss = (self.loss or default_loss)(output)
-            check_loss(loss, self.model)
+            loss = self._loss_of(output)
+            _check_loss(loss, self.model)
             if not self.holds_output:
                 del output
-            if before_backward is not None:
-                before_backward()
             loss.backward()
         del loss
         if self.optimizer is not None:
             self.optimizer.step()
         if self.holds_output:
             del output  # as in loops that read it afterwards
-        self.clear()
+        self.clear_gradients()
+
+    def _loss_of(self, output: Any) -> _Tensor:
+        loss: Any = self.loss or default_loss
+        return loss(output, self.batch) if self.takes_batch else loss(output)  # type: ignore[no-any-return]
 
     def _forward(self) -> Any:
         try:
             return self.model(*self.args, **self.kwargs)
         except TypeError as error:
-            # Hooks may make others of the arguments: what it does not take is known afterwards.
+            # Only now: hooks may have changed the arguments.
             if _refusal(self.model.forward, self.args, self.kwargs) is None:
                 raise
             raise TypeError(
@@ -171,20 +173,20 @@ class TrainingStep:
                 "output: criterion(output, target))"
             ) from error
 
-    def clear(self) -> None:
-        """Remove the gradients."""
+    def clear_gradients(self) -> None:
+        """Remove the gradients of parameters and inputs."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         others = [parameter for group in groups for parameter in group["params"]]
-        inputs = tree_leaves((self.args, self.kwargs))
+        inputs = tensors_of_batch(self.args, self.kwargs)
         for tensor in [*self.model.parameters(), *others, *inputs]:
-            if isinstance(tensor, _Tensor) and tensor.is_leaf:
+            if tensor.is_leaf:
                 tensor.grad = None
 
     @contextmanager
-    def undone(self, *, rehearses: bool = False) -> Iterator[None]:
-        """A context after which all is as it was before.
+    def undone(self, *, logs_writes: bool = False) -> Iterator[None]:
+        """A context whose end restores everything that the step has changed.
 
-        What it writes to is copied at the first write if it ``rehearses``, else before.
+        Memory that it writes to is copied beforehand; at the first write if that ``logs_writes``.
         """
         check_arguments(self.args, self.kwargs)
         roots = {
@@ -192,74 +194,79 @@ class TrainingStep:
             "loss": self.loss,
             "optimizer": self.optimizer,
             "batch": (self.args, self.kwargs),
+            "the batch of the loss": self.batch if self.takes_batch else None,
         }
-        written = () if rehearses else self._written
+        written = () if logs_writes else self._written
         with Snapshot(roots, self.model.parameters(), written) as self._snapshot:
             if not self._snapshot.is_whole and not self._was_warned:
                 self._was_warned = True
-                warn_user(_NOT_WHOLE.format(limit=LIMIT), PlanWarning)
-            self.clear()
+                warn_user(_INCOMPLETE.format(limit=LIMIT), PlanWarning)
+            self.clear_gradients()
             try:
                 yield
             finally:
-                self.clear()
+                self.clear_gradients()
 
-    def rehearse(self) -> None:
-        """Run it for the first time, inside of `undone`, and note what it writes to."""
-        with self._snapshot.log():
+    def run_first(self) -> None:
+        """Run it for the first time, and log the memory that it writes to.
+
+        Inside of `undone`, with ``logs_writes``.
+        """
+        with self._snapshot.log(), collectives_refused():
             self.run()
         self._written = self._snapshot.written
 
     def caches(self) -> list[Any]:
-        """All ``functools.lru_cache`` that were found when it was last run inside of `undone`."""
+        """Every ``functools.lru_cache`` that the last `undone` has found."""
         snapshot = vars(self).get("_snapshot")
         return [] if snapshot is None else [*snapshot.caches]
 
     # --- memory and time --------------------------------------------------------------------------
 
-    def base(self) -> int:
-        """Bytes that are allocated throughout, before the step begins."""
+    def base_bytes(self) -> int:
+        """Bytes that are allocated before the step begins, and throughout."""
         if self.on_cuda:
             return torch.cuda.memory_allocated(self.device)
-        return sum(sizes(self.static())) + self._gradients
+        return sum(storage_sizes(self.static_tensors())) + self.gradient_bytes
 
     def _weights(self) -> Iterable[_Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
-    def static(self) -> Iterator[_Tensor]:
-        """What is there throughout: parameters, buffers, the state of the optimizer."""
-        yield from self._weights()
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                yield from (each for each in tree_leaves(state) if isinstance(each, _Tensor))
+    def static_tensors(self) -> Iterator[_Tensor]:
+        """Parameters, buffers and optimizer state, in the parts that this process has."""
+        states = {} if self.optimizer is None else self.optimizer.state
+        leaves = [leaf for state in states.values() for leaf in tree_leaves(state)]
+        for tensor in [*self._weights(), *leaves]:
+            if isinstance(tensor, _Tensor):
+                yield from local_tensors(tensor)
 
     def measured_peak(self) -> int:
-        """The most bytes that are allocated in a step."""
+        """Run it, and measure the peak of allocated bytes."""
         was_on = gc.isenabled()
         if self.on_cuda:
             gc.collect()
         else:
-            gc.disable()  # which would free at other times than it usually does
+            gc.disable()  # it would free at other times than usual
         try:
-            return self.base() + allocated_by(self.run, self.device)[0]
+            return self.base_bytes() + allocated_by(self.run, self.device)[0]
         finally:
             if was_on:
                 gc.enable()
 
     def spare_blocks(self) -> int:
-        """By how much the peak of another step may be above that of the last."""
+        """Bytes by which the peak of another such step may exceed that of the last one."""
         if not self.on_cuda:
             return 0
         stats = torch.cuda.memory_stats(self.device)
         blocks: int = stats["allocation.large_pool.peak"] - stats["allocation.large_pool.current"]
-        return math.ceil(blocks / _ONE_BLOCK_IN) * _BLOCK_MORE
+        return math.ceil(blocks / _ONE_BLOCK_IN) * _BLOCK_EXCESS
 
     def measured_seconds(self) -> Timing:
-        """What a step takes, at best."""
+        """Run it until its times agree."""
         return sampled(lambda: [self.seconds()], long=True, most=_SAMPLES, seconds=_SECONDS)
 
     def seconds(self) -> float:
-        """What one step takes, now."""
+        """Run it once. Returns the time it took."""
         self._wait()
         start = now()
         self.run()
@@ -271,7 +278,7 @@ class TrainingStep:
             torch.cuda.synchronize(self.device)
 
     def free_memory(self) -> None:
-        """Free what earlier work has left on the device: garbage, caches, workspaces of cuBLAS."""
+        """Free what earlier work left on the device: garbage, caches, workspaces of cuBLAS."""
         gc.collect()
         if self.on_cuda:
             free_cuda_workspaces()
@@ -279,15 +286,15 @@ class TrainingStep:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether there was no room for what was run."""
+    """Whether ``error`` says that memory has run out."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _refusal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why ``function`` cannot be called so; None if it can be, or if that is unknown."""
+    """Why ``function`` does not take such arguments; None if it does, or if that is unknown."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it does not say what it takes
+    except (TypeError, ValueError):  # it has no signature
         return None
     try:
         signature.bind(*args, **kwargs)
@@ -296,20 +303,39 @@ def _refusal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
     return None
 
 
-def _check_takes_output(loss: Loss) -> None:
-    """Refuse a loss that wants more than the output of the model."""
-    refusal = _refusal(loss.forward if isinstance(loss, nn.Module) else loss, (None,), {})
-    if refusal is not None:
-        name = type(loss).__name__ if isinstance(loss, nn.Module) else str(loss)
+def _takes_batch(loss: Any, batch: Any) -> bool:
+    """Whether a loss is ``loss(output, batch)``, and not ``loss(output)``: by its parameters."""
+    forms = "loss=lambda output: ... or loss=lambda output, batch: ..."
+    if not callable(loss):
         raise TypeError(
-            f"loss is called with the output of the model alone, and {name} cannot be ({refusal}). "
-            "Have it know the rest: loss=lambda output: criterion(output, target)"
+            f"loss should be a function of the model's output, or of that and the batch, {forms}, "
+            f"but got {loss!r}"
         )
+    name = getattr(loss, "__name__", type(loss).__name__)
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    if _refusal(function, (None,), {}) is None:
+        return False
+    refusal = _refusal(function, (None, None), {})
+    if refusal is not None:
+        raise TypeError(
+            f"loss is called with the output of the model, or with that and the batch, and {name} "
+            f"takes neither ({refusal}): {forms}"
+        )
+    if not isinstance(batch, _Tensor) and str(getattr(loss, "__module__", "")).startswith(
+        "torch.nn."
+    ):
+        raise TypeError(
+            f"loss: {name} has two parameters, so it would be called with the output of the model "
+            f"and the batch, which is a {type(batch).__name__} and not the target. Say which part "
+            f"is: loss=lambda output, batch: {name}(output, ...), or have it know the target: "
+            "loss=lambda output: criterion(output, target)"
+        )
+    return True
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that cannot be the one of the step."""
-    # Of its class: what a scheduler puts in the place of the method says that it takes `self`.
+    """Refuse an optimizer that needs a closure, or that trains another model."""
+    # The method of its class: schedulers replace it by one that says that it takes `self`.
     refusal = _refusal(type(optimizer).step, (optimizer,), {})
     if refusal is not None:
         raise ValueError(
@@ -328,14 +354,15 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model computes on: an accelerator, if it has parameters on one."""
     devices = {parameter.device for parameter in model.parameters()}
     accelerated = [device for device in devices if device.type not in ("cpu", "meta")]
     return min(accelerated or devices, key=str)
 
 
-def check_loss(loss: Any, model: nn.Module) -> None:
-    """Refuse what backward cannot start from."""
+def _check_loss(loss: Any, model: nn.Module) -> None:
+    """Refuse a loss that backward cannot start from."""
     if not isinstance(loss, _Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, _Tensor) else repr(loss)
         raise ValueError(
@@ -350,7 +377,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
         )
 
 
-def sizes(tensors: Iterable[_Tensor]) -> list[int]:
-    """The bytes of the memories behind ``tensors``, each once."""
+def storage_sizes(tensors: Iterable[_Tensor]) -> list[int]:
+    """The bytes of the storages of ``tensors``, each once."""
     storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     return [storage.nbytes() for storage in storages.values()]

@@ -1,43 +1,36 @@
-"""Calls under a plan that are alike: their schedule, and whether they are what was planned (P8).
+"""Chooses the schedule for one kind of calls under a plan, and warns if they do not fit (P8).
 
-A forward under a plan is recorded at its first call, and at every call if no two are the same. Each
-recording is compared with the planned forward. If it makes more, the step is estimated from it; if
-the estimate exceeds the budget, the user is warned, and later calls go by the quickest of the
-plan's alternatives that fits.
+Calls of a kind that is not known run with the least memory, and their step is traced as the loop
+runs it. The plan's schedules are simulated on what was traced, and the fastest that fits is taken.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Mapping
 
-from recollect.graph.graph import Graph, Tally
-from recollect.planning.estimate import Footprint, estimated, outline_of, tally_of
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.model_state import Differences
-from recollect.planning.planned import PlannedStep
+from recollect.planning.planned_step import PlannedStep
+from recollect.planning.record import bytes_by_module
+from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-__all__ = ["Variant"]
+__all__ = ["IF_SHAPES_VARY", "Variant"]
 
-#: An estimate for a larger batch overrides the prediction if it is this many times as high.
-_ROUGH = 1.2
-#: A step predicted to take less than this part of the budget without a plan is not checked.
-_FAR = 0.5
-#: A forward may make this part more bytes than predicted, and still count as the predicted one.
-_SAME = 0.01
-#: The estimate of a step that grew may be too low by this part of the growth.
-_ESTIMATE_ERROR = 1 / 8
-#: Schedules that were not tried leave this part of the budget free.
-_SPARE = 0.02
-
-
-class _Tells(Protocol):
-    def tell(self, cause: str, message: str) -> None: ...
+#: A forward that makes this fraction more bytes than the known one still counts as that one.
+_TOLERANCE = 0.01
+#: The part of a budget that is used if shapes depend on data.
+IF_SHAPES_VARY = 0.97
+#: A kind of calls that a larger kind allows for is traced for itself when it comes so often.
+_RECURS = 3
+#: How often a step is traced in vain before its kind is given up.
+_TRIES = 3
 
 
 class Variant:
@@ -45,157 +38,152 @@ class Variant:
 
     Args:
         plan: The plan that is applied.
-        told: Warns the user.
-        larger: The plan for their batch, if that is larger than the planned one.
-        differences: How they differ from the planned ones, if nothing else is known of them.
+        warnings: Warns the user, once for each cause.
+        schedule: What they run by; None: plain.
+        made: The bytes that their forward makes, by module, if that is known.
+        differences: How they differ from the planned calls.
     """
 
     def __init__(
         self,
         plan: PlannedStep,
-        told: _Tells,
-        *,
-        larger: PlannedStep | None = None,
+        warnings: WarnOnce,
+        schedule: NamedSchedule | None,
+        made: Mapping[str, int] | None = None,
         differences: Differences | None = None,
     ) -> None:
         self._plan = plan
-        self._told = told
-        self._larger = larger
+        self._warnings = warnings
         self._differences = differences
-        by = plan if larger is None else larger
-        #: What the engine plays; None: the step fits without a plan.
-        self.schedule: NamedSchedule | None = _schedule_of(by)
-        #: What would be played if it did not; None: nothing is known of such calls yet.
-        self._chosen: NamedSchedule | None = by.schedule
-        if differences is not None:  # the first goes by the least memory
-            self.schedule, self._chosen = plan.least, None
-        #: Whether the first call is recorded only because the prediction may be wrong.
-        self._is_trial = (
-            larger is not None
-            and self.schedule is None
-            and larger.plain_peak > _FAR * plan.budget
-            and not larger.schedule.blocks
-        )
-        if self._is_trial:
-            self.schedule = by.schedule
-        #: The forward to compare with, and the growth over it that has been accounted for.
-        self._footprint: Footprint | None = plan.footprint if larger is None else None
-        self._accounted = 0.0
+        self.schedule = schedule
+        self._made = made
+        #: The peak to expect, and by what factor it is above the simulated one.
+        self._peak = plan.predicted_peak
+        self._scale = 1 + plan.excess
+        #: By schedule, None being plain: how it would do, as far as that is known.
+        self._outcomes: dict[NamedSchedule | None, Outcome] | None = None
+        self._varies = False
+        #: Whether it is a kind of its own, for which a schedule was chosen.
+        self.is_known = made is not None
+        #: Whether the next step is to be traced, and how often that has been in vain.
+        self.wants_trace = not self.is_known
+        self._tries = 0
+        #: The schedule that a step ran by which made more than was known.
+        self._outgrown: NamedSchedule | None = None
+        self._has_outgrown = False
+        self._uses = 0
 
-    # --- after a call -----------------------------------------------------------------------------
+    # --- what is known of it ----------------------------------------------------------------------
+
+    @classmethod
+    def within(cls, other: Variant) -> Variant:
+        """A variant that takes no more memory than ``other``."""
+        found = cls(other._plan, other._warnings, other.schedule, other._made, other._differences)
+        found.is_known = False
+        return found
+
+    def count(self) -> None:
+        """Count a call. One that recurs gets a schedule of its own, if it runs by another's."""
+        self._uses += 1
+        if not self.is_known and self._uses == _RECURS and self.schedule is not None:
+            self.wants_trace = True
+
+    def failed(self) -> None:
+        """A step was traced in vain: its backward did not come."""
+        self._tries += 1
+        self.wants_trace = self._tries < _TRIES
 
     def judge(self, report: CallReport) -> None:
-        """A call was recorded, all of it or a part: compare it with the planned one."""
-        before = self.schedule
-        if report.difference is None:
-            assert report.recording is not None
-            self._judge_whole(report.recording)
-        else:
-            self._judge_rest(report)
-        if self._is_trial and self.schedule is before:
-            self.schedule = None
-        self._is_trial = False
-
-    def _judge_whole(self, recording: Recording) -> None:
-        tally = tally_of(recording)
-        if self._footprint is None:
-            self._footprint = self._first(recording, tally)
-        if not tally.is_whole and self._footprint.tally.is_whole:
-            self._tell_unrecorded(str(recording.reason))
-        growth = self._footprint.growth(tally)
-        if self._chosen is None:
-            self._choose(outline_of(recording), tally)
-        elif growth > self._accounted:
-            outline = outline_of(recording)
-            rough = self._estimate(outline, self._chosen) + growth * _ESTIMATE_ERROR
-            if rough > self._plan.budget:
-                self._choose(outline, tally)
-            self._accounted = max(self._accounted, growth)
-
-    def _first(self, recording: Recording, tally: Tally) -> Footprint:
-        """The footprint of a larger batch that is met for the first time."""
-        plan, larger = self._plan, self._larger
-        assert larger is not None
-        known, predicted = plan.footprint, larger.predicted_peak
-        outline = outline_of(recording)
-        peak = self._estimate(outline, self._chosen)
-        more = larger.footprint.made_more(tally)
-        is_wrong = more > _SAME * sum(size for _, size in larger.footprint.tally.made)
-        if is_wrong and predicted + more > plan.budget:
-            self._choose(outline, tally, predicted + more)  # sizes were mistaken for others
-            return known
-        if peak > max(plan.budget, _ROUGH * predicted):
-            self._choose(outline, tally)  # there is more to it than the batch
-            return known
-        scale = (predicted - plan.base) / max(1.0, peak - plan.base)
-        return replace(known, tally=tally, factors=tuple(scale * each for each in known.factors))
-
-    def _choose(self, outline: Graph, tally: Tally, least: float = 0.0) -> None:
-        """Choose among the alternatives for later calls. Warn if the plan's own do not fit.
-
-        ``least``: bytes that the step is known to take, whatever is estimated.
-        """
-        plan = self._plan
-        options = (plan.schedule, *plan.alternatives)
-        room = plan.budget * (1 - _SPARE)
-        peaks = [self._estimate(outline, each) for each in options]
-        was_unknown, self._accounted = self._chosen is None, math.inf
-        growth = plan.footprint.growth(tally)
-        if was_unknown and peaks[0] + growth * _ESTIMATE_ERROR <= plan.budget:
-            self._chosen, self.schedule = plan.schedule, _schedule_of(plan)
-            self._accounted = growth
-            return
-        fitting = [n for n, peak in enumerate(peaks) if n and peak <= room]
-        number = fitting[0] if fitting else min(range(len(peaks)), key=peaks.__getitem__)
-        peak = peaks[0] if was_unknown else self._estimate(outline, self._chosen)
-        self._tell(max(peak, least), tally, peaks[number])
-        self._chosen = self.schedule = options[number]
-        if number < len(options) - 1:
-            self._accounted = growth
-
-    def _estimate(self, outline: Graph, schedule: NamedSchedule | None) -> float:
-        """The peak of a step in bytes, estimated from its outline."""
-        plan = self._plan
-        assert schedule is not None
-        options = (plan.schedule, *plan.alternatives)
-        number = options.index(schedule) if schedule in options else 0
-        factors = (self._footprint or plan.footprint).factors
-        more = 0 if self._differences is None else self._differences.nbytes
-        return plan.base + factors[number] * estimated(outline, schedule) + more
-
-    def _judge_rest(self, report: CallReport) -> None:
-        """A call differed from its recording at some op; the rest of it was recorded."""
+        """Compare a call that was recorded, as a whole or from some op on, with the known one."""
+        recording = report.recording
         if report.is_unrecorded:
-            self._tell_unrecorded(str(report.difference))
-        footprint, plan = self._footprint, self._plan
-        if report.recording is None or footprint is None:
+            self._warn_unrecorded(str(report.difference))
+        elif report.difference is None and recording is not None and recording.reason is not None:
+            self._warn_unrecorded(str(recording.reason))
+        if recording is None or self._made is None:
             return
-        tally = tally_of(report.recording, report.before, report.calls)
-        # What comes from outside of the rest is not from outside of the call.
-        tally = replace(tally, gradients=footprint.tally.gradients)
-        growth = footprint.growth(tally)
-        predicted = (self._larger or plan).predicted_peak
-        # What autograd saved is counted among what was made, too.
-        if growth > self._accounted and predicted + growth > plan.budget:
-            self._tell(predicted + growth / 2, tally)
+        before = None if report.difference is None else report.before
+        made = bytes_by_module(recording, before)
+        known = max(1, sum(self._made.values()))
+        # Where shapes depend on data, what one module makes more another makes less.
+        added = sum(made.values()) - known
+        grown = sum(now - was for _, now, was in _growth(self._made, made))
+        if (added if recording.shapes else grown) > _TOLERANCE * known:
+            # Roughly: as if all that is new were there at once, or in proportion. The trace will
+            # tell.
+            share = added / known * (self._peak - self._plan.base)
+            peak = self._peak + (min(share, added) if recording.shapes else grown)
+            if peak > self._plan.budget:
+                self._warn(round(peak), made)
+            self._has_outgrown, self._outgrown = True, self.schedule
+            self.schedule, self.wants_trace = self._plan.least, True
+
+    def traced(self, graph: Graph, recording: Recording) -> None:
+        """A step was traced: choose the schedule of those that follow."""
+        plan, made = self._plan, bytes_by_module(recording)
+        if recording.reason is not None:
+            self._warn_unrecorded(str(recording.reason))
+        self._outcomes = _outcomes_of(plan, graph)
+        self._varies = graph.varies
+        ran = self._outgrown if self._has_outgrown else self.schedule
+        self.schedule = self._chosen()
+        self._peak = self._expected(self.schedule)
+        ran_peak = self._expected(ran) if ran in self._outcomes else self._peak
+        if max(self._peak, ran_peak) > plan.budget:
+            self._warn(ran_peak, made, self._peak)
+        if self._made is not None:  # the most that was seen
+            made = {path: max(size, self._made.get(path, 0)) for path, size in made.items()}
+        self._made = made
+        self.is_known, self.wants_trace, self._has_outgrown = True, False, False
+
+    def exceeded(self, measured: int) -> bool:
+        """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
+        before, plan = self.schedule, self._plan
+        if self._outcomes is None:
+            if plan.graph is None:
+                self.schedule = plan.least
+                return self.schedule != before
+            self._outcomes = _outcomes_of(plan, plan.graph)
+        if before in self._outcomes:
+            self._scale = max(self._scale, measured / self._outcomes[before].peak)
+            self.schedule = self._chosen()
+        return self.schedule != before
+
+    def _chosen(self) -> NamedSchedule | None:
+        """The fastest schedule that fits, or else the one of the least peak."""
+        outcomes = self._outcomes
+        assert outcomes is not None
+        room = self._plan.budget * (IF_SHAPES_VARY if self._varies else 1.0)
+        fitting = [each for each in outcomes if self._expected(each) <= room]
+        if fitting:
+            return min(fitting, key=lambda each: outcomes[each].seconds)
+        return min(outcomes, key=lambda each: outcomes[each].peak)
+
+    def _expected(self, schedule: NamedSchedule | None) -> int:
+        """The peak to expect under a schedule."""
+        assert self._outcomes is not None
+        return math.ceil(self._outcomes[schedule].peak * self._scale)
 
     # --- warnings ---------------------------------------------------------------------------------
 
-    def _tell_unrecorded(self, reason: str) -> None:
-        self._told.tell(
+    def _warn_unrecorded(self, reason: str) -> None:
+        if self._plan.stopped is not None:
+            return  # as when it was planned
+        self._warnings.warn(
             reason,
-            "the plan is not in effect for a part of the step, which may exceed its budget: what "
-            f"autograd saves is held from where forward could not be recorded, for {reason}",
+            "the plan is not in effect for a part of the step, which may exceed its budget: from "
+            f"some op on forward could not be recorded ({reason}), and all that autograd saves "
+            "after it stays in memory",
         )
 
-    def _tell(self, peak: float, tally: Tally, then: float = 0.0) -> None:
-        """Warn of a step that takes ``peak``; those that follow take ``then``."""
+    def _warn(self, peak: int, made: Mapping[str, int], later: int = 0) -> None:
+        """Warn of a step that takes ``peak`` bytes; those that follow take ``later``."""
         plan = self._plan
         texts: list[str] = []
         cures: tuple[str, ...] = ("make the plan with the largest step that there is",)
         if self._differences is not None:
             texts, cures = [*self._differences.texts], self._differences.cures or cures
-        grown = (self._footprint or plan.footprint).grown(tally)
+        grown = _growth(self._made or dict(plan.made), made)
         cause = "; ".join(texts)
         if grown:
             path, now, before = grown[0]
@@ -204,16 +192,29 @@ class Variant:
                 f"in {path or 'the model'} forward makes {bytes_text(now)}, and made "
                 f"{bytes_text(before)}"
             )
-        is_over = then > plan.budget
-        still = f", and take about {bytes_text(round(then))} still" if is_over else ""
-        self._told.tell(
+        texts = texts or ["what it keeps in memory is not what was planned"]
+        still = f", and take about {bytes_text(later)} still" if later > plan.budget else ""
+        self._warnings.warn(
             cause,
             f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
-            f"about {bytes_text(round(peak))}, and the budget is {bytes_text(plan.budget)}. The "
+            f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. The "
             f"steps like it that follow keep less and recompute more{still}. For a plan that knows "
             f"of it: {'; '.join(cures)}",
         )
 
 
-def _schedule_of(plan: PlannedStep) -> NamedSchedule | None:
-    return None if plan.plain_peak <= plan.budget else plan.schedule
+def _outcomes_of(plan: PlannedStep, graph: Graph) -> dict[NamedSchedule | None, Outcome]:
+    """How the schedules of a plan, and the plain step, do on the graph of a step."""
+    graph = plan.with_costs(graph)
+    outcomes: dict[NamedSchedule | None, Outcome] = {None: simulate_plain(graph)}
+    for each in dict.fromkeys((plan.schedule, *plan.alternatives)):
+        outcomes[each] = simulate(graph, each.schedule_in(graph))
+    return outcomes
+
+
+def _growth(known: Mapping[str, int], made: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The modules whose results are larger than known: path, bytes now and before."""
+    modules = [(path, size, known.get(path, 0)) for path, size in made.items()]
+    return sorted(
+        (each for each in modules if each[1] > each[2]), key=lambda each: each[2] - each[1]
+    )

@@ -1,4 +1,4 @@
-"""What is in memory in a step under a plan: the output of the model, and the peak on the device.
+"""Watches steps under a plan: whether the loop holds the model's output, and the peak (P7).
 
 A training loop may hold the output of the model through backward, or not: a plan has to assume one
 of the two.
@@ -21,19 +21,19 @@ from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 
-__all__ = ["PeakWatch", "tell_of_output", "watch_output"]
+__all__ = ["PeakWatch", "Waiting", "report_output", "watch_output", "when_backward_reaches"]
 
 _Tensor = torch.Tensor
 _log = logging.getLogger("recollect")
-#: The part of a budget that is worth a line in a log.
-_WORTH = 1e-3
+#: The fraction of a budget that is worth a line in a log.
+_WORTH_A_LINE = 1e-3
 
 
-def watch_output(output: Any, tell: Callable[[int, int], None]) -> None:
-    """Have ``tell`` called once, when backward first reaches ``output``. Holds no tensor.
+def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
+    """Have ``act`` called once, when backward first reaches ``output``. Holds no tensor.
 
-    With the bytes of ``output`` that are in memory by then, and with all of them. What the loss has
-    saved of it has been freed, unless the graph is retained.
+    Its arguments are the bytes of ``output`` that are still in memory, and all bytes of it. By then
+    the tensors that the loss saved have been freed, unless the graph is retained.
     """
     storages: dict[int, tuple[Any, int]] = {}
     for tensor in _tensors(output):
@@ -44,13 +44,28 @@ def watch_output(output: Any, tell: Callable[[int, int], None]) -> None:
 
     def reached() -> None:
         alive = sum(nbytes for storage, nbytes in storages.values() if storage() is not None)
-        tell(alive, sum(nbytes for _, nbytes in storages.values()))
+        act(alive, sum(nbytes for _, nbytes in storages.values()))
 
     if storages:
-        _when_backward_reaches(output, reached)
+        when_backward_reaches(output, reached)
 
 
-def _when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
+class Waiting:
+    """Alive until backward reaches ``output``, or its graph is dropped. Nothing else holds it."""
+
+    def __init__(self, output: Any) -> None:
+        when_backward_reaches(output, self._reached)
+
+    def _reached(self) -> None:
+        """Nothing to do: the hook that holds this object is gone."""
+
+    def is_waiting(self) -> bool:
+        """Whether backward has yet to come: it is alive."""
+        return True
+
+
+def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
+    """Have ``act`` called once, when backward first reaches ``output``."""
     nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
     handles: list[Any] = []
 
@@ -73,8 +88,8 @@ def _tensors(output: Any) -> Iterator[_Tensor]:
             yield from _tensors([*vars(leaf).values()])
 
 
-def tell_of_output(alive: int, planned: int, budget: int) -> bool:
-    """Tell the user if the loop holds more or less of the output than planned. Whether it does.
+def report_output(alive: int, planned: int, budget: int) -> bool:
+    """Warn or log if the loop holds more or less of the output than planned. Whether it does.
 
     ``alive``: bytes of the output in memory when backward reaches it; ``planned``: in the plan.
     """
@@ -87,7 +102,7 @@ def tell_of_output(alive: int, planned: int, budget: int) -> bool:
             PlanWarning,
         )
         return True
-    if planned - alive > _WORTH * budget:
+    if planned - alive > _WORTH_A_LINE * budget:
         _log.info(
             "the plan assumes that the model's output is held through backward, and it is not: "
             "%s bytes of the budget go unused. Plan with holds_output=False to use them",
@@ -98,20 +113,20 @@ def tell_of_output(alive: int, planned: int, budget: int) -> bool:
 
 
 class PeakWatch:
-    """The peak of CUDA's allocator from the beginning of a forward to the end of its backward.
+    """Compares the peak of CUDA's allocator in a step, forward and backward, with the budget.
 
     What happens between steps (evaluation, other models) does not count. The statistics are the
-    user's, and are never reset: a step whose peak is below an earlier one is not noticed.
+    user's and are never reset, so a step whose peak is below an earlier one is not noticed.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._device: torch.device | None = None
-        #: The peak of the last step, if that was above the budget.
+        #: The peak of the last step, if it exceeded the budget.
         self.over: int | None = None
 
     def read(self, model: Any) -> int | None:
-        """The peak so far; None if there is nothing to read."""
+        """The peak so far; None if the model is not on a CUDA device."""
         if not torch.cuda.is_initialized() or not isinstance(model, nn.Module):
             return None
         if self._device is None:
@@ -121,7 +136,7 @@ class PeakWatch:
         return None if self._device.type != "cuda" else _peak_on(self._device)
 
     def compare(self, output: Any, before: int) -> None:
-        """When the backward of ``output`` is over, compare with ``before``, the peak before."""
+        """Compare when the backward of ``output`` ends. ``before``: the peak before the step."""
 
         def compare() -> None:
             assert self._device is not None
@@ -129,7 +144,7 @@ class PeakWatch:
             if peak > before and peak > self._budget:
                 self.over = peak
 
-        _when_backward_reaches(output, lambda: at_end_of_backward(compare))
+        when_backward_reaches(output, lambda: at_end_of_backward(compare))
 
 
 def _peak_on(device: torch.device) -> int:

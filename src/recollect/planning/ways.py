@@ -1,9 +1,10 @@
-"""Running the step plain, under a schedule or with blocks checkpointed, and measuring it (P3).
+"""Running the step plain or under a schedule, and measuring it (P3).
 
 The cost of the engine itself is measured in the same way: steps are timed plain, under a plan that
 keeps everything, and under one that runs many ops again. The second minus the first is what the
 engine costs in forward; the third minus the second, and minus the ops themselves, is what running
-ops again costs.
+ops again costs. If that is much, checkpointing whole modules may be quicker: what each kind of
+module costs, by either engine, is what a step takes longer in which all of them are checkpointed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -19,16 +21,23 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.blocks import unwrap_blocks, wrap_blocks
+from recollect.planning.module_regions import (
+    ENGINES,
+    callable_paths,
+    unwrap_modules,
+    wrap_modules,
+)
 from recollect.planning.record import Profile
-from recollect.planning.runner import WarnOnce, run_planned
+from recollect.planning.runner import run_planned
 from recollect.planning.sampling import Timing, timing_of
+from recollect.planning.solving.modules import ModuleCandidate, find_units, kind_of
 from recollect.planning.step import TrainingStep
+from recollect.planning.warn_once import WarnOnce
 from recollect.planning.watch import watch_output
-from recollect.policy.op_sets import ATTENTION, MATMULS
+from recollect.policy.op_info import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule, trimmed
-from recollect.state.streams import read_streams, settle_streams, write_streams
+from recollect.state.rng import read_streams, settle_streams, write_streams
 
 __all__ = ["Peaks", "Way", "expensive_ops", "peaks_under", "times_under", "with_overhead"]
 
@@ -40,6 +49,13 @@ _SECONDS = 6.0
 #: The engine is not timed if this many seconds for each op were less than this part of the step.
 _PER_OP = 50e-6
 _LITTLE = 0.03
+#: How many tensors are offloaded to see what that costs.
+_SENT = 16
+#: Kinds of modules of which the cost is measured: as many as take so many seconds, and so many at
+#: most. Those that free less than this part of what the first kind frees are left out.
+_PRICING_SECONDS = 10.0
+_KINDS = 5
+_SLIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,19 +63,21 @@ class Way:
     """How the step is run."""
 
     by: NamedSchedule | None = None  #: None: plain
+    #: Whether what modules recompute is compared with forward, by its values.
+    is_checked: bool = False
 
     @contextmanager
-    def taken(
+    def applied(
         self,
         model: nn.Module,
-        told: WarnOnce,
-        note: Callable[[int], None] | None = None,
-        witnesses: list[CallReport] | None = None,
+        warnings: WarnOnce,
+        on_output: Callable[[int], None] | None = None,
+        reports: list[CallReport] | None = None,
     ) -> Iterator[None]:
         """A context in which ``model`` is run so.
 
-        ``note`` is given the bytes of its output that are there when backward reaches it;
-        ``witnesses`` one for each call.
+        ``on_output`` is given the bytes of its output that are there when backward reaches it;
+        ``reports`` gets one for each call.
         """
         by = self.by
         if by is None:
@@ -68,20 +86,22 @@ class Way:
 
         def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             report = CallReport()
-            output = run_planned(function, args, kwargs, by, told, report)
-            if witnesses is not None:
+            output = run_planned(
+                function, args, kwargs, by, warnings, report, is_checked=self.is_checked
+            )
+            if reports is not None:
                 report.remat = None  # which holds tensors: they would count in the next step
-                witnesses.append(report)
-            if note is not None:
-                watch_output(output, lambda alive, _: note(alive))
+                reports.append(report)
+            if on_output is not None:
+                watch_output(output, lambda alive, _: on_output(alive))
             return output
 
         wrap_module(model, run)
         try:
-            wrap_blocks(model, by.blocks)
+            wrap_modules(model, by.engines)
             yield
         finally:
-            unwrap_blocks(model)
+            unwrap_modules(model)
             unwrap_module(model)
 
 
@@ -99,14 +119,14 @@ class Peaks:
 def peaks_under(
     way: Way,
     step: TrainingStep,
-    told: WarnOnce,
+    warnings: WarnOnce,
     progress: Callable[[float], None],
-    witnesses: list[CallReport] | None = None,
+    reports: list[CallReport] | None = None,
 ) -> Peaks:
     """The peaks of steps that are run in a way."""
     measured, spare = [], []
     output: list[int] = []
-    with step.undone(), way.taken(step.model, told, output.append, witnesses):
+    with step.undone(), way.applied(step.model, warnings, output.append, reports):
         for number in range(_STEPS):
             progress(number / _STEPS)
             measured.append(step.measured_peak())
@@ -116,29 +136,36 @@ def peaks_under(
 
 
 def times_under(
-    ways: Sequence[Way], step: TrainingStep, told: WarnOnce, warm: int = 1
+    ways: Sequence[Way], step: TrainingStep, warnings: WarnOnce, warm: int = 1
 ) -> list[Timing]:
     """The time of a step in each of several ways, after ``warm`` steps in each.
 
     They take turns, so that what slows the machine down for a while slows all of them down. All
     draw the same random numbers, on which forward may depend.
     """
+    return [timing_of(found, long=True) for found in _samples(ways, step, warnings, warm)]
+
+
+def _samples(
+    ways: Sequence[Way], step: TrainingStep, warnings: WarnOnce, warm: int
+) -> list[list[float]]:
+    """The seconds of steps, by way and round."""
     samples: list[list[float]] = [[] for _ in ways]
     with step.undone():
         streams = read_streams(())
         for way in ways:
-            with way.taken(step.model, told):
+            with way.applied(step.model, warnings):
                 for _ in range(warm):
                     write_streams(settle_streams(streams))
                     step.run()
         while True:
             for way, found in zip(ways, samples, strict=True):
-                with way.taken(step.model, told):
+                with way.applied(step.model, warnings):
                     write_streams(settle_streams(streams))
                     found.append(step.seconds())
             timings = [timing_of(found, long=True) for found in samples]
             if _is_enough(len(samples[0]), sum(map(sum, samples)), timings):
-                return timings
+                return samples
 
 
 def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
@@ -150,28 +177,98 @@ def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
 # --- the cost of the engine -----------------------------------------------------------------------
 
 
-def with_overhead(profile: Profile, step: TrainingStep, told: WarnOnce) -> Profile:
+def with_overhead(profile: Profile, step: TrainingStep, warnings: WarnOnce) -> Profile:
     """The profile with the costs of the engine in its graph."""
     graph = profile.graph
     if _PER_OP * len(graph.events) < _LITTLE * profile.seconds or not graph.choices:
         return profile
-    everything, again = Schedule(frozenset(graph.choices)), _that_runs_again(graph)
-    ways = [Way(), *(Way(NamedSchedule.of(graph, each)) for each in (everything, again))]
-    plain, kept, rerun = times_under(ways, step, told, warm=2)
+    again, sent = _that_runs_again(graph), _that_sends(graph)
+    schedules = [Schedule(frozenset(graph.choices)), again, *sent]
+    ways = [Way(), *(Way(NamedSchedule.of(graph, each)) for each in schedules)]
+    plain, kept, rerun, *others = times_under(ways, step, warnings, warm=2)
     if profile.timing is None or plain.seconds <= profile.seconds:  # which was less disturbed
         graph = profile.timed(plain.seconds)
         profile = replace(profile, seconds=plain.seconds, timing=plain)
     in_forward = max(0.0, kept.seconds - plain.seconds)
-    free, one = (simulate(replace(graph, rerun_cost=cost), again).rerun for cost in (0.0, 1.0))
+    costs: dict[str, Any] = {"rerun_cost": _unit_cost(graph, "rerun_cost", again, kept, rerun)}
+    for schedule, timing in zip(sent, others, strict=True):
+        costs["offload_cost"] = _unit_cost(graph, "offload_cost", schedule, kept, timing)
+    graph = replace(graph, engine_cost=in_forward, **costs)
+    # What varies has to be checked in every step, which only the replay engine does, op by op.
+    if in_forward > _LITTLE * profile.seconds and not graph.varies:
+        graph = replace(graph, module_costs=_module_costs(graph, step, warnings))
+    return replace(profile, graph=graph)
+
+
+def _unit_cost(graph: Graph, name: str, schedule: Schedule, kept: Timing, found: Timing) -> float:
+    """What the cost ``name`` of the graph has to be for ``schedule`` to take as long as it did."""
+    usual: float = getattr(graph, name)
+    options: list[dict[str, Any]] = [{name: 0.0}, {name: 1.0}]
+    free, one = (simulate(replace(graph, **each), schedule).seconds for each in options)
     count = round(one - free)
-    cost = graph.rerun_cost
-    if count:
-        # The measured cost is off by the spread. Take the usual one if that is within the spread,
-        # else the nearest that is: noise must not decide what runs again.
-        measured = (rerun.seconds - kept.seconds - free) / count
-        noise = sum(each.spread * each.seconds for each in (rerun, kept)) / count
-        cost = max(0.0, min(max(cost, measured - noise), measured + noise))
-    return replace(profile, graph=replace(graph, engine_cost=in_forward, rerun_cost=cost))
+    if not count:
+        return usual
+    # The measured cost is off by the spread. Take the usual one if that is within the spread, else
+    # the nearest that is: noise must not decide what runs again.
+    measured = (found.seconds - kept.seconds - (free - graph.plain_seconds)) / count
+    noise = sum(each.spread * each.seconds for each in (found, kept)) / count
+    return max(0.0, min(max(usual, measured - noise), measured + noise))
+
+
+def _module_costs(
+    graph: Graph, step: TrainingStep, warnings: WarnOnce
+) -> dict[tuple[str, str], float]:
+    """Seconds that checkpointing adds to a step, by module and engine."""
+    steps = len(ENGINES) * (_LEAST + 2)
+    count = max(1, min(_KINDS, int(_PRICING_SECONDS / (steps * graph.plain_seconds))))
+    kinds = _kinds(find_units(graph, callable_paths(step.model)), count)
+    ways: dict[tuple[str, str], Way] = {}
+    with step.undone():
+        for kind, units in kinds.items():
+            for engine in ENGINES:
+                way = Way(NamedSchedule(modules=tuple((unit.path, engine) for unit in units)))
+                if _can_run(way, step, warnings):
+                    ways[kind, engine] = way
+    plain, *others = _samples([Way(), *ways.values()], step, warnings, warm=2)
+    costs = {}
+    for (kind, engine), samples in zip(ways, others, strict=True):
+        # Of pairs, since what slows a machine down for a while slows down both.
+        added = median(longer - short for longer, short in zip(samples, plain, strict=True))
+        units = kinds[kind]
+        work = sum(map(_work, units))
+        for unit in units:
+            costs[unit.path, engine] = max(0.0, added) * _work(unit) / work
+    return costs
+
+
+def _kinds(units: Sequence[ModuleCandidate], count: int) -> dict[str, list[ModuleCandidate]]:
+    """The modules by kind: the ``count`` kinds that free most, if that is not little."""
+    found: dict[str, list[ModuleCandidate]] = {}
+    for unit in units:
+        found.setdefault(kind_of(unit.path), []).append(unit)
+    freed = {kind: sum(unit.freed for unit in found[kind]) for kind in found}
+    most = max(freed.values(), default=0)
+    kinds = sorted(freed, key=freed.__getitem__, reverse=True)[:count]
+    return {kind: found[kind] for kind in kinds if freed[kind] > _SLIGHT * most}
+
+
+def _work(unit: ModuleCandidate) -> float:
+    """What the cost of modules of one kind is shared by."""
+    return unit.seconds + unit.count * _PER_OP
+
+
+def _can_run(way: Way, step: TrainingStep, warnings: WarnOnce) -> bool:
+    """Whether the step runs so, and recomputes what forward computed.
+
+    An engine may refuse what a module does. A module that counts its calls, and computes with the
+    count, computes something else when it runs twice.
+    """
+    try:
+        with replace(way, is_checked=True).applied(step.model, warnings):
+            step.run()
+    except Exception:  # noqa: BLE001 - the user's code, run once more than it expects
+        return False
+    return True
 
 
 def _that_runs_again(graph: Graph) -> Schedule:
@@ -182,6 +279,16 @@ def _that_runs_again(graph: Graph) -> Schedule:
     if kept and simulate(graph, schedule).peak <= simulate(graph, plain).peak:
         return schedule
     return trimmed(graph, Schedule(frozenset(graph.choices[::2])))
+
+
+def _that_sends(graph: Graph) -> list[Schedule]:
+    """A schedule that offloads some tensors and keeps the rest; none if none can be offloaded."""
+    sendable = [n for n in graph.choices if graph.ops[n].can_send]
+    sizes = {n: sum(graph.values[v].nbytes for v in graph.results[n]) for n in sendable}
+    sent = frozenset(sorted(sendable, key=sizes.__getitem__)[len(sendable) // 2 :][:_SENT])
+    if graph.link is None or not sent:
+        return []
+    return [Schedule(frozenset(graph.choices) - sent, sent, limit=sum(sizes[n] for n in sent))]
 
 
 def expensive_ops(graph: Graph) -> set[int]:

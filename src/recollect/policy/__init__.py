@@ -1,7 +1,7 @@
 """Policies: which results of a checkpointed region are kept, and where.
 
-A policy is a list of rules. Each op of forward is put to them in order and the first that has an
-answer wins; an op on which no rule has one is recomputed::
+A policy is a list of rules. The first rule that matches an op of forward decides about its results;
+an op that no rule matches is recomputed::
 
     from recollect import policy
 
@@ -12,21 +12,22 @@ serve any number of regions, in eager code and under ``torch.compile``. A rule t
 is loud: a pattern raises and lists what there is, an op that never runs warns.
 """
 
-from recollect.policy.makers import (
-    attention,
-    every_nth,
-    everything,
-    matmuls,
-    nothing,
-    offload_modules,
-    offload_ops,
-    ops,
-    recompute_ops,
-    save_modules,
-    save_named,
-    save_ops,
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.policy.op_info import ATTENTION, MATMULS
+from recollect.policy.rules import (
+    CheckpointPolicy,
+    ModuleRule,
+    NameRule,
+    OpRule,
+    PatternRule,
+    Policy,
+    Rule,
+    checked_ops,
+    written,
 )
-from recollect.policy.rules import Policy
 
 __all__ = [
     "Policy",
@@ -43,3 +44,108 @@ __all__ = [
     "save_named",
     "save_ops",
 ]
+
+_SAVE = CheckpointPolicy.MUST_SAVE
+_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
+_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
+
+# --- rules about ops ------------------------------------------------------------------------------
+
+
+def ops(*packets: Any) -> list[Any]:
+    """Each op of ``packets`` (``torch.ops.aten.mm``) with all its overloads."""
+    return checked_ops(packets, "ops")
+
+
+def _op_policy(name: str, given: tuple[Any, ...], decision: CheckpointPolicy) -> Policy:
+    if not given:
+        raise TypeError(f"{name}() needs at least one op, such as torch.ops.aten.mm")
+    found = frozenset(checked_ops(given, f"{name}()"))
+    return Policy(OpRule(written(name, given), decision, found))
+
+
+def save_ops(*ops: Any) -> Policy:
+    """Keep what these ops return. A packet, ``torch.ops.aten.mm``, stands for all its overloads."""
+    return _op_policy("save_ops", ops, _SAVE)
+
+
+def recompute_ops(*ops: Any) -> Policy:
+    """Run these ops again, whatever later rules and our own defaults say."""
+    return _op_policy("recompute_ops", ops, _RECOMPUTE)
+
+
+def offload_ops(*ops: Any) -> Policy:
+    """Keep what these ops return in host memory."""
+    return _op_policy("offload_ops", ops, _OFFLOAD)
+
+
+def every_nth(op: Any, n: int) -> Policy:
+    """Keep the ``n``-th, ``2n``-th, ... result of ``op``, counted in every call of a region.
+
+    The calls in between are left to the rules that follow. All overloads of a packet are counted
+    together.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n should be a positive int, but got {n!r}")
+    found = frozenset(checked_ops([op], "every_nth()"))
+    return Policy(OpRule(f"every_nth({op}, {n})", _SAVE, found, n=n))
+
+
+def matmuls() -> Policy:
+    """Keep matrix products: most of the time of a transformer, for a share of its memory."""
+    return Policy(OpRule("matmuls()", _SAVE, names=MATMULS))
+
+
+def attention() -> Policy:
+    """Keep the results of attention kernels (``scaled_dot_product_attention`` and its kind)."""
+    return Policy(OpRule("attention()", _SAVE, names=ATTENTION))
+
+
+def everything() -> Policy:
+    """Keep every result."""
+    return Policy(Rule("everything()", _SAVE))
+
+
+def nothing() -> Policy:
+    """Keep nothing but the results that are kept by default: discrete choices, communication.
+
+    To recompute those as well, name them before: ``recompute_ops(...) | nothing()``.
+    """
+    return Policy(Rule("nothing()", CheckpointPolicy.PREFER_RECOMPUTE))
+
+
+# --- rules about modules and names ----------------------------------------------------------------
+
+
+def _pattern_policy(
+    kind: type[PatternRule],
+    name: str,
+    patterns: tuple[str, ...],
+    decision: CheckpointPolicy,
+    example: str,
+) -> Policy:
+    if not patterns:
+        raise TypeError(f"{name}() needs at least one pattern, such as {example!r}")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"{name}() takes patterns such as {example!r}, but got {pattern!r}")
+    return Policy(kind(written(name, patterns), decision, patterns))
+
+
+def save_modules(*patterns: str) -> Policy:
+    """Keep what runs inside these modules.
+
+    A pattern is compared with the path of a module, or with the end of it after a dot; ``*`` stands
+    for any characters: ``"attn.wo"``, ``"layers.*.mlp"``. The modules need not be changed.
+    """
+    return _pattern_policy(ModuleRule, "save_modules", patterns, _SAVE, "*.attn.wo")
+
+
+def offload_modules(*patterns: str) -> Policy:
+    """Keep what runs inside these modules in host memory. Patterns are those of `save_modules`."""
+    return _pattern_policy(ModuleRule, "offload_modules", patterns, _OFFLOAD, "*.mlp.up")
+
+
+def save_named(*patterns: str) -> Policy:
+    """Keep the tensors that the region names: ``recollect.tag(tensor, name)``."""
+    return _pattern_policy(NameRule, "save_named", patterns, _SAVE, "queries")

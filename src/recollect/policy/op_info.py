@@ -21,13 +21,52 @@ from recollect._torch.ops import (
     op_name,
     returned_aliases,
 )
-from recollect.policy.op_sets import ATTENTION, COLLECTIVES, DISCRETE, DISCRETE_OVERLOADS
 
-__all__ = ["SAC_IGNORED_OPS", "OpInfo", "known_ops", "op_info"]
+__all__ = ["ATTENTION", "MATMULS", "SAC_IGNORED_OPS", "OpInfo", "known_ops", "op_info"]
 
 _Args = tuple[Any, ...]
 #: Position and name of an argument.
 _Place = tuple[int, str]
+
+# Sets of ops are by the dispatcher's names: the ops of other libraries appear when those are
+# imported, and a name can be compared before.
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+#: Matrix products.
+MATMULS = _aten(
+    "mm addmm bmm baddbmm addbmm mv addmv linear mkldnn_linear "
+    "_addmm_activation _grouped_mm _int_mm _scaled_grouped_mm _scaled_mm"
+)
+
+#: Attention in one kernel: torch's, and those of libraries that register theirs.
+ATTENTION = _aten(
+    "_efficient_attention_forward _flash_attention_forward "
+    "_scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_fused_attention_overrideable"
+) | {
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+    *("flash_attn_3::fwd", "torch_attn::_varlen_attn", "flex_attention"),
+    *("xformers::efficient_attention_forward_cutlass", "xformers_flash::flash_fwd"),
+}
+
+#: A choice that may come out otherwise from inputs that differ in the last bit, and then everything
+#: after it is another computation: which expert gets which token.
+_DISCRETE = _aten(
+    "argmax argmin argsort bincount bucketize cummax cummin histc kthvalue mode multinomial "
+    "nonzero nonzero_static searchsorted sort topk unique_consecutive unique_dim _unique _unique2"
+)
+
+#: Likewise, but not in their other overloads.
+_DISCRETE_OVERLOADS = ("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim")
+
+#: Namespaces of communication between processes.
+_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 #: Ops that no policy is applied to. Forward and recomputation detach a different number of times,
 #: and our own checks read the metadata of tensor subclasses through ops.
@@ -48,52 +87,50 @@ _FUNCTIONS = (
 )
 
 #: Ops that write to running statistics although their schemas do not say so.
-_HIDDEN_WRITES = frozenset(
-    {
-        "aten::batch_norm_gather_stats",
-        "aten::batch_norm_gather_stats_with_counts",
-        "aten::batch_norm_update_stats",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm",
-        "aten::native_batch_norm",
-    }
+_HIDDEN_WRITES = _aten(
+    "batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats "
+    "cudnn_batch_norm miopen_batch_norm native_batch_norm"
 )
 #: Normalizations whose results are independent of the running statistics that they update.
-_UPDATING_NORMS = _HIDDEN_WRITES | {
-    "aten::_native_batch_norm_legit",
-    "aten::_batch_norm_with_update",
-}
-#: Namespaces of ops that write to their arguments although their schemas do not say so; and the one
-#: higher-order op that is known to write to none.
-_HIDDEN_WRITERS = ("c10d::", "symm_mem::")
+_UPDATING_NORMS = _HIDDEN_WRITES | _aten("_native_batch_norm_legit _batch_norm_with_update")
+#: Communication between processes in place: writes to the first argument, which the schemas do not
+#: say and autograd does not count. Only these write to none.
+_IN_PLACE_COLLECTIVES = "c10d::"
+_WRITING_NOTHING = frozenset(
+    f"c10d::{name}" for name in ("barrier", "check_for_nan", "monitored_barrier_", "send")
+)
+#: A namespace of ops that write to any of their arguments although their schemas do not say so; and
+#: the one higher-order op that is known to write to none.
+_HIDDEN_WRITERS = "symm_mem::"
 _FLEX_ATTENTION = "flex_attention"
-#: Namespaces of ops that are run for their effect: those, and the ranges of a profiler.
-_EFFECTS = (*_HIDDEN_WRITERS, "profiler::")
+#: The ranges of a profiler.
+_RANGES = "profiler::"
+#: Namespaces of ops that are run for their effect.
+_EFFECTS = (_IN_PLACE_COLLECTIVES, _HIDDEN_WRITERS, _RANGES)
 
 #: Ops that replace what they write to without reading it. (bernoulli_ with a tensor of
 #: probabilities reads that tensor, not the one it writes to.)
-_OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal"),
-        *("normal", "random", "uniform", "zero"),
-    )
+_OVERWRITING = _aten(
+    "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ "
+    "zero_"
 )
 #: Ops that allocate memory for somebody else to fill.
 _ALLOCATING = ("aten::empty", "aten::new_", "aten::zeros", "aten::ones", "aten::full")
 #: Views that show memory conjugated or negated.
-_LAZY = ("aten::_conj", "aten::_neg_view", "aten::conj", "aten::resolve_conj", "aten::resolve_neg")
-#: Ops that give their argument another memory.
-_REPLACING = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_")
-#: Views of a part of the whole memory, wherever in it their argument begins.
-_ABSOLUTE = ("aten::as_strided", "aten::as_strided_")
+_LAZY = _aten("_conj _neg_view conj resolve_conj resolve_neg")
+#: Ops that give their argument another storage.
+_REPLACING = _aten("resize_ resize_as_ set_ _resize_output_")
+#: Views of the whole storage, wherever in it their argument begins.
+_ABSOLUTE = _aten("as_strided as_strided_")
 #: Recurrent layers of a library. They draw from a state that the library has on the device. No
 #: generator knows of it, but it is seeded again from one whose state has been set.
-_RECURRENT = ("aten::_cudnn_rnn", "aten::miopen_rnn")
+_RECURRENT = _aten("_cudnn_rnn miopen_rnn")
+#: Attention of the CPU, which refuses dropout: it draws nothing, whatever its tag says.
+_NEVER_RANDOM = "aten::_scaled_dot_product_flash_attention_for_cpu"
 #: Beside pointwise ops: those that are computed in the same way under all global flags.
-_FLAGLESS = frozenset({"aten::_to_copy", "aten::cat", "aten::clone", "aten::copy_"})
+_FLAGLESS = _aten("_to_copy cat clone copy_")
 #: Pointwise ops that libraries compute in their own way.
-_FLAGGED = frozenset({"aten::gelu", "aten::gelu_"})
+_FLAGGED = _aten("gelu gelu_")
 
 
 class OpInfo:
@@ -114,7 +151,9 @@ class OpInfo:
         self.is_attention = name in ATTENTION
         self.is_index = name in ("aten::index", "aten::_unsafe_index")
         #: Whether the shape of its result may depend on data.
-        self.has_dynamic_shape = not self.is_overload or has_tag(op, torch.Tag.dynamic_output_shape)
+        self.has_dynamic_shape = has_tag(op, torch.Tag.dynamic_output_shape) or not (
+            self.is_overload or name.startswith((_IN_PLACE_COLLECTIVES, _RANGES))
+        )
         #: Whether it returns a Python number that it reads from a tensor.
         self.reads_number = has_tag(op, torch.Tag.data_dependent_output)
         #: Whether only the metadata of tensors is touched.
@@ -150,16 +189,23 @@ class OpInfo:
         self.returned_aliases = returned_aliases(op)
         # The one view that does not say so promises that its input is not used any more.
         self.is_alias = name == "aten::_unsafe_view" or any(self.returned_aliases or ())
+        #: Whether it communicates with other processes.
+        self.communicates = name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
+        is_in_place = name.startswith(_IN_PLACE_COLLECTIVES)
+        #: Whether it writes without a count by autograd, which then uses the changed tensor.
+        self.writes_uncounted = is_in_place and name not in _WRITING_NOTHING
         #: The arguments that it may write to.
         self.written_arguments: list[_Place] = [
             (each.position, each.name)
             for each in arguments
-            if each.is_written or (is_hidden and each.name.startswith("running_"))
+            if each.is_written
+            or (is_hidden and each.name.startswith("running_"))
+            or (self.writes_uncounted and each.position == 0)
         ]
         self.writes = bool(self.written_arguments)
         #: Whether it may write to any of its arguments, and nothing says to which.
-        self.writes_unseen = (
-            name.startswith(_HIDDEN_WRITERS) if self.is_overload else name != _FLEX_ATTENTION
+        self.writes_unseen = name.startswith(_HIDDEN_WRITERS) or not (
+            self.is_overload or is_in_place or name.startswith(_RANGES) or name == _FLEX_ATTENTION
         )
         self.overwrites = name in _OVERWRITING or any(each.is_out for each in arguments)
         self.is_view = self.is_alias and not self.writes
@@ -176,7 +222,7 @@ class OpInfo:
         self._training = _find(op, "training") if self.updates_statistics else None
 
     def _read_randomness(self, op: Any, name: str) -> None:
-        self.is_random = has_tag(op, torch.Tag.nondeterministic_seeded)
+        self.is_random = has_tag(op, torch.Tag.nondeterministic_seeded) and name != _NEVER_RANDOM
         generators = [each for each in arguments_of(op) if "Generator" in each.type]
         self._generator = (generators[0].position, generators[0].name) if generators else None
         others = is_op_of_others(op)
@@ -193,9 +239,9 @@ class OpInfo:
 
         Under a plan, and in the rerun engine without a policy, nothing is kept by default.
         """
-        if self.name in DISCRETE or str(self.op) in DISCRETE_OVERLOADS:
+        if self.name in _DISCRETE or str(self.op) in _DISCRETE_OVERLOADS:
             return "discrete"
-        if self.name.startswith(COLLECTIVES):
+        if self.name.startswith(_COLLECTIVES):
             return "collective"
         if self.is_random and not self.name.startswith(_OF_TORCH):
             return "random, by another library"

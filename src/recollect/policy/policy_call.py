@@ -1,22 +1,44 @@
-"""A policy during one call of a region: a decision for each op, and for each named tensor."""
+"""A policy during one call of a region: a decision for each op, and for each named tensor.
+
+Rules about modules need to know which modules are being called. For the time of the call those that
+rules match, and no others, get a pair of hooks; afterwards the model is as it was.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 
 from recollect._torch.modes import no_function_modes
+from recollect._torch.modules import compiled_in, hook_module, unhook_module
+from recollect.checks.names import model_of, plain_name
+from recollect.checks.place import warn_user
 from recollect.naming import Listener, listening
-from recollect.policy.decisions import SelectiveCheckpointContext
-from recollect.policy.modules import InsideModules
 from recollect.policy.op_info import OpInfo
-from recollect.policy.rules import FunctionRule, ModuleRule, NthRule, Policy
-from recollect.policy.rulings import OpRuling, Ruling, rulebook_of
-from recollect.policy.unmatched_rules import check_names, warn_unmatched
+from recollect.policy.rules import (
+    FunctionRule,
+    ModuleRule,
+    OpRule,
+    Policy,
+    SelectiveCheckpointContext,
+    first_unmatched,
+    fits,
+    listed,
+)
+from recollect.policy.rulings import OpRuling, Rulebook, Ruling, rulebook_of
+from recollect.state.module_state import index_of
+from recollect.state.reachable import Reachable
 
 __all__ = ["PolicyCall"]
+
+#: Modules, with the ranks of the rules that match each.
+_Matched = list[tuple[nn.Module, tuple[int, ...]]]
+_Named = list[tuple[str, nn.Module]]
 
 
 class PolicyCall:
@@ -47,28 +69,20 @@ class PolicyCall:
         self._checks = checks
         self._context = SelectiveCheckpointContext(is_recompute=False)
         self._counts = [0] * len(self.rulebook.rules)
-        self._modules: InsideModules | None = None
+        self._matched: _Matched = []
         self._outer: Listener | None = None
         #: The names of the ops that were decided about.
         self._ran: set[str] = set()
 
     def __enter__(self) -> None:
-        rulebook = self.rulebook
-        if rulebook.modules:
-            if self.function is None:
-                raise ValueError(
-                    f"{rulebook} needs to know the region's modules: pass the policy to "
-                    "recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
-                )
-            modules = InsideModules(rulebook, self.function, self.values, self.inside)
-            modules.__enter__()
-            self._modules = modules
-        if rulebook.names:
+        if self.rulebook.modules:
+            self._hook_modules()
+        if self.rulebook.names:
             self._outer, listening.listener = listening.listener, self
 
     def __exit__(self, *exc: object) -> None:
-        if self._modules is not None:
-            self._modules.__exit__(*exc)
+        for module, _ in self._matched:
+            unhook_module(module, -id(self))
         if self.rulebook.names:
             listening.listener, self._outer = self._outer, None
         # A graph may hold this object, and an argument may have got a history in the region.
@@ -77,12 +91,23 @@ class PolicyCall:
         if exc[0] is None and self._checks:
             self.check_rules(self._ran)
 
-    def check_rules(self, ran: Iterable[str], *, warns: bool = True) -> None:
-        """Report rules that match nothing. ``ran``: the names of the ops that ran."""
-        for rule in self.rulebook.names.values():
-            check_names(rule, self.names)
-        if warns:
-            warn_unmatched(self.rulebook, () if self._modules is None else self._modules.ranks, ran)
+    def _hook_modules(self) -> None:
+        if self.function is None:
+            raise ValueError(
+                f"{self.rulebook} needs to know the region's modules: pass the policy to "
+                "recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
+            )
+        matched = _matched_modules(self.rulebook, _roots(self.function, self.values))
+        # The region's own module may have been entered already, on the way to its forward.
+        owner = getattr(self.function, "__self__", None)
+        for module, ranks in matched:
+            enter, leave = (_CountHook(ranks, self.inside, step) for step in (1, -1))
+            if module is owner:
+                enter()
+            hook_module(module, -id(self), enter, leave)
+        self._matched = matched
+
+    # --- decisions --------------------------------------------------------------------------------
 
     def decide(self, info: OpInfo, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
         """The ruling about one call of an op, which returned ``out``."""
@@ -104,11 +129,12 @@ class PolicyCall:
                 return rulebook.ruling_of_function(rank, value, known.info)
             if type(rule) is ModuleRule:
                 if self.inside[rank]:
-                    return rulebook.ruling(rank, rule.decision)
-            elif type(rule) is NthRule:
+                    rulebook.unmatched.discard(rank)
+                    return rulebook.rulings[rank]
+            elif type(rule) is OpRule:  # of every n-th call
                 self._counts[rank] += 1
                 if self._counts[rank] % rule.n == 0:
-                    return rulebook.ruling(rank, rule.decision)
+                    return rulebook.rulings[rank]
         return known.ruling
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
@@ -118,5 +144,110 @@ class PolicyCall:
             if rule.covers(name):
                 assert self.keep is not None
                 with no_function_modes():  # no function of the region
-                    self.keep(tensor, name, self.rulebook.ruling(rank, rule.decision))
+                    self.keep(tensor, name, self.rulebook.rulings[rank])
                 return
+
+    # --- rules that match nothing -----------------------------------------------------------------
+
+    def check_rules(self, ran: Iterable[str], *, warns: bool = True) -> None:
+        """Report rules that match nothing. ``ran``: the names of the ops that ran."""
+        for rule in self.rulebook.names.values():
+            pattern = first_unmatched(rule.patterns, tuple(self.names))
+            if pattern is not None:
+                raise ValueError(
+                    f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
+                    f"recollect.tag(tensor, name). The names are: {listed(self.names, pattern)}"
+                )
+        if warns and self.rulebook.unmatched:
+            self._warn_unmatched(ran)
+
+    def _warn_unmatched(self, ran: Iterable[str]) -> None:
+        rulebook = self.rulebook
+        # A rule about modules may match those of another region.
+        inside = {rank for _, ranks in self._matched for rank in ranks}
+        unmatched = {n for n in rulebook.unmatched if n in inside or n not in rulebook.modules}
+        if not unmatched:
+            return
+        rulebook.unmatched -= unmatched  # once is enough
+        titles = [rulebook.rules[rank].title for rank in sorted(unmatched)]
+        warn_user(
+            f"the policy's {' and '.join(titles)} matched nothing in the region. The ops that "
+            f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
+        )
+
+
+class _CountHook:
+    """Called before or after a module is. In a copy of the module, it does nothing."""
+
+    __slots__ = ("_counts", "_ranks", "_step", "_thread")
+
+    def __init__(self, ranks: tuple[int, ...], counts: list[int], step: int) -> None:
+        self._ranks = ranks
+        self._counts = counts
+        self._step = step
+        self._thread = threading.get_ident()
+
+    def __call__(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            for rank in self._ranks:
+                self._counts[rank] += self._step
+
+    def __reduce__(self) -> Any:
+        return _CountHook, ((), [], 0)
+
+
+# --- the modules that rules match -----------------------------------------------------------------
+
+
+def _roots(function: Callable[..., Any], values: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules that a region may call: its own, or those that it reaches or is given."""
+    owner = getattr(function, "__self__", function)
+    found = [owner] if isinstance(owner, nn.Module) else Reachable(function).modules
+    return found + [value for value in values if isinstance(value, nn.Module)]
+
+
+def _matched_modules(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
+    """The modules of a region that a rule matches. A pattern must match one, here or elsewhere."""
+    # The index is another one as soon as the modules are others.
+    index = index_of(roots[0]) if len(roots) == 1 else None
+    if index is not None and index in rulebook.matched:
+        return [(module(), ranks) for module, ranks in rulebook.matched[index]]
+    inside = [pair for root in roots for pair in _visible(root)]
+    ranks: dict[int, set[int]] = {}
+    for rank, rule in rulebook.modules.items():
+        for pattern in rule.patterns:
+            for module in _find(pattern, rule.title, inside, roots):
+                ranks.setdefault(id(module), set()).add(rank)
+    modules = {id(module): module for _, module in inside if id(module) in ranks}
+    matched = [(module, (*sorted(ranks[key]),)) for key, module in modules.items()]
+    if index is not None:
+        # Weakly: the policy may outlive the model. The index holds all modules but the root.
+        rulebook.matched[index] = [(ref(module), own) for module, own in matched]
+    return matched
+
+
+def _find(pattern: str, title: str, inside: _Named, roots: list[nn.Module]) -> list[nn.Module]:
+    """The modules inside of a region that ``pattern`` matches; an error if it matches none at all.
+
+    By the path in the region or, which only a search through memory can tell, in the whole model.
+    """
+    found = [module for name, module in inside if fits(name, pattern)]
+    if found:
+        return found
+    models = {id(model): model for model in map(model_of, roots)}
+    outside = [pair for model in models.values() for pair in _visible(model)]
+    found = [module for name, module in outside if fits(name, pattern)]
+    if not found:
+        raise ValueError(
+            f"{title}: {pattern!r} matches no module (those in compiled code cannot be seen). "
+            f"There are: {listed([name for name, _ in inside + outside], pattern)}"
+        )
+    own = {id(module) for _, module in inside}
+    return [module for module in found if id(module) in own]
+
+
+def _visible(root: nn.Module) -> _Named:
+    """Modules by name, but for those in compiled code, whose ops are not seen."""
+    hidden = {id(each) for module in root.modules() for each in compiled_in(module)}
+    pairs = root.named_modules(remove_duplicate=False)
+    return [(plain_name(name), module) for name, module in pairs if id(module) not in hidden]

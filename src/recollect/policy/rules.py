@@ -5,35 +5,104 @@ Pure: nothing here runs an op or holds a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy as TorchCheckpointPolicy
 
-from recollect._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name
-from recollect.policy.decisions import CheckpointPolicy, PolicyFunction, checked_ops
-from recollect.policy.patterns import fits_any
+from recollect._torch.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    op_name,
+    packet_of,
+)
 
 __all__ = [
-    "AnyRule",
+    "CheckpointPolicy",
     "FunctionRule",
     "ModuleRule",
     "NameRule",
-    "NthRule",
     "OpRule",
     "PatternRule",
     "Policy",
     "Rule",
+    "SelectiveCheckpointContext",
+    "as_decision",
     "as_policy",
+    "checked_ops",
+    "first_unmatched",
+    "fits",
+    "listed",
     "written",
 ]
 
 
+# --- decisions ------------------------------------------------------------------------------------
+
+
+class CheckpointPolicy(enum.Enum):
+    """What selective checkpointing does with the result of an op.
+
+    ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` frees it and runs the op again,
+    ``CPU_OFFLOAD`` keeps it in host memory. ``MUST_`` binds the compiler and our own defaults as
+    well; with ``PREFER_`` they may decide otherwise.
+    """
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_CPU_OFFLOAD = 4
+    PREFER_CPU_OFFLOAD = 5
+
+
+class SelectiveCheckpointContext:
+    """Passed to a policy function with each op, and valid during that call.
+
+    ``op_output`` is what the op returned. A policy decides in forward only, so ``is_recompute`` is
+    always False; it is there for older policies that read it.
+    """
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+    def __repr__(self) -> str:
+        return f"SelectiveCheckpointContext(is_recompute={self.is_recompute})"
+
+
+def as_decision(value: Any, op: Any) -> CheckpointPolicy:
+    """The return value of a policy function as a decision; anything else is refused."""
+    if type(value) is CheckpointPolicy:
+        return value
+    if value is True or value is False:
+        return CheckpointPolicy.MUST_SAVE if value else CheckpointPolicy.PREFER_RECOMPUTE
+    # torch's own enum of the same name.
+    if type(value) is TorchCheckpointPolicy:
+        return CheckpointPolicy[value.name]
+    # No TypeError: ``x @ w`` would make "unsupported operand type(s)" of it.
+    raise ValueError(
+        f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
+        "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
+    )
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """Decides about the results that it matches. ``title`` is how the user wrote it."""
+    """Decides about the results that it matches: all, unless a subclass says which.
+
+    ``title`` is how the user wrote it.
+    """
 
     title: str
     decision: CheckpointPolicy
@@ -44,15 +113,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OpRule(Rule):
-    """Matches ops, by themselves or by name."""
+    """Matches ops, by themselves or by name; of their calls every ``n``-th in a run of a region."""
 
-    ops: frozenset[Any]
+    ops: frozenset[Any] = frozenset()
     names: frozenset[str] = frozenset()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it can match nothing."""
-        return not self.ops and not self.names
+    n: int = 1
 
     def covers(self, op: Any) -> bool:
         """Whether ``op`` is one of them."""
@@ -64,20 +129,13 @@ class OpRule(Rule):
             f"higher_order.{op_name(op)}" if isinstance(op, HigherOrderOperator) else str(op)
             for op in self.ops
         ]
-        others = {each.name: getattr(self, each.name) for each in fields(self)}
-        return _unpickle, (type(self), others | {"ops": sorted(paths)})
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _unpickle, (values | {"ops": sorted(paths)},)
 
 
-def _unpickle(cls: type[OpRule], values: dict[str, Any]) -> OpRule:
+def _unpickle(values: dict[str, Any]) -> OpRule:
     found = [reduce(getattr, path.split("."), torch.ops) for path in values["ops"]]
-    return cls(**values | {"ops": frozenset(found)})
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class NthRule(OpRule):
-    """Matches every ``n``-th call of some ops in a run of the region."""
-
-    n: int = 1
+    return OpRule(**values | {"ops": frozenset(found)})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,7 +146,7 @@ class PatternRule(Rule):
 
     def covers(self, name: str) -> bool:
         """Whether ``name`` fits one of the patterns."""
-        return fits_any(name, self.patterns)
+        return _fits_any(name, self.patterns)
 
 
 class ModuleRule(PatternRule):
@@ -103,17 +161,11 @@ class NameRule(PatternRule):
     __slots__ = ()
 
 
-class AnyRule(Rule):
-    """Matches whatever is left."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class FunctionRule(Rule):
     """Calls a function of the user's, which decides about every op."""
 
-    function: PolicyFunction
+    function: Callable[..., Any]
 
 
 class Policy:
@@ -158,6 +210,9 @@ class Policy:
         return Policy, self.rules
 
 
+# --- what users write -----------------------------------------------------------------------------
+
+
 def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
     """A policy, a collection of ops to keep, or a policy function, as a policy.
 
@@ -172,7 +227,7 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
             checked_ops(value, "policy" if packets else "`op_list`")
             raise
     is_op = isinstance(value, (OpOverload, OpOverloadPacket))
-    if getattr(value, "__module__", None) == _MAKERS:
+    if getattr(value, "__module__", None) == __package__:
         raise TypeError(
             f"{name} is the function policy.{value.__name__}, which makes a policy: call it, "
             f"{name}=policy.{value.__name__}(...)"
@@ -186,10 +241,6 @@ def as_policy(value: Any, name: str, *, packets: bool = True) -> Policy:
     )
 
 
-#: Where the functions are that make policies.
-_MAKERS = "recollect.policy.makers"
-
-
 @lru_cache(maxsize=64)  # the same list is given in every call of a region
 def _of_ops(ops: tuple[Any, ...], packets: bool) -> Policy:
     found = checked_ops(ops, "policy" if packets else "`op_list`", packets=packets)
@@ -197,7 +248,84 @@ def _of_ops(ops: tuple[Any, ...], packets: bool) -> Policy:
     return Policy(OpRule(title, CheckpointPolicy.MUST_SAVE, frozenset(found)))
 
 
+def checked_ops(ops: Iterable[Any], name: str, *, packets: bool = True) -> list[Any]:
+    """``ops`` with every packet (``torch.ops.aten.mm``) replaced by all its overloads.
+
+    Anything but an op is refused, and so is a packet unless ``packets``. ``name``: what the user
+    calls the ops.
+    """
+    checked: list[Any] = []
+    for op in ops:
+        if isinstance(op, (OpOverload, HigherOrderOperator)):
+            checked.append(op)
+        elif packets and isinstance(op, OpOverloadPacket):
+            checked += [getattr(op, overload) for overload in op.overloads()]
+        else:
+            raise ValueError(
+                f"Expected op in {name} to be an OpOverload but got: {op} of type {type(op)}."
+                f"{_hint(op)}"
+            )
+    return checked
+
+
+def _hint(op: Any) -> str:
+    if isinstance(op, OpOverloadPacket):
+        return (
+            " Please update the OpOverloadPacket to a specific OpOverload: "
+            f"torch.ops.{op}.default rather than torch.ops.{op}."
+        )
+    packet = packet_of(op)
+    return (
+        "" if packet is None else f" A function of torch is no op: name torch.ops.{packet} instead."
+    )
+
+
 def written(name: str, values: Iterable[Any]) -> str:
     """A call of the function ``name``, as the user wrote it."""
     shown = [repr(value) if isinstance(value, str) else str(value) for value in values]
     return f"{name}({', '.join(shown)})"
+
+
+# --- patterns of names ----------------------------------------------------------------------------
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` describes ``name``, or the end of it after a dot.
+
+    So the path of a region's module in the whole model need not be known: ``*.attn.wo`` and
+    ``attn.wo`` find the projection in a block as well as in a model of blocks.
+    """
+    if fnmatchcase(f".{name}", pattern):
+        return True
+    while True:
+        if fnmatchcase(name, pattern):
+            return True
+        _, dot, name = name.partition(".")
+        if not dot:
+            return False
+
+
+@lru_cache(maxsize=1024)
+def _fits_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fits(name, pattern) for pattern in patterns)
+
+
+@lru_cache(maxsize=1024)
+def first_unmatched(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """The first of ``patterns`` that describes none of ``names``."""
+    return next((p for p in patterns if not any(fits(name, p) for name in names)), None)
+
+
+#: How many names an error shows.
+_SHOWN = 40
+
+
+def listed(names: Iterable[str], sought: str) -> str:
+    """``names`` for an error about ``sought``, the most similar first."""
+    known = sorted({name for name in names if name})
+    if not known:
+        return "none"
+    similar = get_close_matches(sought.strip("*."), known, n=5, cutoff=0.5)
+    ordered = [*similar, *(name for name in known if name not in similar)]
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
-from recollect.policy.decisions import CheckpointPolicy, as_decision
 from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.rules import (
-    AnyRule,
+    CheckpointPolicy,
     FunctionRule,
     ModuleRule,
     NameRule,
-    NthRule,
     OpRule,
     Policy,
     Rule,
+    as_decision,
 )
 
 __all__ = ["OpRuling", "Rulebook", "Ruling", "rulebook_of"]
@@ -39,54 +36,53 @@ class Ruling:
         self.rank = rank
 
 
-#: The rank of decisions that no rule has made.
-_NO_RULE = 1 << 30
-_DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", _NO_RULE)
+#: No rule has decided: the rank is behind those of all rules.
+_DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
 
 
 class OpRuling:
     """What a policy says about one op, and what of it depends on the call."""
 
-    __slots__ = ("call", "info", "is_kept", "is_per_call", "is_plain", "is_view", "rules", "ruling")
+    __slots__ = ("call", "info", "is_plain", "may_be_kept", "rules", "ruling")
 
     def __init__(self, info: OpInfo, ruling: Ruling, rules: list[tuple[int, Rule]]) -> None:
         self.info = info
         self.call = info.call
         self.is_plain = info.is_plain
-        self.is_view = info.is_view
-        #: Holds unless one of ``rules`` decides, which are to be tried at every call.
+        #: Holds unless one of ``rules`` decides, which are tried at every call.
         self.ruling = ruling
         #: With their ranks.
         self.rules = rules
-        #: Whether the decision depends on the call; otherwise, whether results are kept.
-        self.is_per_call = bool(rules) and info.can_be_kept
-        self.is_kept = ruling.keeps and info.can_be_kept
+        self.may_be_kept = info.can_be_kept and (ruling.keeps or bool(rules))
 
 
 class Rulebook:
     """The rules of one policy, and what they say about the ops met so far.
 
-    ``protects``: results that are `OpInfo.kept_by_default` are kept unless a rule insists.
+    A rule is known by its rank, its place in the policy. ``protects``: results that are
+    `OpInfo.kept_by_default` are kept unless a rule insists.
     """
 
     def __init__(self, policy: Policy, *, protects: bool) -> None:
         self.rules = policy.rules
         self.modules = {n: r for n, r in enumerate(self.rules) if isinstance(r, ModuleRule)}
         self.names = {n: r for n, r in enumerate(self.rules) if isinstance(r, NameRule)}
+        #: What each rule says about the results that it matches.
+        self.rulings = [Ruling(r.decision, r.title, n) for n, r in enumerate(self.rules)]
         #: Ranks of the rules about ops and modules that have matched nothing yet.
         self.unmatched = {
             rank
             for rank, rule in enumerate(self.rules)
-            if isinstance(rule, ModuleRule) or (isinstance(rule, OpRule) and not rule.is_empty)
+            if isinstance(rule, ModuleRule)
+            or (isinstance(rule, OpRule) and (rule.ops or rule.names))
         }
-        #: By a region's module, the modules in it that rules match.
-        self.matched: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        #: By `ModuleIndex` of a region's module, the modules in it that rules match.
+        self.matched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         #: By id of the op: ops hash slowly.
         self.known: dict[int, OpRuling] = {}
         self._protects = protects
-        #: By rank of a rule, and id of a decision or of what a policy function returned.
-        self._rulings: dict[tuple[int, int], Ruling] = {}
-        self._returned: dict[tuple[int, int], Ruling] = {}
+        #: By id of what a policy function returned: the values that are allowed are never freed.
+        self._returned: dict[int, Ruling] = {}
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.rules))
@@ -102,34 +98,27 @@ class Rulebook:
         per_call: list[tuple[int, Rule]] = []
         ruling = None
         for rank, rule in enumerate(self.rules):
+            if isinstance(rule, NameRule):
+                continue
             if isinstance(rule, OpRule):
                 if not rule.covers(info.op):
                     continue
                 self.unmatched.discard(rank)
             if ruling is not None:
                 continue  # only to see which other rules match
-            if isinstance(rule, (NthRule, ModuleRule, FunctionRule)):
+            is_nth = isinstance(rule, OpRule) and rule.n > 1
+            if is_nth or isinstance(rule, (ModuleRule, FunctionRule)):
                 per_call.append((rank, rule))
-            elif isinstance(rule, (OpRule, AnyRule)):
-                ruling = self.ruling(rank, rule.decision)
+            else:
+                ruling = self.rulings[rank]
         return OpRuling(info, self._protected(ruling or _DEFAULT, info), per_call)
-
-    def ruling(self, rank: int, decision: CheckpointPolicy) -> Ruling:
-        """The ruling by the rule of this rank."""
-        key = (rank, id(decision))  # members of an enum hash slowly
-        ruling = self._rulings.get(key)
-        if ruling is None:
-            ruling = self._rulings[key] = Ruling(decision, self.rules[rank].title, rank)
-            self.unmatched.discard(rank)
-        return ruling
 
     def ruling_of_function(self, rank: int, value: Any, info: OpInfo) -> Ruling:
         """The ruling by a policy function that returned ``value``."""
-        # By id: the values that are allowed are never freed.
-        ruling = self._returned.get((rank, id(value)))
+        ruling = self._returned.get(id(value))
         if ruling is None:
-            ruling = self.ruling(rank, as_decision(value, info.op))
-            self._returned[rank, id(value)] = ruling
+            decision = as_decision(value, info.op)
+            ruling = self._returned[id(value)] = Ruling(decision, self.rules[rank].title, rank)
         return self._protected(ruling, info)
 
     def _protected(self, ruling: Ruling, info: OpInfo) -> Ruling:

@@ -2,8 +2,9 @@
 
 As long as functions, constants and tensors are those of the recording, the n-th tensor that
 autograd saves is known. It is dropped or held by the schedule once its function has ended as
-recorded. From the first difference on the call is recorded, or else everything is held. What was
-dropped until then was checked, and can be recomputed.
+recorded. At the first difference, such as another branch, the rest of the call is recorded; if that
+is impossible (`_start_recording` says when), all that autograd saves from there on is held. What
+was dropped until then was checked, and can be recomputed.
 
 This runs at every function of every step, and is written for speed.
 """
@@ -13,62 +14,71 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import is_grad_enabled as grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
-from recollect._torch.autograd import is_in_custom_function, unpacks_by, without_history
+from recollect._torch.autograd import (
+    is_in_custom_function,
+    unpacks_by,
+    without_graph,
+    without_history,
+)
 from recollect._torch.devices import current_stream_key, is_current_stream
-from recollect._torch.modes import DispatchMode, dispatch_mode_count, no_function_modes
+from recollect._torch.modes import (
+    DispatchMode,
+    dispatch_mode_count,
+    no_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import storage_key, version_of
 from recollect.policy.op_info import op_info
-from recollect.replay.call_mode import call_mode
-from recollect.replay.checked_step import CheckedStep
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
     WRONG_IN_MODES,
-    Constant,
-    Items,
-    Number,
+    OutsideTensor,
     TensorNumbers,
+    call_mode,
+    flatten,
     metadata_of,
     same_constant,
     tensors_in,
 )
-from recollect.replay.held_tensor import HeldTensor, Ticket, hold_for_good, saved_in
+from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
 from recollect.replay.memory_tracker import start_of
 from recollect.replay.record import Recorder
-from recollect.replay.recording import Recording
+from recollect.replay.recording import ExpectedCall, Recording
 from recollect.replay.rematerialize import Rematerializer
-from recollect.state.flags import read_flags
 
 __all__ = ["Checker"]
 
 _Tensor = torch.Tensor
+#: Starts to record the rest of a call after so many ops, until the stack is closed; None if that is
+#: not possible.
+RecordRest = Callable[[int, ExitStack], Recorder | None]
 
 
-class Checker(TorchFunctionMode):
-    """Checks one call."""
+class Checker:
+    """Checks one call. A function mode: torch needs no more than that it is on its stack."""
 
     def __init__(
         self,
         recording: Recording,
-        first: CheckedStep | None,
         remat: Rematerializer,
         offload_inputs: bool,
-        record_rest: Callable[[Rematerializer, int, ExitStack], Recorder | None],
+        record_rest: RecordRest,
     ) -> None:
-        super().__init__()
         self._recording = recording
         #: The function that comes next. None at the end, and after a difference.
-        self._next = first
+        self._next = recording.expected
         self._remat = remat
         self._offload_inputs = offload_inputs
         self._numbers = TensorNumbers()
@@ -87,10 +97,8 @@ class Checker(TorchFunctionMode):
         #: The recording of the rest, and whether it could not be recorded, and is held.
         self.recorded: Recording | None = None
         self.is_unrecorded = False
-        #: What starts to record the rest, None once it was called; the recorder, and its end.
-        self._record_rest: Callable[[Rematerializer, int, ExitStack], Recorder | None] | None = (
-            record_rest
-        )
+        #: None once it was called. The recorder that it started, and its end.
+        self._record_rest: RecordRest | None = record_rest
         self._rest: Recorder | None = None
         self._end_rest: ExitStack | None = None
         #: How many dispatch modes are active outside of functions.
@@ -98,8 +106,11 @@ class Checker(TorchFunctionMode):
         self._stream = current_stream_key()
         remat.pause = self._pause
 
+    def __enter__(self) -> None:
+        push_function_mode(self)
+
     def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        pop_function_mode()
         self._remat.pause = None
         self._record_rest = None
         if self._end_rest is not None:
@@ -126,8 +137,7 @@ class Checker(TorchFunctionMode):
                     self._remat.before_write(leaf)
         if self._rest is not None:
             self.recorded = self._rest.finish(result)
-        self._remat.is_running = False
-        self._remat.saw_all = self.difference is None
+        self._remat.end(as_recorded=self.difference is None)
         return self.difference
 
     def _differ(self, how: str, *, is_over: bool = False) -> None:
@@ -156,18 +166,17 @@ class Checker(TorchFunctionMode):
         is_usual = grad_enabled() is expected.call_mode and not autocast_enabled()
         if not (
             (is_usual or call_mode(func) == expected.call_mode)
-            and (list(kwargs) if kwargs else None) == expected.keys
+            and (expected.keys is None if not kwargs else [*kwargs] == expected.keys)
             and dispatch_mode_count() == self._modes
             and (self._stream is None or is_current_stream(self._stream))
-            and (expected.flags is None or read_flags() == expected.flags)
+            and (expected.flags is None or expected.read_flags() == expected.flags)
             and len(values) == expected.arity
             and self._fits(expected, values)
         ):
             return self._run_unchecked(func, args, kwargs or {})
-        for op in expected.draws:
-            assert op.generator is not None
-            self._remat.states[op.number] = op.generator.get_state()
-        if expected.changes_metadata:
+        for op, generator in expected.draws:
+            self._remat.states[op] = generator.get_state()
+        if expected.call.changes_metadata:
             for tensor in tensors_in(values):
                 self._written += self._remat.before_metadata_change(tensor)
         self._is_inside = True
@@ -213,13 +222,16 @@ class Checker(TorchFunctionMode):
         ):
             return
         self._end_rest = ExitStack()
-        self._rest = record_rest(self._remat, self.done, self._end_rest)
+        self._rest = record_rest(self.done, self._end_rest)
         self.is_unrecorded = self._rest is None
 
-    def _fits(self, expected: CheckedStep, values: tuple[Any, ...]) -> bool:
+    def _fits(self, expected: ExpectedCall, values: Any) -> bool:
         """Whether the arguments are those of the recording."""
-        if not expected.is_simple:
-            return self._fit(values, expected.values)
+        if expected.form is not None:
+            leaves: list[Any] = []
+            if [flatten(value, leaves) for value in values] != expected.form:
+                return False
+            values = leaves
         known, versions = self._numbers.tensors, self._numbers.versions
         for place, number, writes in expected.tensors:
             value = values[place]
@@ -231,8 +243,8 @@ class Checker(TorchFunctionMode):
             if (
                 known[number]() is not value
                 or value is None
-                or before is None
-                or value._version - before != writes  # there may have been an unseen write
+                # There may have been an unseen write. Those to inference tensors are not counted.
+                or (None if before is None else value._version - before) != writes
             ):
                 return False
         for place, constant, kind in expected.constants:
@@ -240,76 +252,40 @@ class Checker(TorchFunctionMode):
             is_same = value is constant or (type(value) is kind and value == constant)
             if not is_same and not same_constant(value, constant):
                 return False
-        for place, items in expected.containers:
-            value = values[place]
-            if value is not items.same and not self._fits_items(value, items):
-                return False
         return True
-
-    def _fit(self, values: Any, expected: list[Any]) -> bool:
-        """The same for arguments of any kind."""
-        return len(values) == len(expected) and all(map(self._fits_one, values, expected))
-
-    def _fits_one(self, value: Any, expected: Any) -> bool:
-        if type(expected) is Number:
-            return self._fits_number(value, expected)
-        if type(expected) is Items:
-            return self._fits_items(value, expected)
-        return type(expected) is Constant or same_constant(value, expected)
-
-    def _fits_number(self, value: Any, expected: Number) -> bool:
-        numbers = self._numbers
-        number = numbers.number_of(value)
-        if number is None:
-            return self._bind(value, expected.number)
-        return number == expected.number and numbers.writes_to(value, number) == expected.writes
-
-    def _fits_items(self, value: Any, expected: Items) -> bool:
-        """Whether a container is as recorded."""
-        kind: type = type(value)
-        if kind is not expected.kind:
-            return False
-        if expected.keys is not None:
-            return list(value) == expected.keys and self._fit([*value.values()], expected.items)
-        if kind is slice:
-            return self._fit((value.start, value.stop, value.step), expected.items)
-        return self._fit(value, expected.items)
 
     def _bind(self, tensor: Any, number: int) -> bool:
         """Take ``tensor`` for the outside tensor of this number, if it can be that."""
-        recording = self._recording
-        outside = recording.outsides.get(number)
+        outside = self._recording.outsides.get(number)
+        numbers = self._numbers
         if (
             outside is None
-            or number != len(self._numbers.tensors)
+            or number != len(numbers.tensors)
             or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
-            or self._numbers.number_of(tensor) is not None
-            or (recording.shares_memory and not self._is_placed(tensor, number))
-            or (outside.start is not None and start_of(tensor) != outside.start)
-            or (outside.host is not None and not self._is_on(tensor, outside.host))
+            or numbers.number_of(tensor) is not None
+            or not self._is_at_place(tensor, outside)
         ):
             return False
-        self._numbers.add(tensor)
-        if outside.is_held:
-            value = outside.value
-            assert value is not None
+        numbers.add(tensor)
+        value = outside.value
+        if value is not None and number in self._recording.schedule.outsides:
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
             self._remat.keep(value, without_history(tensor), value.layout, away=away)
         return True
 
-    def _is_on(self, tensor: _Tensor, host: int) -> bool:
-        """Whether ``tensor`` is on the storage of the tensor whose number is ``host``."""
-        found = self._numbers.tensors[host]()
-        return found is not None and storage_key(found) == storage_key(tensor)
-
-    def _is_placed(self, tensor: _Tensor, number: int) -> bool:
-        """Whether ``tensor`` shares storages with other outside tensors as recorded."""
-        twin = self._recording.outsides[number].twin
-        key = storage_key(tensor)
-        assert key is not None
-        start = start_of(tensor)
-        first = self._storages.setdefault(key, (number, start))
-        return first == ((number, start) if twin is None else (twin[0], start - twin[1]))
+    def _is_at_place(self, tensor: _Tensor, outside: OutsideTensor) -> bool:
+        """Whether ``tensor`` is in the memory in which it was when recorded, if that matters."""
+        if self._recording.shares_memory:
+            key = storage_key(tensor)
+            assert key is not None
+            start, twin = start_of(tensor), outside.twin
+            first = self._storages.setdefault(key, (outside.number, start))
+            if first != ((outside.number, start) if twin is None else (twin[0], start - twin[1])):
+                return False
+        if outside.host is None:
+            return True
+        host = self._numbers.tensors[outside.host]()
+        return host is not None and storage_key(host) == storage_key(tensor)
 
     # --- saved and returned tensors ---------------------------------------------------------------
 
@@ -345,52 +321,49 @@ class Checker(TorchFunctionMode):
         self._next = expected.following
         self._settle(expected, [ticket])
 
-    def _end(self, expected: CheckedStep, out: Any) -> None:
+    def _end(self, expected: ExpectedCall, out: Any) -> None:
         """The function has returned: if all is as recorded, drop and hold by the schedule."""
         tickets = self._tickets
         numbers = self._numbers
         known = numbers.tensors
         number = len(known)
-        if number != expected.first_out or type(out) is not _Tensor:
+        if expected.only is None or number != expected.first_out or type(out) is not _Tensor:
             self._end_with_care(expected, tensors_in(out))
             return
-        other = numbers.by_id.get(id(out))
+        key = id(out)
+        other = numbers.by_id.get(key)
+        # The dtype follows from the function, its arguments and the default dtype, which is a flag:
+        # it need not be compared if the flags were.
         if (
             (other is not None and known[other]() is out)
-            or (len(tickets) != expected.count and not expected.is_opaque)
-            or out.dtype is not expected.dtypes[0]
-            or (expected.metadata is not None and metadata_of(out) != expected.metadata[0])
+            or len(tickets) != expected.count
+            or (expected.flags is None and out.dtype is not expected.only)
         ):
             self._give_up(f"another result of {expected.function}")
             return
         known.append(ref(out))
-        numbers.versions.append(None if out.is_inference() else out._version)
-        numbers.by_id[id(out)] = number
+        numbers.versions.append(version_of(out))
+        numbers.by_id[key] = number
         self._next = expected.following
         if expected.caught_returns:
             self._catch(expected, (out,))
         if tickets:
             self._settle(expected, tickets)
-            self._tickets = []
-        if expected.arrivals:
-            self._remat.offload_batch.release(expected.arrivals)
 
-    def _end_with_care(self, expected: CheckedStep, returned: list[_Tensor]) -> None:
-        tickets = self._tickets
+    def _end_with_care(self, expected: ExpectedCall, returned: list[_Tensor]) -> None:
+        tickets, call = self._tickets, expected.call
         if (
             len(returned) != len(expected.dtypes)
-            or (len(tickets) != expected.count and not expected.is_opaque)
-            or (
-                expected.metadata is not None and [*map(metadata_of, returned)] != expected.metadata
-            )
-            or not all(map(self._is_result, returned, expected.call.outs, expected.dtypes))
+            or (len(tickets) != expected.count and not call.is_opaque)
+            or (call.metadata is not None and [*map(metadata_of, returned)] != call.metadata)
+            or not all(map(self._is_result, returned, call.outs, expected.dtypes))
         ):
             self._give_up(f"another result of {expected.function}")
             return
         self._next = expected.following
         self._catch(expected, returned)
-        self._settle(expected, tickets)
-        self._tickets = []
+        if tickets:
+            self._settle(expected, tickets)
         if expected.arrivals:
             self._remat.offload_batch.release(expected.arrivals)
 
@@ -407,12 +380,12 @@ class Checker(TorchFunctionMode):
             hold_for_good(ticket)
         self._tickets = []
 
-    def _catch(self, expected: CheckedStep, returned: Any) -> None:
+    def _catch(self, expected: ExpectedCall, returned: Any) -> None:
         """Keep what the schedule says of the returned tensors."""
         for place, value, layout, away in expected.caught_returns:
             self._remat.keep(value, without_history(returned[place]), layout, away=away)
 
-    def _note_writes(self, expected: CheckedStep, values: tuple[Any, ...]) -> None:
+    def _note_writes(self, expected: ExpectedCall, values: tuple[Any, ...]) -> None:
         """Keep what the schedule says of the tensors that a function has written to."""
         for tensor in tensors_in(values):
             known = self._numbers.number_of(tensor)
@@ -432,21 +405,22 @@ class Checker(TorchFunctionMode):
             held.count_version()
         self._written.clear()
 
-    def _settle(self, expected: CheckedStep, tickets: list[Ticket]) -> None:
+    def _settle(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
         """Hold what the schedule says of the saved tensors, and drop the rest."""
-        remat = self._remat
-        if expected.is_opaque:
-            for ticket in tickets:
-                hold_for_good(ticket)
-        for place in expected.held:
-            hold_for_good(tickets[place])
         for place, value, layout, away in expected.caught_packed:
-            remat.keep(value, saved_in(tickets[place]), layout, away=away)
-        for place, view in expected.dropped:
-            ticket = tickets[place]
-            ticket[0] = None
-            ticket[2] = view
-            remat.tickets.append(ticket)
+            hold_for_good(tickets[place])
+            self._remat.keep(value, tickets[place][0], layout, away=away)
+        dropped = self._remat.tickets
+        # Of an opaque function more or fewer may have been saved than when it was recorded.
+        saved = repeat(None) if expected.call.is_opaque else expected.saved
+        for ticket, view in zip(tickets, saved, strict=False):
+            if view is None:
+                ticket[0] = without_graph(ticket[0])  # as in `hold_for_good`
+            else:
+                ticket[0] = None
+                ticket[2] = view
+                dropped.append(ticket)
+        tickets.clear()
 
 
 class _CopyOnWrite(DispatchMode):

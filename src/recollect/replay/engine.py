@@ -21,8 +21,8 @@ Backward:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,32 +35,38 @@ from recollect._torch.autograd import (
 )
 from recollect._torch.devices import is_capturing
 from recollect._torch.dynamo import is_compiling
-from recollect._torch.modes import foreign_function_modes, forward_ad_active, is_transforming
+from recollect._torch.modes import (
+    foreign_function_modes,
+    forward_ad_active,
+    is_transforming,
+    nothing_around,
+)
+from recollect._torch.modules import sharded_part
 from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
 from recollect.observer import observed_pack, observing
-from recollect.policy.makers import nothing
+from recollect.policy import nothing
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
-from recollect.replay.checked_step import checked_steps
-from recollect.replay.function_call import FunctionCall
+from recollect.replay.function_call import FunctionCall, tensors_in
 from recollect.replay.named_schedule import NamedSchedule, ScheduleQuery
 from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
-from recollect.replay.recording_cache import CacheEntry, UnsupportedArgument, entry_of, signature_of
+from recollect.replay.recording_cache import CacheEntry, UnsupportedArgument, entry_of
 from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["CallReport", "LeftToRerun", "observe_region", "replay_region"]
+__all__ = ["CallReport", "LeftToRerun", "obstacle_around", "observe_region", "replay_region"]
 
 #: What is called when autograd saves a tensor, and when it unpacks it.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NOTHING = nothing()
+_UNWATCHED = nullcontext()
 
 
 class _Running(threading.local):
@@ -71,7 +77,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _obstacle() -> str | None:
+def obstacle_around() -> str | None:
     """What around the call is not supported, if anything is."""
     if saved_tensor_hooks_active():
         # Another region around this one needs it to save the same tensors every time, but a
@@ -132,32 +138,43 @@ def replay_region(
     if _running.is_running:
         # The region around it sees every op, and drops what this one would.
         return function(*args, **kwargs)
-    obstacle = _obstacle()
-    if obstacle is not None:
-        return _leave(obstacle, report)
+    if not nothing_around() or is_capturing():
+        obstacle = obstacle_around()
+        if obstacle is not None:
+            return _leave(obstacle, report)
     flags = read_flags()
     try:
         sends_away = (offload_batch.chosen, offload_inputs)
-        signature = signature_of(function, args, kwargs, policy, sends_away, flags)
-        entry = entry_of(function, signature)
+        entry = entry_of(function, args, kwargs, policy, sends_away, flags)
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
+    recording = entry.recording  # once: another thread may change it
+    if recording is None and policy is None and entry.is_new():
+        # Parameters that are gathered from other processes. Recording would find them as well, but
+        # too late: everything is held in that call.
+        module = getattr(function, "__self__", function)
+        part = sharded_part(module) if isinstance(module, torch.nn.Module) else None
+        entry.fallback = None if part is None else UnsupportedTensor(part)
     if entry.fallback is not None:
         return _leave(entry.fallback, report)
     observer = observing.observer
     if observer is not None and report is None:
         report = CallReport()
-    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, report)
-    remat = Rematerializer(offload_batch, flags)
+    begin = policy.begin if isinstance(policy, NamedSchedule) else None
+    remat = Rematerializer(offload_batch, flags, recording, begin)
+    call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, remat, report)
+    watch: AbstractContextManager[object] | None = None
     if report is not None:
         report.remat = remat
-    if isinstance(policy, NamedSchedule):
-        remat.begin = policy.begin
-    if observer is None or report is None:
-        return _run(call, remat, entry)
-    report.policy = policy if isinstance(policy, Policy) else None
-    with observer.region("replay", function, None, report):
-        return _run(call, remat, entry)
+        if observer is not None:
+            report.policy = policy if isinstance(policy, Policy) else None
+            watch = observer.region("replay", function, None, report)
+    _running.is_running = True
+    try:
+        with watch or _UNWATCHED:
+            return call.record(entry) if recording is None else call.check(recording, entry)
+    finally:
+        _running.is_running = False
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
@@ -169,146 +186,150 @@ def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
     return LeftToRerun(reason)
 
 
-def _run(call: _Call, remat: Rematerializer, entry: CacheEntry) -> Any:
-    _running.is_running = True
-    try:
-        recording = entry.recording  # once: another thread may change it
-        if recording is None:
-            return _record(call, remat, entry)
-        return _check(call, remat, recording, entry)
-    finally:
-        _running.is_running = False
-
-
 def observe_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     wrap: Callable[[Recorder, Rematerializer], Hooks],
+    by: NamedSchedule | None = None,
+    blocks: Iterable[torch.nn.Module] = (),
 ) -> tuple[Any, Recording]:
-    """Record a call that keeps as little as possible, with the caller's own saved-tensor hooks.
+    """Record a call with the caller's own saved-tensor hooks.
 
-    ``wrap`` is given what records the call and what recomputes in backward, and returns the hooks.
+    Args:
+        function: The region.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        wrap: Is given what records the call and what recomputes in backward; returns the hooks.
+        by: What is kept; by default as little as possible.
+        blocks: Modules whose outputs are kept too.
     """
-    remat = Rematerializer(OffloadBatch(), read_flags())
-    recorder = _Call(function, args, kwargs, NamedSchedule(), False).recorder(remat)
+    by = by or NamedSchedule()
+    remat = Rematerializer(OffloadBatch(host=by.store, last_first=True), read_flags())
+    remat.begin = by.begin
+    call = _Call(function, args, kwargs, by, False, remat)
+    recorder = call.recorder()
     _running.is_running = True
-    push_saved_tensor_hooks(*wrap(recorder, remat))
     try:
-        with recorder:
-            out = function(*args, **kwargs)
+        with _outputs_kept(recorder, blocks):
+            out = call.run(recorder, wrap(recorder, remat))
     finally:
-        pop_saved_tensor_hooks()
         _running.is_running = False
-    return out, recorder.finish(out)
+    recording = recorder.finish(out)
+    if by.away:
+        remat.offload_batch.release()
+    return out, recording
+
+
+@contextmanager
+def _outputs_kept(recorder: Recorder, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """A context in which what ``blocks`` return is kept, as a schedule would keep it."""
+    wanted, thread = {id(block) for block in blocks}, threading.get_ident()
+    if not wanted:
+        yield
+        return
+
+    def keep(module: torch.nn.Module, _: Any, output: Any) -> None:
+        if id(module) in wanted and threading.get_ident() == thread:
+            with recorder.pause():
+                for tensor in tensors_in([output]):
+                    if tensor.requires_grad:
+                        recorder.keep(tensor)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @dataclass(eq=False)
 class _Call:
-    """A function with its arguments."""
+    """A function with its arguments, what the call holds, and what the caller learns about it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     policy: Policy | NamedSchedule
     offload_inputs: bool
-    #: What the caller learns about it.
+    remat: Rematerializer
     report: CallReport | None = None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether it follows a plan, under which no call may hold more than others."""
-        return isinstance(self.policy, NamedSchedule)
-
-    def recorder(
-        self, remat: Rematerializer, earlier: Rematerializer | None = None, done: int = 0
-    ) -> Recorder:
-        """What records the call, or the rest of it after ``done`` ops of ``earlier``."""
-        is_whole = earlier is None
-        query: PolicyCall | ScheduleQuery
-        if isinstance(self.policy, NamedSchedule):
-            before = () if earlier is None else earlier.graph.ops[:done]
-            query = ScheduleQuery(self.policy, self.function, before)
-        else:
-            values = (*self.args, *self.kwargs.values())
-            query = PolicyCall(self.policy, self.function, values, checks=is_whole)
-        # The rest hardly ever starts from an input, and then that was offloaded before.
-        return Recorder(remat, query, self.offload_inputs and is_whole, earlier)
-
-    def record_rest(self, earlier: Rematerializer, done: int, stack: ExitStack) -> Recorder | None:
-        """Start to record the rest of the call after ``done`` ops, until ``stack`` is closed.
-
-        None if that is not possible. Without this everything that follows would be held, and the
-        call that differs would be the one that runs out of memory.
-        """
-        if isinstance(self.policy, Policy) and rulebook_of(self.policy).modules:
-            return None  # it is not known which modules are being called
-        remat = Rematerializer(earlier.offload_batch, earlier.flags)
-        recorder = self.recorder(remat, earlier, done)
-        if self.report is not None:
-            self.report.rest = remat
-        push_saved_tensor_hooks(observed_pack(recorder.pack), remat.unpack)
-        stack.callback(pop_saved_tensor_hooks)
-        stack.enter_context(recorder)
-        return recorder
-
-    def run(self, mode: Recorder | Checker, remat: Rematerializer) -> Any:
+    def run(self, mode: Recorder | Checker, hooks: Hooks | None = None) -> Any:
         """Call the function under ``mode``."""
-        push_saved_tensor_hooks(observed_pack(mode.pack), remat.unpack)
+        push_saved_tensor_hooks(*hooks or (observed_pack(mode.pack), self.remat.unpack))
         try:
             with mode:
                 return self.function(*self.args, **self.kwargs)
         finally:
             pop_saved_tensor_hooks()
 
+    def recorder(self) -> Recorder:
+        """What records the call."""
+        query: PolicyCall | ScheduleQuery
+        if isinstance(self.policy, NamedSchedule):
+            query = ScheduleQuery(self.policy, self.function)
+        else:
+            query = PolicyCall(self.policy, self.function, (*self.args, *self.kwargs.values()))
+        return Recorder(self.remat, query, self.offload_inputs)
 
-def _record(call: _Call, remat: Rematerializer, entry: CacheEntry) -> Any:
-    recorder = call.recorder(remat)
-    out = call.run(recorder, remat)
-    recording = recorder.finish(out)
-    if not recording.is_supported:
-        assert recording.reason is not None
-        entry.fallback = recording.reason
-        if call.report is None:
-            _warn_of_fallback(recording.reason)
-    if call.report is not None:
-        call.report.recording = recording
-    entry.recorded(recording, has_budget=call.is_planned)
-    if call.report is not None:
-        _tell_outcome(call.report, entry, recording.reason)
-        call.report.is_rehearsal = entry.recording is not None or entry.fallback is not None
-    return out
+    def record(self, entry: CacheEntry) -> Any:
+        """Run the call, and record it."""
+        recorder = self.recorder()
+        out = self.run(recorder)
+        recording = recorder.finish(out)
+        if isinstance(recording.reason, UnsupportedTensor):
+            entry.fallback = recording.reason
+            if self.report is None:
+                _warn_of_fallback(recording.reason)
+        # Under a plan no call may hold more than others.
+        entry.recorded(recording, has_budget=isinstance(self.policy, NamedSchedule))
+        if self.report is not None:
+            self.report.recording = recording
+            self.report.stopped, self.report.unsettled = recording.reason, entry.unsettled
+            self.report.is_rehearsal = entry.recording is not None or entry.fallback is not None
+        return out
 
+    def check(self, recording: Recording, entry: CacheEntry) -> Any:
+        """Run the call, and compare it with the recording."""
+        checker = Checker(recording, self.remat, self.offload_inputs, self.record_rest)
+        out = self.run(checker)
+        difference = checker.finish(out)
+        # A call that was not recorded to its end is held from there on, as it was when recorded.
+        is_new = difference is not None and difference != recording.reason
+        entry.checked(difference if is_new else None)
+        if (report := self.report) is not None:
+            report.stopped, report.unsettled = difference, entry.unsettled
+            if difference is not None:
+                report.difference = difference
+                report.before = recording.graph.until(checker.done)
+                report.calls = [call for call in recording.calls if call.ops[1] <= checker.done]
+                report.recording = checker.recorded
+                report.is_unrecorded = checker.is_unrecorded and is_new
+        return out
 
-def _check(call: _Call, remat: Rematerializer, recording: Recording, entry: CacheEntry) -> Any:
-    if recording.expected is None:
-        recording.expected = checked_steps(recording)
-    remat.follow(recording.graph, recording.schedule)
-    checker = Checker(recording, recording.expected, remat, call.offload_inputs, call.record_rest)
-    out = call.run(checker, remat)
-    difference = checker.finish(out)
-    if difference is None:
-        remat.confirm()
-    elif call.report is not None:
-        _tell_rest(call.report, checker, recording)
-    entry.checked(None if difference == recording.reason else difference)
-    if call.report is not None:
-        _tell_outcome(call.report, entry, difference)
-    return out
+    def record_rest(self, done: int, stack: ExitStack) -> Recorder | None:
+        """Start to record the rest of the call after ``done`` ops, until ``stack`` is closed.
 
-
-def _tell_outcome(report: CallReport, entry: CacheEntry, stopped: str | None) -> None:
-    report.stopped, report.unsettled = stopped, entry.unsettled
-
-
-def _tell_rest(report: CallReport, checker: Checker, recording: Recording) -> None:
-    """Report a call that differed from the recording."""
-    report.difference = checker.difference
-    report.before = recording.graph.until(checker.done)
-    report.calls = [call for call in recording.calls if call.ops[1] <= checker.done]
-    report.recording = checker.recorded
-    # A call that was not recorded to its end is held from there on, as it was when recorded.
-    report.is_unrecorded = checker.is_unrecorded and checker.difference != recording.reason
+        None if that is not possible. Without this everything that follows would be held, and the
+        call that differs would be the one that runs out of memory.
+        """
+        query: PolicyCall | ScheduleQuery
+        if isinstance(self.policy, NamedSchedule):
+            query = ScheduleQuery(self.policy, self.function, self.remat.graph.ops[:done])
+        elif rulebook_of(self.policy).modules:
+            return None  # it is not known which modules are being called
+        else:
+            query = PolicyCall(self.policy, checks=False)
+        rest = Rematerializer(self.remat.offload_batch, self.remat.flags)
+        # The rest hardly ever starts from an input, and then that was offloaded before.
+        recorder = Recorder(rest, query, False, self.remat)
+        if self.report is not None:
+            self.report.rest = rest
+        push_saved_tensor_hooks(observed_pack(recorder.pack), rest.unpack)
+        stack.callback(pop_saved_tensor_hooks)
+        stack.enter_context(recorder)
+        return recorder
 
 
 _warned: set[str] = set()

@@ -19,27 +19,31 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
+from torch.backends import opt_einsum
 
-from recollect._torch.modes import set_grad_enabled
+from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
 from recollect._torch.tensors import is_plain_tensor, same_looks, version_of
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
+from recollect.state.rng import HAS_ACCELERATOR
 
 __all__ = [
+    "DEVICES",
     "EXPOSING",
     "METADATA",
     "UNREADABLE",
     "UNREADABLE_IF_PACKED",
     "UNSUPPORTED",
+    "USUAL",
     "WRONG_IN_MODES",
-    "Constant",
     "FunctionCall",
-    "Items",
     "Metadata",
-    "Number",
     "OutsideTensor",
     "PackedTensor",
     "TensorNumbers",
+    "call_mode",
+    "casts",
     "equal_type",
+    "flatten",
     "is_comparable",
     "metadata_of",
     "same_constant",
@@ -49,42 +53,46 @@ __all__ = [
 _Tensor = torch.Tensor
 
 
-@dataclass(eq=False, slots=True)
-class Number:
-    """Stands for a tensor among arguments."""
-
-    number: int
-    #: How often it was written to since it was first seen; None if torch does not count that.
-    writes: int | None
+#: The types of devices whose autocast is compared.
+DEVICES = ["cpu"]
+if HAS_ACCELERATOR:
+    DEVICES.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
 
 
-#: Identical to no argument of any function.
-_NOTHING = object()
+def casts() -> Any:
+    """By type of device: whether autocast is on, and its dtype; None if it is off everywhere."""
+    if not any_autocast_enabled():
+        return None
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
 
 
-@dataclass(eq=False, slots=True)
-class Items:
-    """Stands for a container among arguments."""
-
-    kind: type
-    items: list[Any]
-    keys: list[Any] | None = None
-    #: The container itself, if neither it nor its items can change.
-    same: Any = _NOTHING
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether there is a tensor in it."""
-        return any(
-            type(each) is Number or (type(each) is Items and each.has_tensors)
-            for each in self.items
-        )
+def call_mode(function: Any) -> Any:
+    """Grad mode and autocast, which decide what ops a function runs; for einsum, also its path."""
+    mode: Any = torch.is_grad_enabled()
+    if any_autocast_enabled():
+        mode = mode, casts()
+    if function is torch.einsum and opt_einsum.is_available():
+        mode = mode, (opt_einsum.enabled, opt_einsum.strategy)
+    return mode
 
 
-class Constant:
-    """Stands for an argument that cannot be compared."""
+def flatten(value: Any, leaves: list[Any]) -> Any:
+    """Append the tensors and constants in ``value`` to ``leaves``.
 
-    __slots__ = ()
+    Returns the containers around them, in a form that can be compared; None if there are none. A
+    tuple of constants is one constant: most are the same object in every call.
+    """
+    kind = type(value)
+    if kind not in _USUAL and not isinstance(value, _Tensor):
+        if isinstance(value, (tuple, list)) and kind is not torch.Size:
+            if kind is not tuple or not all(map(is_comparable, value)):
+                return kind, *[flatten(each, leaves) for each in value]
+        elif isinstance(value, dict):
+            return kind, tuple(value), *[flatten(each, leaves) for each in value.values()]
+        elif kind is slice:
+            return kind, *[flatten(each, leaves) for each in (value.start, value.stop, value.step)]
+    leaves.append(value)
+    return None
 
 
 #: The metadata by which a tensor from outside is compared with the one of the recording.
@@ -114,10 +122,6 @@ class OutsideTensor:
     #: The number of an earlier outside tensor on the same storage, and by how many bytes this
     #: begins after it.
     twin: tuple[int, int] | None = None
-    #: Its byte offset in the storage, if that matters.
-    start: int | None = None
-    #: Whether a call that is checked holds it.
-    is_held: bool = False
     #: A fast test that may say no to a tensor which is alike. Known after the first that is.
     is_surely_like: Callable[[Any], bool] = _unknown
 
@@ -158,9 +162,17 @@ class FunctionCall:
     ops: tuple[int, int]
     #: The flags that it ran under.
     flags: Any = None
-    #: What stands for the arguments: `Items`.
-    args: Any = None
-    kwargs: Any = None
+    #: The names of keyword arguments, how many arguments there are with these, and the containers
+    #: among them, if there are any (see `flatten`).
+    keys: list[str] | None = None
+    arity: int = 0
+    form: list[Any] | None = None
+    #: Of the tensors in them, by place: the number, and how often it was written to since it was
+    #: first seen; None if torch does not count that.
+    tensors: dict[int, int] = field(default_factory=dict)
+    writes: dict[int, int | None] = field(default_factory=dict)
+    #: The constants in them that can be compared, by place.
+    constants: dict[int, Any] = field(default_factory=dict)
     #: The number of the first value that it makes.
     first_value: int = 0
     #: The function, if it is not torch's own. A custom op should run no op but itself.
@@ -168,10 +180,8 @@ class FunctionCall:
     #: Whether another call may run other ops, though everything that is compared is the same.
     is_opaque: bool = False
     packed: list[PackedTensor] = field(default_factory=list)
-    #: The numbers of the tensors that it returns, and whether all of them are new.
+    #: The numbers of the tensors that it returns, and the view that each is.
     outs: list[int] = field(default_factory=list)
-    is_new: bool = True
-    #: The view that each of them is.
     returns: list[View | None] = field(default_factory=list)
     #: The numbers of the arguments that it writes to, and the view that each is afterwards.
     changed: list[tuple[int, View]] = field(default_factory=list)
@@ -191,19 +201,13 @@ class FunctionCall:
             and self.flags == other.flags
             and self.outs == other.outs
             and self.metadata == other.metadata
-            and _same_template(self.args, other.args)
-            and _same_template(self.kwargs, other.kwargs)
+            and self.keys == other.keys
+            and self.arity == other.arity
+            and self.form == other.form
+            and self.tensors == other.tensors
+            and self.writes == other.writes
+            and same_constant((*self.constants.items(),), (*other.constants.items(),))
         )
-
-
-def _same_template(a: Any, b: Any) -> bool:
-    if type(a) is Number and type(b) is Number:
-        return (a.number, a.writes) == (b.number, b.writes)
-    if type(a) is Items and type(b) is Items:
-        pairs = zip(a.items, b.items, strict=False)
-        is_same_kind = (a.kind, a.keys, len(a.items)) == (b.kind, b.keys, len(b.items))
-        return is_same_kind and all(_same_template(*pair) for pair in pairs)
-    return type(a) is type(b) is Constant or same_constant(a, b)
 
 
 class TensorNumbers:
@@ -248,6 +252,8 @@ _IDENTICAL = (
     EllipsisType,
     Enum,
 )
+#: The types of most constants.
+_USUAL = frozenset({int, bool, float, str, type(None)})
 _EQUAL = (type(None), bool, int, str, bytes, torch.device, torch.Size, range)
 
 
@@ -264,11 +270,12 @@ def same_constant(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if type(a) is float:
-        if math.isnan(a):
-            return math.isnan(b)
-        return a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+        is_same = a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+        return is_same or (math.isnan(a) and math.isnan(b))
     if type(a) is complex:
         return same_constant(a.real, b.real) and same_constant(a.imag, b.imag)
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same_constant, a, b))
     return type(a) in _EQUAL and bool(a == b)
 
 
@@ -346,6 +353,21 @@ UNREADABLE: frozenset[Any] = frozenset(
 #: The same, if they are given the lengths of sequences.
 UNREADABLE_IF_PACKED: frozenset[Any] = frozenset(
     {getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+)
+
+#: Functions that heed none of the switches which only special ops heed (see ``state.flags``).
+USUAL: frozenset[Any] = frozenset(
+    {
+        getattr(namespace, name)
+        for namespace in (torch, F, _Tensor)
+        for name in (
+            *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"),
+            *("layer_norm", "rms_norm", "softmax", "log_softmax", "gelu", "embedding"),
+            *("sum", "mean", "amax", "argmax", "var", "cumsum", "dropout", "cross_entropy"),
+            *("topk", "sort", "gather", "scatter_add", "index_select", "index_add", "where"),
+        )
+        if hasattr(namespace, name)
+    }
 )
 
 #: Functions that write to lists of tensors. Torch computes wrong gradients for views among them

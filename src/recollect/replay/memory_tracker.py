@@ -18,12 +18,16 @@ from recollect._torch.ops import CAST, bare_op
 from recollect._torch.tensors import (
     is_plain_tensor,
     key_of_storage,
-    memory_key,
     unsupported_tensor,
     version_of,
 )
-from recollect.replay.function_call import FunctionCall
-from recollect.replay.held_tensor import HeldTensor
+from recollect.replay.function_call import (
+    FunctionCall,
+    OutsideTensor,
+    TensorNumbers,
+    metadata_of,
+)
+from recollect.replay.held_values import HeldTensor
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View, layout_of
 from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import Flags
@@ -52,14 +56,14 @@ class RecordedStorage:
     outside: int | None
     #: Whether the first tensor seen of it has the same offset in every call.
     is_placed: bool = False
-    #: Tensors that autograd saved, each with its version and its value at the time.
-    saved: list[tuple[ReferenceType[_Tensor], int, RecordedValue]] = field(default_factory=list)
+    #: The numbers of the tensors on it.
+    tensors: list[int] = field(default_factory=list)
+    #: The numbers of those that autograd saved, each with its version and its value at the time.
+    saved: list[tuple[int, int, RecordedValue]] = field(default_factory=list)
     #: Whether there is a tensor from ``.data``, by which to write to it unnoticed by autograd.
     has_data: bool = False
     #: Whether somebody unseen can write to it.
     is_exposed: bool = False
-    #: By id: the tensors on it, each with its version after the last write that was seen.
-    versions: dict[int, tuple[ReferenceType[_Tensor], int]] = field(default_factory=dict)
     #: Whether a custom function that is still running will count its last write once more.
     counts_late: bool = False
 
@@ -67,27 +71,6 @@ class RecordedStorage:
     def is_outside(self) -> bool:
         """Whether the region did not make it."""
         return self.outside is not None
-
-    def watch(self, tensor: _Tensor) -> None:
-        """Notice unseen writes to ``tensor`` by its version from now on."""
-        version = version_of(tensor)
-        if version is not None:
-            self.versions[id(tensor)] = (ref(tensor), version)
-
-    def count_versions(self) -> None:
-        """Note that all writes so far were seen."""
-        found = [reference() for reference, _ in self.versions.values()]
-        self.versions = {id(t): (ref(t), t._version) for t in found if t is not None}
-
-    def is_changed(self, tensor: _Tensor) -> bool:
-        """Whether there was an unseen write to ``tensor``."""
-        reference, version = self.versions.get(id(tensor), (None, 0))
-        if reference is None or reference() is not tensor or tensor._version == version:
-            return False
-        is_counted = self.counts_late and tensor._version == version + 1
-        self.counts_late = False
-        self.count_versions()
-        return not is_counted
 
 
 class MemoryTracker:
@@ -102,6 +85,10 @@ class MemoryTracker:
         self.remat = remat
         self.earlier = earlier
         self.graph = remat.graph
+        self.numbers = TensorNumbers()
+        #: By number of a tensor: its storage, and its version after the last write that was seen.
+        self._storage_of: list[RecordedStorage | None] = []
+        self._seen: list[int | None] = []
         #: The function that is running.
         self.call: FunctionCall | None = None
         #: Whether it runs under autocast, which ops cannot tell.
@@ -116,12 +103,10 @@ class MemoryTracker:
         self.is_in_op = False
         #: Whether the region writes to a storage that it did not make.
         self.writes_outside = False
-        #: The storages that the function has written to.
+        #: The storages that the function has written to, or that it has changed a view of.
         self.written: set[RecordedStorage] = set()
-        #: The storages of tensors whose metadata was changed, which counts as a write.
-        self._reshaped: set[RecordedStorage] = set()
-        #: By number of an outside tensor: its offset, if that matters.
-        self.places: dict[int, int] = {}
+        #: The tensors that the region did not make, by number.
+        self.outsides: dict[int, OutsideTensor] = {}
         #: The storages that an opaque function has made so far. Only what it returns can be read.
         self.inner: set[RecordedStorage] = set()
         self._storages: dict[int, RecordedStorage] = {}
@@ -149,27 +134,75 @@ class MemoryTracker:
         """Hold everything from now on."""
         if self.stopped is None:
             self.stopped = reason
-            if self.call is not None:
-                self.call.is_opaque = True
 
     def stop_at(self, tensor: _Tensor) -> None:
         """Hold everything from now on, since ``tensor`` is not supported."""
         self.stop(unsupported_tensor(tensor))
 
+    def number(self, tensor: _Tensor, storage: RecordedStorage | None) -> int:
+        """Give ``tensor``, which is on ``storage`` if that is known, the next number."""
+        number = self.numbers.add(tensor)
+        self._storage_of.append(storage)
+        self._seen.append(self.numbers.versions[number])
+        if storage is not None:
+            storage.tensors.append(number)
+        return number
+
+    def argument(self, tensor: _Tensor, *, offloads: bool) -> int:
+        """The number of ``tensor``, an argument of a function; -1 if it is not supported.
+
+        ``offloads``: offload it if it is an input of the region that an op has made.
+        """
+        number = self.numbers.number_of(tensor)
+        if number is not None:
+            self.find_changes(tensor, number)
+        elif is_plain_tensor(tensor):
+            number = self._add_outside(tensor, offloads)
+        else:
+            self.stop_at(tensor)
+            return -1
+        return number
+
+    def _add_outside(self, tensor: _Tensor, offloads: bool) -> int:
+        """Add a tensor that no function has made."""
+        number = len(self._seen)
+        outside = self.outsides[number] = OutsideTensor(number, metadata_of(tensor))
+        storage = self.storage(tensor)
+        if storage is None:
+            storage = self.add(tensor, number)
+            value = outside.value = storage.value
+            away = offloads and tensor.requires_grad and not tensor.is_leaf
+            self.remat.keep(value, without_history(tensor), value.layout, away=away)
+        elif storage.outside is not None:
+            outside.twin = (storage.outside, start_of(tensor) - storage.start)
+        else:
+            # Made by something unseen, on a storage that is known.
+            storage.value.unsure = OPAQUE
+            storage.is_exposed = True
+            alive = (n for n in storage.tensors if self.numbers.tensors[n]() is not None)
+            outside.host = next(alive, None)
+            if outside.host is None:
+                self.stop("a view of a storage that no other tensor is left of")
+        return self.number(tensor, storage)
+
     # --- storages ---------------------------------------------------------------------------------
 
     def storage(self, tensor: _Tensor) -> RecordedStorage | None:
         """The storage of ``tensor``, if it is known."""
-        key = memory_key(tensor)
-        return None if key is None else self._alive(key)
+        number = self.numbers.number_of(tensor)
+        if number is not None:
+            return self._storage_of[number]
+        try:
+            untyped = tensor.untyped_storage()
+            found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
+        except (RuntimeError, NotImplementedError):  # it has none
+            return None
+        return found if found is not None and found.storage() is not None else None
 
-    def storage_of(self, untyped: torch.UntypedStorage) -> RecordedStorage | None:
-        """The same, by torch's storage."""
-        return self._alive(key_of_storage(untyped))
-
-    def _alive(self, key: int) -> RecordedStorage | None:
-        storage = self._storages.get(key)
-        return storage if storage is not None and storage.storage() is not None else None
+    def knows(self, untyped: torch.UntypedStorage) -> bool:
+        """Whether the region has seen this storage."""
+        found = self._storages.get(key_of_storage(untyped))
+        return found is not None and found.storage() is not None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> RecordedStorage:
         """Add a storage that is seen for the first time."""
@@ -186,31 +219,32 @@ class MemoryTracker:
             value.unsure = OPAQUE
         return storage
 
-    def add_stranger(self, tensor: _Tensor) -> RecordedStorage:
-        """Add a storage that nothing seen has made."""
-        storage = self.add(tensor)
-        storage.value.unsure = OPAQUE
-        return storage
+    def locate(self, tensor: _Tensor) -> RecordedStorage | None:
+        """The storage of ``tensor``; None if that is not supported.
 
-    def find(self, tensor: _Tensor) -> RecordedStorage | None:
-        """Add a storage that no op has made: perhaps a weight that autocast had cast before."""
+        A storage that is not known is added. No op has made it: perhaps it is that of a weight
+        which autocast had cast before.
+        """
+        storage = self.storage(tensor)
+        if storage is not None:
+            return storage
         if not is_plain_tensor(tensor):
             self.stop_at(tensor)
             return None
-        storage = self.add_stranger(tensor)
+        storage = self.add(tensor)
         weight = cast_weight(tensor)
-        if weight is not None and self.storage(weight) is not None:
-            storage.value.unsure = None
-            op = self.new_op(CAST, bare_op(CAST))
-            view = self.view(weight)
-            assert view is not None
-            op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.value.number]
-            op.make((), storage.value)
+        view = None if weight is None or self.storage(weight) is None else self.view(weight)
+        if view is None:
+            storage.value.unsure = OPAQUE
+            return storage
+        op = self.new_op(CAST, bare_op(CAST))
+        op.args, op.kwargs, op.reads = [view], {"dtype": tensor.dtype}, [view.value.number]
+        op.make((), storage.value)
         return storage
 
     def view(self, tensor: _Tensor) -> View | None:
         """The view that ``tensor`` is; None if it is not supported."""
-        storage = self.storage(tensor) or self.find(tensor)
+        storage = self.locate(tensor)
         return None if storage is None else self.view_in(storage, tensor)
 
     @staticmethod
@@ -230,14 +264,30 @@ class MemoryTracker:
 
     def before_change(self, storage: RecordedStorage) -> None:
         """``storage`` is about to be written to: copy what is held of it and still needed."""
-        value = storage.value
-        self.writes_outside |= storage.is_outside
-        if value.op < 0:
-            # A later call could hold it, but would not copy it before the write.
-            value.unsure = value.unsure or "changed later"
-        if value.number in self.remat.kept:
+        self._note_change(storage)
+        if storage.value.number in self.remat.kept:
             with self.pause():
-                self.remat.before_overwrite(value)
+                self.remat.before_overwrite(storage.value)
+
+    def _note_change(self, storage: RecordedStorage) -> None:
+        self.writes_outside |= storage.is_outside
+        if storage.value.op < 0:
+            # A later call could hold it, but would not copy it before the write.
+            storage.value.unsure = storage.value.unsure or "changed later"
+
+    def _note_unseen(self, storage: RecordedStorage) -> None:
+        """Somebody unseen has written to ``storage``, or may."""
+        storage.is_exposed = True
+        storage.value = self.graph.after(storage.value)
+        storage.value.unsure = OPAQUE
+
+    def before_write(self, tensor: _Tensor) -> RecordedStorage | None:
+        """``tensor`` is about to be written to: copy what is held of it and still needed."""
+        self.protect(tensor)
+        storage = self.storage(tensor)
+        if storage is not None:
+            self.before_change(storage)
+        return storage
 
     def protect(self, tensor: _Tensor) -> None:
         """``tensor`` is about to be written to: copy held tensors that nobody else copies.
@@ -254,8 +304,12 @@ class MemoryTracker:
             if self.stopped is not None:
                 self.remat.before_write(tensor)
 
-    def end_writes(self) -> None:
-        """A function that wrote to storages is over."""
+    def settle(self) -> None:
+        """A function is over: find what its writes have spoilt, and what of its own is lost."""
+        for storage in self.inner:
+            if storage.value.number not in self.remat.kept:
+                storage.value.unsure = OPAQUE
+        self.inner.clear()
         for storage in self.written:
             self._note_spoilt(storage)
             held = self.remat.kept.get(storage.value.number)
@@ -265,56 +319,48 @@ class MemoryTracker:
 
     def _note_spoilt(self, storage: RecordedStorage) -> None:
         """After a write: find the saved tensors that autograd would refuse to use now."""
-        for reference, version, value in storage.saved:
-            tensor = reference()
+        for number, version, value in storage.saved:
+            tensor = self.numbers.tensors[number]()
             if not value.is_last and tensor is not None and tensor._version != version:
                 value.is_spoilt = True
 
-    def find_changes(self, tensor: _Tensor) -> None:
+    def find_changes(self, tensor: _Tensor, number: int) -> None:
         """Look for writes to ``tensor`` by no op that was seen.
 
         Another thread may have written, or compiled code. The value before is gone: if it cannot be
         recomputed, backward raises.
         """
-        storage = self.storage(tensor)
-        if storage is None or not storage.is_changed(tensor):
+        before, version = self._seen[number], version_of(tensor)
+        if version == before or (storage := self.storage(tensor)) is None:
             return
-        old = storage.value
-        self.writes_outside |= storage.is_outside
-        if old.op < 0:  # as before a write that is seen: a later call must not hold it
-            old.unsure = old.unsure or "changed later"
-        self.remat.after_overwrite(old)
-        storage.is_exposed = True
-        storage.value = self.graph.after(old)
-        storage.value.unsure = OPAQUE
+        is_counted = storage.counts_late and version == (before or 0) + 1
+        storage.counts_late = False
+        self._count_versions(storage)
+        if is_counted:
+            return
+        self._note_change(storage)
+        self.remat.after_overwrite(storage.value)
+        self._note_unseen(storage)
         self._note_spoilt(storage)
+
+    def _count_versions(self, storage: RecordedStorage) -> None:
+        """Note that all writes to ``storage`` so far were seen."""
+        for number in storage.tensors:
+            tensor = self.numbers.tensors[number]()
+            if tensor is not None:
+                self._seen[number] = version_of(tensor)
 
     def note_place(self, tensor: _Tensor) -> None:
         """A view of ``tensor`` is made whose offset counts from the beginning of the storage."""
-        storage = self.storage(tensor) or self.find(tensor)
-        if storage is None:
-            return
-        if storage.outside is not None:
-            self.places[storage.outside] = storage.start
-        elif self.call is not None and not storage.is_placed:
+        storage = self.locate(tensor)
+        if storage is not None and self.call is not None and not storage.is_placed:
             self.call.is_opaque = True
-
-    def end_inner(self) -> None:
-        """An opaque function is over: values of its own that are not held by now are lost."""
-        for storage in self.inner:
-            if storage.value.number not in self.remat.kept:
-                storage.value.unsure = OPAQUE
-        self.inner.clear()
 
     def expose(self, tensor: _Tensor) -> None:
         """Somebody unseen gets access to the storage of a tensor, and may write to it."""
-        self.protect(tensor)
-        storage = self.storage(tensor)
+        storage = self.before_write(tensor)
         if storage is not None:
-            self.before_change(storage)
-            storage.is_exposed = True
-            storage.value = self.graph.after(storage.value)
-            storage.value.unsure = OPAQUE
+            self._note_unseen(storage)
 
     # --- held tensors -----------------------------------------------------------------------------
 
@@ -332,7 +378,7 @@ class MemoryTracker:
             self.call.changes_metadata = True
         storage = self.storage(tensor)
         if storage is not None:
-            self._reshaped.add(storage)
+            self.written.add(storage)
         for remat in (self.remat, self.earlier):
             self._new += [] if remat is None else remat.before_metadata_change(tensor)
 
@@ -345,12 +391,11 @@ class MemoryTracker:
         for held in self._new:
             held.count_version()
         self._new.clear()
-        if self.written or self._reshaped:
+        if self.written:
             is_inside = is_in_custom_function(sys._getframe(1))
-            for storage in self.written | self._reshaped:
+            for storage in self.written:
                 storage.counts_late = is_inside
-                storage.count_versions()
-            self._reshaped.clear()
+                self._count_versions(storage)
         if not self._leaving and not self.arrivals:
             return
         leaving, self._leaving = self._leaving, []

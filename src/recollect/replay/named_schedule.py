@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from recollect._torch.modules import MODULE_CALL
-from recollect._torch.ops import op_name
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, uses_under
-from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo
+from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
 from recollect.replay.recorded_graph import RecordedOp
 from recollect.store.host import HostStore
@@ -34,38 +33,6 @@ __all__ = ["Alike", "NamedSchedule", "ScheduleQuery", "trimmed"]
 
 #: Keys of ops, each with the positions of some of its results.
 _Results = tuple[tuple[str, tuple[int, ...]], ...]
-
-
-class _Keys:
-    """The keys of the ops of one call of ``root``, one after the other."""
-
-    def __init__(self, root: Any) -> None:
-        names = root.named_modules() if isinstance(root, nn.Module) else ()
-        self._names = {id(module): name for name, module in names}
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def path(self, frame: FrameType | None) -> str:
-        """The path of the innermost module that is being called."""
-        while frame is not None:
-            if frame.f_code is MODULE_CALL:
-                name: str | None = self._names.get(id(frame.f_locals.get("self")))
-                if name is not None:
-                    return name
-            frame = frame.f_back
-        return ""
-
-    def next(self, op: Any, frame: FrameType | None) -> str:
-        """The key of a call of ``op``, made from ``frame``."""
-        place = self.path(frame), op_name(op)
-        number = self._counts[place]
-        self._counts[place] = number + 1
-        return f"{place[0]}|{place[1]}|{number}"
-
-    def skip(self, keys: Iterable[str]) -> None:
-        """Count ops that have run before."""
-        for key in keys:
-            path, name, _ = key.split("|")
-            self._counts[path, name] += 1
 
 
 class Alike:
@@ -112,8 +79,7 @@ class NamedSchedule:
         arrivals: Keys of ops, each with how many of the tensors that were offloaded first are freed
             when its function is over.
         limit: As in `Schedule`, like the next two.
-        blocks: Paths of modules that are checkpointed as a whole, in place of all that. What is
-            kept is then what goes from one to the next.
+        modules: As in `Schedule`.
         alike: Finds the planned op for one that was not in the planned step.
     """
 
@@ -123,7 +89,7 @@ class NamedSchedule:
     limit: int = 0
     ahead: int | None = None
     begin: int | None = None
-    blocks: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     alike: Alike | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -148,6 +114,7 @@ class NamedSchedule:
             schedule.limit,
             schedule.ahead,
             schedule.begin,
+            schedule.modules,
             alike=alike,
         )
 
@@ -157,8 +124,8 @@ class NamedSchedule:
         kept = frozenset(n for key, n in numbers.items() if key and self._kept_as(key) is not None)
         away = frozenset(numbers[key] for key in self._away if key in numbers)
         if graph.link is None:  # it is where there is no other memory to offload to
-            return Schedule(kept | away)
-        return Schedule(kept - away, away, self.limit, self.ahead, self.begin)
+            return Schedule(kept | away, modules=self.modules)
+        return Schedule(kept - away, away, self.limit, self.ahead, self.begin, self.modules)
 
     def to_json(self) -> dict[str, Any]:
         """What is written to a file."""
@@ -174,7 +141,7 @@ class NamedSchedule:
     @cached_property
     def _hash(self) -> int:
         # Once: recordings are found by it in every call.
-        return hash((self.kept, self.away, self.arrivals, self.limit, self.ahead, self.begin))
+        return hash((self.kept, self.away, self.arrivals, self.limit, self.begin, self.modules))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
@@ -186,6 +153,11 @@ class NamedSchedule:
     @cached_property
     def _away(self) -> dict[str, frozenset[int]]:
         return {key: frozenset(results) for key, results in self.away}
+
+    @cached_property
+    def engines(self) -> dict[str, str]:
+        """By path of a module that is checkpointed: its engine."""
+        return dict(self.modules)
 
     @cached_property
     def _arrivals(self) -> dict[str, int]:
@@ -237,7 +209,10 @@ _RECOMPUTED = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "planned", 0)
 
 
 class ScheduleQuery:
-    """The decisions for one call of ``function``, in place of a policy's."""
+    """The decisions for one call of ``function``, in place of a policy's.
+
+    ``before``: the ops of the call that have run already.
+    """
 
     def __init__(
         self,
@@ -246,9 +221,18 @@ class ScheduleQuery:
         before: Iterable[RecordedOp] = (),
     ) -> None:
         self._schedule = schedule
-        self._keys = _Keys(getattr(function, "__self__", function))
-        self._keys.skip(op.key for op in before if op.key is not None)
+        #: Not called: a plan has no rules by the names of tensors.
         self.keep: Callable[[torch.Tensor, str, Ruling], None] | None = None
+        #: By module: its paths, several if blocks share it.
+        self._paths: dict[int, list[str]] = {}
+        root = getattr(function, "__self__", function)
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if not path:
+                self._paths[id(module)] = [""]
+            for name, child in module.named_children():
+                self._paths.setdefault(id(child), []).append(f"{path}.{name}" if path else name)
+        #: By key without its number: how many such ops have run.
+        self._counts = Counter(op.key.rpartition("|")[0] for op in before if op.key is not None)
 
     def __enter__(self) -> None:
         pass
@@ -258,4 +242,22 @@ class ScheduleQuery:
 
     def decide(self, op: RecordedOp, info: OpInfo) -> Ruling:
         """The decision for an op."""
-        return self._schedule.decide(self._keys.next(info.op, sys._getframe(1)), op)
+        start = f"{self._path(sys._getframe(1))}|{info.name}"
+        number = self._counts[start]
+        self._counts[start] = number + 1
+        return self._schedule.decide(f"{start}|{number}", op)
+
+    def _path(self, frame: FrameType | None) -> str:
+        """The path of the innermost module that is being called."""
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                paths = self._paths.get(id(frame.f_locals.get("self")))
+                if paths is not None:
+                    return paths[0] if len(paths) == 1 else self._path_in(paths, frame.f_back)
+            frame = frame.f_back
+        return ""
+
+    def _path_in(self, paths: list[str], frame: FrameType | None) -> str:
+        """The one of ``paths`` in the module that is being called around it, or the first."""
+        around = self._path(frame)
+        return next((path for path in paths if around and path.startswith(f"{around}.")), paths[0])

@@ -11,9 +11,9 @@ from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
-from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.policy_call import PolicyCall
+from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
 from recollect.replay.function_call import tensors_in
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
@@ -26,7 +26,6 @@ from recollect.replay.recorded_graph import (
     is_whole,
     tensors_of,
 )
-from recollect.state.devices import device_module
 
 __all__ = ["OpRecorder"]
 
@@ -66,12 +65,15 @@ class OpRecorder(DispatchMode):
     def _note(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         tracker = self._tracker
         if info.unrecordable is not None:
-            if not self._is_look(info, args):
+            # Recurrent layers of libraries make a new tensor a view of a storage that has all of
+            # their weights.
+            if not (info.sets_storage and not args[0].numel() and tracker.knows(args[1])):
                 tracker.stop(info.unrecordable)
             return info.call(*args, **kwargs)
         if info.runs_no_kernel:
             if (tracker.is_casting or tracker.call is None) and info.is_alias:
-                self._find_casts(args)
+                for tensor in tensors_in(args):
+                    tracker.locate(tensor)  # perhaps a cast weight, which views of it do not tell
             if info.has_absolute_offset(args, kwargs):
                 tracker.note_place(args[0])
             if info.is_inplace_view:
@@ -110,26 +112,11 @@ class OpRecorder(DispatchMode):
         tracker.is_in_op = True
         self._decide(op, info, out, args, kwargs)
         if written:
-            self._write(op, written)
+            self._write(op, info, written)
         self._note_results(op, info, out)
         tracker.arrivals += op.arrivals
         tracker.is_in_op = False
         return out
-
-    def _find_casts(self, args: _Args) -> None:
-        """Before a view: find weights that autocast has cast, which their views do not tell."""
-        for tensor in tensors_in(args):
-            if self._tracker.storage(tensor) is None:
-                self._tracker.find(tensor)
-
-    def _is_look(self, info: OpInfo, args: _Args) -> bool:
-        """Whether an op makes a new tensor a view of a known storage.
-
-        Recurrent layers of libraries do so, to have all of their weights in one tensor.
-        """
-        if not info.sets_storage or args[0].numel():
-            return False
-        return self._tracker.storage_of(args[1]) is not None
 
     # --- arguments --------------------------------------------------------------------------------
 
@@ -137,7 +124,7 @@ class OpRecorder(DispatchMode):
         found: _Written = {}
         for tensor in info.written(args, kwargs):
             self._tracker.protect(tensor)
-            storage = self._tracker.storage(tensor) or self._tracker.find(tensor)
+            storage = self._tracker.locate(tensor)
             if storage is not None:
                 found[storage] = tensor
         return found
@@ -226,7 +213,7 @@ class OpRecorder(DispatchMode):
         elif why_kept is not None:
             op.never_again(why_kept, ruling)
 
-    def _write(self, op: RecordedOp, written: _Written) -> None:
+    def _write(self, op: RecordedOp, info: OpInfo, written: _Written) -> None:
         """Make the next value of each storage that was written to."""
         tracker = self._tracker
         tracker.written.update(written)
@@ -237,7 +224,7 @@ class OpRecorder(DispatchMode):
                 # The value before was held, and cannot be any longer.
                 op.never_again(lost.keep, lost.ruling)
             new = storage.value = tracker.graph.after(old)
-            old.is_spoilt |= storage.has_data
+            old.is_spoilt |= storage.has_data or info.writes_uncounted
             new.op = op.number
             op.writes.append((old.number, new.number))
             if storage.is_outside:
@@ -276,7 +263,9 @@ class OpRecorder(DispatchMode):
         tracker = self._tracker
         storage = None if tracker.is_idle() else tracker.storage(tensor)
         if storage is not None:
-            tracker.find_changes(tensor)
+            number = tracker.numbers.number_of(tensor)
+            if number is not None:
+                tracker.find_changes(tensor, number)
         if storage is None or storage.value.unsure is not None:
             return
         op = tracker.graph.maker_of(storage.value)
@@ -291,6 +280,19 @@ class OpRecorder(DispatchMode):
         op.hold_results(ruling.reason, ruling)
         tracker.hold(tracker.view_in(storage, tensor), tensor, ruling)
         tracker.remat.release_last()
+
+    def keep_for_now(self, tensor: _Tensor) -> None:
+        """Hold a tensor as a schedule would: under another schedule its op may run again."""
+        tracker = self._tracker
+        storage = tracker.storage(tensor)
+        op = None if storage is None else tracker.graph.maker_of(storage.value)
+        if storage is None or op is None or storage.value.unsure is not None:
+            return
+        if op.keep is None and op.planned is None:
+            number = storage.value.number
+            op.planned = frozenset(n for n, made in enumerate(op.makes) if made == number)
+            tracker.hold(tracker.view_in(storage, tensor), tensor, None)
+            tracker.remat.release_last()
 
 
 def _holds(op: RecordedOp, result: int | None) -> bool:
@@ -318,7 +320,7 @@ def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
     device = torch.device(where)
     if device.type == "cpu":
         return torch.default_generator
-    module = device_module(device.type)
+    module = torch.get_device_module(device.type)
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]
     return generator

@@ -10,7 +10,7 @@ Nothing here holds a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
@@ -110,30 +110,34 @@ class RecordedValue:
     is_wanted: bool = False
     #: Whether the region returns it.
     is_output: bool = False
-    #: Why it can be neither held nor recomputed, if so: somebody unseen may write to it.
+    #: Why ops that read it must not run again, if so: somebody unseen may write to it.
     unsure: str | None = None
 
 
 class View:
     """A tensor, as an argument of an op or as autograd saved it."""
 
-    __slots__ = ("_make", "layout", "value")
+    __slots__ = ("is_own", "layout", "maker", "value")
 
     def __init__(self, value: RecordedValue, layout: Layout) -> None:
         self.value = value
         self.layout = layout
+        #: Whether it is the tensor of the value's own layout.
+        self.is_own = layout is value.layout
         #: Found on first use: most views of a recording are never used.
-        self._make: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.maker: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This view of ``tensor``, which has the value's own layout."""
-        own = self.value.layout
-        if self.layout is own:
+        if self.is_own:
             return tensor
-        make = self._make
-        if make is None:
-            make = self._make = _view_maker(own, self.layout)
-        return make(tensor)
+        return (self.maker or self.find_maker())(tensor)
+
+    def find_maker(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes this view, if it is not the tensor of the value's own layout."""
+        if self.maker is None:
+            self.maker = _view_maker(self.value.layout, self.layout)
+        return self.maker
 
 
 def _view_maker(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -156,8 +160,11 @@ class Views(list[Any]):
         self.kind = kind
 
 
-#: In `RecordedOp.views`: running the op takes more than to fill in its arguments.
-NEEDS_CARE: list[tuple[int, View]] = []
+#: A tensor to fill in among the arguments of an op: its place, the number of its value, and what
+#: makes the view; None: it is the tensor of the value's own layout.
+Fill = tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]
+#: In `RecordedOp.fills`: running the op takes more than to fill in its arguments.
+NEEDS_CARE: list[Fill] = []
 
 
 @dataclass(eq=False, slots=True)
@@ -184,7 +191,8 @@ class RecordedOp:
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     #: The generator that it draws from, if any.
     generator: torch.Generator | None = None
-    #: Why it must not run again, if so; and why not after a later call, which is not recorded.
+    #: Why it must never run again, if so; and why not in backward of a checked call, where the
+    #: recorded call may.
     keep: str | None = None
     later: str | None = None
     #: Whether it cannot run again, since its arguments are gone.
@@ -196,10 +204,13 @@ class RecordedOp:
     key: str | None = None
     planned: frozenset[int] | None = None
     arrivals: int = 0
-    #: The views among its arguments; None until it runs again.
-    views: list[tuple[int, View]] | None = None
-    #: The value that it makes, if it returns that and nothing else; -1 if not.
+    #: The tensors among its arguments; None until it runs again.
+    fills: list[Fill] | None = None
+    #: The value that it makes, if it makes one alone; -1 if not. If it does so in place: the value
+    #: before it; -1 if not. The values that it reads besides.
     only: int = -1
+    old: int = -1
+    others: Sequence[int] = ()
 
     def make(self, path: tuple[int, ...], value: RecordedValue) -> None:
         """Note that it makes ``value``, found at ``path`` in what it returns."""
@@ -220,21 +231,30 @@ class RecordedOp:
         made = [value for place, value in enumerate(self.makes) if place in self.planned]
         return made + [new for _, new in self.writes]
 
-    def prepare(self) -> list[tuple[int, View]]:
+    def prepare(self) -> list[Fill]:
         """Find out how to run it again."""
         values = [*self.args, *self.kwargs.values()]
+        is_inplace = len(self.writes) == 1 and not self.makes and not self.fresh
         if (
-            self.writes
+            (self.writes and not is_inplace)
             or self.generator is not None
             or self.flags is not None
             or any(type(value) is Views for value in values)
             or any(type(value) is View for value in self.kwargs.values())
         ):
-            self.views = NEEDS_CARE
+            self.fills = NEEDS_CARE
         else:
-            self.views = [(n, each) for n, each in enumerate(self.args) if type(each) is View]
-            self.only = self.makes[0] if self.paths == [()] else -1
-        return self.views
+            self.fills = [
+                (place, each.value.number, None if each.is_own else each.find_maker())
+                for place, each in enumerate(self.args)
+                if type(each) is View
+            ]
+            if is_inplace:
+                self.old, self.only = self.writes[0]
+            elif self.paths == [()]:
+                self.only = self.makes[0]
+            self.others = [number for number in self.reads if number != self.old]
+        return self.fills
 
     def hold_results(self, reason: str, ruling: Any) -> None:
         """Have its results held instead of recomputed."""

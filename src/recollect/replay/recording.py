@@ -1,16 +1,45 @@
-"""A recording: what one call of a region did, which later calls are checked against."""
+"""A recording: what one call of a region did, and what later calls hold (R7).
+
+Policies speak of ops: this one is expensive, do not repeat it. That leaves a choice of values to
+hold: the result itself, or something computed from it, whichever is smaller. The choice is a
+minimum cut between the ops that must not be repeated and the tensors that autograd saved, where
+holding a value costs its whole storage. A plan names the values, and what it does not know of is
+chosen in the same way.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
 
-from recollect._torch.tensors import UnsupportedTensor
-from recollect.replay.function_call import FunctionCall, OutsideTensor
-from recollect.replay.recorded_graph import RecordedGraph
-from recollect.replay.region_schedule import RegionSchedule
+from recollect.graph.flow import FOREVER, minimum_cut
+from recollect.graph.release import find_needs
+from recollect.policy.op_info import op_info
+from recollect.replay.function_call import (
+    USUAL,
+    FunctionCall,
+    OutsideTensor,
+    equal_type,
+)
+from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
+from recollect.state.flags import read_flags, read_usual_flags, usual_flags
 
-__all__ = ["Recording"]
+__all__ = [
+    "Chains",
+    "ExpectedCall",
+    "Recording",
+    "RegionSchedule",
+    "find_holdable",
+    "forced_values",
+    "saved_by",
+]
+
+#: The ops that recompute a value, by its number and the values that have been recomputed before.
+Chains = dict[tuple[int, ...], list[RecordedOp]]
+#: The place of a value that is kept, the value, the layout of the tensor there, and whether it is
+#: offloaded.
+Catch = tuple[int, RecordedValue, Layout, bool]
 
 
 class Recording:
@@ -43,17 +72,231 @@ class Recording:
         #: The metadata that depends on data.
         self.shapes = [call.metadata for call in calls if call.depends_on_data]
         self.reason = reason
-        #: False if that is a tensor which the engine does not support.
-        self.is_supported = not isinstance(reason, UnsupportedTensor)
-        #: What a later call is checked against, step by step, once there is one.
-        self.expected: Any = None
 
     def is_like(self, other: Recording) -> bool:
         """Whether both called the same functions."""
-        pairs = zip(self.calls, other.calls, strict=False)
-        return len(self.calls) == len(other.calls) and all(a.is_like(b) for a, b in pairs)
+        same_length = len(self.calls) == len(other.calls)
+        return same_length and all(map(FunctionCall.is_like, self.calls, other.calls))
 
     @cached_property
     def schedule(self) -> RegionSchedule:
         """What later calls hold."""
         return RegionSchedule(self.graph, self.calls, stores_all=self._stores_all)
+
+    @cached_property
+    def expected(self) -> ExpectedCall | None:
+        """The first function of a later call, linked to the next ones; None if there is none."""
+        caught: set[int] = set()
+        calls = [ExpectedCall(self, call, caught) for call in self.calls]
+        for call, following in pairwise(calls):
+            call.following = following
+        return calls[0] if calls else None
+
+
+class ExpectedCall:
+    """What one function of a later call is compared with, in the form that is fastest to compare.
+
+    ``caught``: the values that an earlier function gives, which need not be caught again.
+    """
+
+    __slots__ = (
+        *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
+        *("caught_returns", "constants", "count", "draws", "dtypes", "first_out", "flags"),
+        *("following", "form", "function", "keys", "only", "read_flags", "saved"),
+        *("tensors", "written"),
+    )
+
+    def __init__(self, recording: Recording, call: FunctionCall, caught: set[int]) -> None:
+        self.call = call
+        #: The next one.
+        self.following: ExpectedCall | None = None
+        self.function = call.function
+        self.call_mode = call.call_mode
+        self.keys, self.arity, self.form = call.keys, call.arity, call.form
+        #: Of each tensor: its place, its number, and how often it was written to.
+        self.tensors = [(place, n, call.writes[place]) for place, n in call.tensors.items()]
+        #: Of each constant: its place, its value, and the type under which ``==`` implies the same.
+        self.constants = [(place, each, equal_type(each)) for place, each in call.constants.items()]
+        schedule = recording.schedule
+        here = schedule.kept - schedule.away
+        views = [pack.view for pack in call.packed]
+        #: How many tensors autograd saves in it. Of each: the view that it is if it is dropped,
+        #: None if it is held.
+        self.count = len(views)
+        self.saved = [None if view is None or view.value.number in here else view for view in views]
+        #: The values to keep that are found among saved tensors, returned ones, and arguments that
+        #: are written to.
+        self.caught_packed = _catch(enumerate(views), schedule, caught)
+        self.caught_returns = _catch(enumerate(call.returns), schedule, caught)
+        self.caught_args = _catch(call.changed, schedule, caught)
+        #: The tensors that it writes to.
+        self.written = {number for number, _ in call.changed}
+        #: The dtypes of what it returns, which may follow from the default dtype.
+        self.dtypes = [None if view is None else view.layout[3] for view in call.returns]
+        ops = recording.graph.ops[slice(*call.ops)]
+        #: The flags that it ran under, if they may matter to it, and what reads them.
+        heeds_flags = any(_heeds_flags(recording.graph, op) for op in ops)
+        self.flags = call.flags if not call.is_opaque and heeds_flags else None
+        self.read_flags = read_flags
+        if self.flags is not None and call.function in USUAL:
+            self.flags, self.read_flags = usual_flags(self.flags), read_usual_flags
+        #: How many of the tensors offloaded before are freed after it.
+        self.arrivals = sum(op.arrivals for op in ops)
+        #: The ops that draw again in backward, each with its generator.
+        self.draws = [
+            (op.number, op.generator)
+            for op in call.draws
+            if op.generator is not None and op.number in schedule.draws
+        ]
+        #: If it returns one tensor, and nothing else has to be done when it has ended but to keep
+        #: or drop tensors: the dtype. Else None. And the number of the first tensor it returns.
+        is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
+        self.only = self.dtypes[0] if is_usual and len(call.outs) == 1 else None
+        self.first_out = call.outs[0] if call.outs else -1
+
+
+def _heeds_flags(graph: RecordedGraph, op: RecordedOp) -> bool:
+    """Whether a flag may decide how ``op`` computes, or in which dtype."""
+    is_floating = any(graph.values[n].layout[3].is_floating_point for n in op.reads)
+    return not is_floating or op_info(op.op).depends_on_flags
+
+
+def _catch(
+    views: Iterable[tuple[int, View | None]], schedule: RegionSchedule, caught: set[int]
+) -> list[Catch]:
+    found: list[Catch] = []
+    for place, view in views:
+        number = -1 if view is None else view.value.number
+        if view is not None and number in schedule.caught and number not in caught:
+            caught.add(number)
+            found.append((place, view.value, view.layout, number in schedule.away))
+    return found
+
+
+class RegionSchedule:
+    """The values of a recording that are held or offloaded.
+
+    Args:
+        graph: The recorded graph.
+        calls: The recorded functions.
+        stores_all: Whether everything that the policy keeps is offloaded.
+    """
+
+    __slots__ = ("away", "caught", "chains", "draws", "kept", "order", "outsides", "uses")
+
+    def __init__(
+        self, graph: RecordedGraph, calls: list[FunctionCall], *, stores_all: bool
+    ) -> None:
+        holdable = find_holdable(calls)
+        _leave_to_autograd(graph, calls, holdable)
+        #: What a plan has held, each with whether it is offloaded.
+        planned = {n: op.ruling.offloads for op in graph.ops for n in op.held if n in holdable}
+        saved = saved_by(calls)
+        #: The values that are not recomputed.
+        self.kept = _choose(graph, saved, holdable, planned) | planned.keys()
+        #: Those of them that are offloaded.
+        self.away = frozenset(
+            n
+            for n in self.kept
+            if (planned[n] if n in planned else _goes_away(graph, n, self.kept, stores_all))
+        )
+        # Autograd holds the saved tensors of values that stay on the device.
+        here = self.kept - self.away
+        needs = find_needs(graph, [n for n in saved if n not in here], self.kept)
+        #: By value: how often backward uses it.
+        self.uses = needs.uses
+        #: The values that others are recomputed from, each with the first ticket that needs it.
+        self.order = needs.order
+        sources = [graph.values[number] for number, _ in needs.order]
+        #: The values that a call has to catch: the kept ones of these, and constants that a
+        #: function made without an op.
+        self.caught = frozenset(
+            each.number for each in sources if each.number in self.kept or each.outside is None
+        )
+        #: The outside tensors that are needed, by their number.
+        self.outsides = frozenset(each.outside for each in sources if each.outside is not None)
+        #: The ops that draw again, and whose generators must be read.
+        self.draws = frozenset(n for n in needs.again if graph.ops[n].generator is not None)
+        #: The chains that backward has found so far.
+        self.chains: Chains = {}
+
+
+def forced_values(graph: RecordedGraph, calls: list[FunctionCall]) -> frozenset[int]:
+    """The values that are kept whatever a plan says, since their ops must not run again."""
+    holdable = find_holdable(calls)
+    _leave_to_autograd(graph, calls, holdable)
+    return _choose(graph, saved_by(calls), holdable, ())
+
+
+def saved_by(calls: list[FunctionCall]) -> list[int]:
+    """The values that autograd saves in ``calls``, and does not hold itself."""
+    packs = (pack for call in calls for pack in call.packed)
+    return [pack.view.value.number for pack in packs if pack.view is not None]
+
+
+def find_holdable(calls: list[FunctionCall]) -> set[int]:
+    """The values that a call can hold: those it can still get at when their function ends."""
+    found: set[int] = set()
+    saved = set(saved_by(calls))
+    for call in calls:
+        first, last = call.ops
+        seen = [view.value for view in call.returns if view is not None]
+        seen += [view.value for _, view in call.changed]
+        # The user may change what the region returns. What autograd saved must not be changed
+        # anyway, unless in ways that it does not notice.
+        seen = [value for value in seen if not value.is_output or value.number in saved]
+        seen += [pack.view.value for pack in call.packed if pack.view is not None]
+        found.update(
+            value.number
+            for value in seen
+            if value.is_last and first <= value.op < last and not (value.is_output and value.unsure)
+        )
+    return found
+
+
+def _leave_to_autograd(graph: RecordedGraph, calls: list[FunctionCall], holdable: set[int]) -> None:
+    """Have autograd hold the saved tensors that can be neither recomputed nor held otherwise."""
+    blocked: set[int] = set()
+    for op in graph.ops:
+        if _must_not_run(graph, op) or any(read in blocked for read in op.reads):
+            blocked.update(op.results)
+    blocked -= holdable
+    for call in calls:
+        for pack in call.packed:
+            if pack.view is not None and pack.view.value.number in blocked:
+                pack.view = None
+
+
+def _must_not_run(graph: RecordedGraph, op: RecordedOp) -> bool:
+    return (op.keep or op.later or graph.unsure_read(op)) is not None
+
+
+def _choose(
+    graph: RecordedGraph, saved: list[int], holdable: set[int], planned: Container[int]
+) -> frozenset[int]:
+    """The cheapest values to hold, in addition to the ``planned`` ones."""
+    needed = [graph.ops[n] for n in find_needs(graph, saved, planned).again]
+    never = {op.number for op in needed if _must_not_run(graph, op)}
+    if not never:
+        return frozenset()
+    costs: dict[int, int] = {}
+    edges: list[tuple[int, int]] = []
+    sources: list[int] = []
+    for op in needed:
+        for number in op.results:
+            if number in planned:
+                continue
+            costs[number] = graph.values[number].nbytes if number in holdable else FOREVER
+            if op.number in never:
+                sources.append(number)
+            else:
+                edges += [(read, number) for read in op.reads]
+    sinks = {number for number in saved if number in costs}
+    edges = [(a, b) for a, b in edges if a in costs]
+    return minimum_cut(costs, edges, sources, sinks)
+
+
+def _goes_away(graph: RecordedGraph, number: int, kept: frozenset[int], stores_all: bool) -> bool:
+    """Whether the policy offloads all results that need not be recomputed thanks to a value."""
+    rulings = [op.ruling for op in graph.sources(number, kept, lambda op: op.keep is not None)]
+    return bool(rulings) and all(r is not None and (stores_all or r.offloads) for r in rulings)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
-from recollect._torch.tensors import is_plain_tensor, unsupported_tensor
+from recollect._torch.tensors import is_plain_tensor, same_looks, unsupported_tensor
 from recollect.observer import observing
-from recollect.replay.call_mode import casts
-from recollect.replay.function_call import is_comparable, metadata_of
+from recollect.replay.function_call import casts, is_comparable, metadata_of
 from recollect.replay.recording import Recording
 from recollect.state.flags import Flags
 
-__all__ = ["CacheEntry", "UnsupportedArgument", "entry_of", "recordings_preserved", "signature_of"]
+__all__ = ["CacheEntry", "UnsupportedArgument", "entry_of", "recordings_preserved"]
 
 #: How many signatures of a function have an entry.
 _SIGNATURES = 16
@@ -44,6 +43,10 @@ class CacheEntry:
     difference: str | None = None
     _last: Recording | None = None
     _misses: int = 0
+
+    def is_new(self) -> bool:
+        """Whether nothing is known yet."""
+        return self.recording is None and self.fallback is None and self.unsettled is None
 
     def recorded(self, recording: Recording, *, has_budget: bool) -> None:
         """A call was recorded. ``has_budget``: no call may hold more than others."""
@@ -69,27 +72,85 @@ class CacheEntry:
             self.unsettled = f"it is another function at every call: {difference}"
 
 
-_entries: WeakKeyDictionary[Any, OrderedDict[Any, CacheEntry]] = WeakKeyDictionary()
+class _Entries(OrderedDict[Any, CacheEntry]):
+    """The entries of one function by signature."""
+
+    #: The entry that was used last, behind the circumstances of its calls and the tests of their
+    #: arguments. Comparing with these is faster than to make a signature and its hash.
+    last: tuple[tuple[Any, ...], list[Callable[[Any], bool]], CacheEntry] | None = None
 
 
-def entry_of(function: Callable[..., Any], signature: Any) -> CacheEntry:
-    """The entry of a call. A function that cannot be a key gets a new one every time."""
-    owner = _owner(function)
+_entries: WeakKeyDictionary[Any, _Entries] = WeakKeyDictionary()
+
+
+def entry_of(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Any,
+    sends_away: tuple[bool, bool],
+    flags: Flags,
+) -> CacheEntry:
+    """The entry of a call: calls with different signatures have different recordings.
+
+    A function that cannot be a key gets a new entry every time.
+    """
+    modes = _modes() if dispatch_mode_count() else ()
+    # A module has no attributes of a function, and takes long to say so.
+    owner, code = (function, None) if isinstance(function, nn.Module) else _owner(function)
+    training = owner.training if isinstance(owner, nn.Module) else None
+    about = (code, policy, sends_away, modes, training, casts(), flags, *kwargs)
+    values = (*args, *kwargs.values())
+    try:
+        entries = _entries.get(owner)
+    except TypeError:  # it has no weak references, or no hash
+        entries = None
+    try:
+        if entries is not None and entries.last is not None:
+            before, tests, entry = entries.last
+            is_same = before == about and len(tests) == len(values)
+            if is_same and all(test(value) for test, value in zip(tests, values, strict=True)):
+                return entry
+        signs = [_sign(value) for value in values]
+    except RecursionError:
+        raise UnsupportedArgument("an argument that contains itself") from None
+    return _find(owner, about, values, signs)
+
+
+def _has_sign(sign: Any, value: Any) -> bool:
+    return bool(sign == _sign(value))
+
+
+def _find(
+    owner: Any, about: tuple[Any, ...], values: tuple[Any, ...], signs: list[Any]
+) -> CacheEntry:
+    signature = (*about, *signs)  # no name is a signature: which is which is plain
     try:
         entries = _entries.get(owner)
         if entries is None:
-            entries = _entries.setdefault(owner, OrderedDict())
+            entries = _entries.setdefault(owner, _Entries())
         entry = entries.get(signature)
-    except TypeError:  # it has no weak references, or no hash
+    except TypeError:  # as above
         return CacheEntry()
     if entry is None:
         entry = entries[signature] = CacheEntry()
         if len(entries) > _SIGNATURES:
             entries.popitem(last=False)
-    elif len(entries) > 1:
+        entries.last = None  # which may have been the oldest
+        return entry
+    if len(entries) > 1:
         entries.pop(signature, None)  # to insert it as the newest
         entries[signature] = entry
+    # The test compares all that is in the signature of a tensor, and the exact type.
+    tests = [
+        same_looks(value) if type(value) in _PLAIN else partial(_has_sign, sign)
+        for value, sign in zip(values, signs, strict=True)
+    ]
+    entries.last = about, tests, entry
     return entry
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @contextmanager
@@ -97,9 +158,7 @@ def recordings_preserved() -> Iterator[None]:
     """A context after which all recordings are as they were before."""
     before = dict(_entries.items())
     for owner, entries in before.items():
-        _entries[owner] = OrderedDict(
-            (signature, copy(entry)) for signature, entry in entries.items()
-        )
+        _entries[owner] = _Entries((signature, copy(entry)) for signature, entry in entries.items())
     try:
         yield
     finally:
@@ -107,43 +166,16 @@ def recordings_preserved() -> Iterator[None]:
         _entries.update(before)
 
 
-def _owner(function: Any) -> Any:
-    """The key of a function: the module, or the code, so that a new lambda finds its entries."""
-    if isinstance(function, nn.Module):
-        return function  # attributes that a module does not have take long to look up
-    while isinstance(function, functools.partial):
+def _owner(function: Any) -> tuple[Any, Any]:
+    """The key of a function: the module, or the code, so that a new lambda finds its entries.
+
+    For a method also its code.
+    """
+    while isinstance(function, partial):
         function = function.func
     if isinstance(function, MethodType):
-        return function.__self__
-    return function.__code__ if isinstance(function, FunctionType) else function
-
-
-def _code(function: Any) -> Any:
-    if isinstance(function, nn.Module):
-        return None
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(getattr(function, "__func__", None), "__code__", None)
-
-
-def signature_of(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Any,
-    sends_away: tuple[bool, bool],
-    flags: Flags,
-) -> Any:
-    """Calls with different signatures have different recordings."""
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    training = owner.training if isinstance(owner, nn.Module) else None
-    modes = _modes() if dispatch_mode_count() else ()
-    try:
-        values = [_sign(value) for value in args]
-        values += [(name, _sign(value)) for name, value in kwargs.items()]
-    except RecursionError:
-        raise UnsupportedArgument("an argument that contains itself") from None
-    return (_code(function), policy, sends_away, modes, training, casts(), flags, *values)
+        return function.__self__, getattr(function.__func__, "__code__", None)
+    return function.__code__ if isinstance(function, FunctionType) else function, None
 
 
 def _modes() -> tuple[type, ...]:

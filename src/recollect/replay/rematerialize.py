@@ -1,4 +1,4 @@
-"""One call of a region: what it holds, and how backward recomputes saved tensors from that (R9).
+"""How backward recomputes saved tensors from what a call of a region holds (R9).
 
 Backward unpacks one saved tensor after the other. The ops that lead to it run below autograd, from
 what is held. `graph.release` decides when a value is released, for tensors here and for bytes in
@@ -8,7 +8,7 @@ the simulator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from sys import getrefcount
@@ -16,26 +16,25 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
+from torch import is_grad_enabled as grad_enabled
 
 from recollect._torch.autograd import at_end_of_backward, current_graph_task
-from recollect._torch.modes import below_autograd, set_grad_enabled
-from recollect._torch.tensors import memory_key
+from recollect._torch.modes import any_autocast_enabled as autocast_enabled
+from recollect._torch.modes import below_autograd, below_autograd_keys, set_grad_enabled
 from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
-from recollect.replay.held_tensor import HeldTensor, Ticket
+from recollect.replay.held_values import HeldValues, Ticket
 from recollect.replay.recorded_graph import (
     NEEDS_CARE,
-    Layout,
     RecordedGraph,
     RecordedOp,
     RecordedValue,
     View,
     Views,
     copy_of_storage,
-    is_whole,
 )
-from recollect.replay.region_schedule import RegionSchedule
+from recollect.replay.recording import Chains, Recording
 from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
 from recollect.store.offload_batch import OffloadBatch
@@ -49,162 +48,67 @@ _LOST = (
 _NOTHING = nullcontext()
 #: How many backwards through one region may run at once before the oldest has to start over.
 _PASSES = 4
+#: How many chains of a schedule are remembered. A backward finds a few per region.
+_CHAINS = 4096
 
 
 class _Pass(WorkingSet[torch.Tensor]):
     """What one backward has recomputed."""
 
-    __slots__ = ("flags", "is_announced")
+    __slots__ = ("chains", "flags", "is_announced")
 
-    def __init__(self, uses: list[int], flags: Flags | None) -> None:
+    def __init__(self, uses: list[int], chains: Chains | None, flags: Flags | None) -> None:
         super().__init__(uses)
+        #: What was found before, if what is held is what the schedule says.
+        self.chains = chains
         #: The flags to set, if others are set now.
         self.flags = flags
         #: Whether the store was told that backward has begun.
         self.is_announced = False
 
 
-class Rematerializer:
-    """What one call of a region holds."""
+class Rematerializer(HeldValues):
+    """What one call of a region holds, and how backward recomputes the rest from it.
 
-    def __init__(self, offload_batch: OffloadBatch, flags: Flags) -> None:
-        self.graph = RecordedGraph()
-        #: The schedule that the call follows, if it was recorded before.
-        self._schedule: RegionSchedule | None = None
-        self.offload_batch = offload_batch
-        #: How many tickets are left when the store is told to fetch ahead; None: it is at once.
-        self.begin: int | None = None
-        #: The flags that the region ran under.
+    Args:
+        offload_batch: What it offloads.
+        flags: The flags that the region runs under.
+        recording: The recording that the call is checked against, if there is one.
+        begin: How many tickets are left when the store is told to fetch ahead; None: it is at once.
+    """
+
+    def __init__(
+        self,
+        offload_batch: OffloadBatch,
+        flags: Flags,
+        recording: Recording | None = None,
+        begin: int | None = None,
+    ) -> None:
+        super().__init__(RecordedGraph() if recording is None else recording.graph, offload_batch)
+        self._schedule = None if recording is None else recording.schedule
+        self.begin = begin
         self.flags = flags
-        #: By number of the value.
-        self.kept: dict[int, HeldTensor] = {}
-        #: These in the order in which they were kept, each with the number of tickets before.
-        self._order: list[tuple[int, int]] = []
-        #: The state of the generator, by number of the op that drew from it.
-        self.states: dict[int, torch.Tensor] = {}
-        #: Of saved tensors that are not held.
-        self.tickets: list[Ticket] = []
-        self.is_running = True
-        #: Whether the whole call went as recorded.
-        self.saw_all = True
+        #: Whether the call has ended, and went as recorded if it was recorded before.
+        self.is_complete = False
         #: While the region is running: a context whose ops are not the region's.
         self.pause: Callable[[], Any] | None = None
         self._is_guarded = version_guard_enabled()
         self.passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
 
-    def follow(self, graph: RecordedGraph, schedule: RegionSchedule) -> None:
-        """Hold what the schedule of an earlier call says."""
-        self.graph = graph
-        self._schedule = schedule
-
-    def confirm(self) -> None:
-        """The call went as recorded: release in the order of the schedule."""
-        assert self._schedule is not None
-        self._order = self._schedule.order.copy()
-
-    def keep(
-        self, value: RecordedValue, tensor: torch.Tensor, layout: Layout, *, away: bool
-    ) -> HeldTensor:
-        """Hold ``value``; ``tensor`` is a view of it.
-
-        The tensor must have no history, which would lead back to this.
-        """
-        held = self.kept[value.number] = HeldTensor(tensor, layout)
-        self._order.append((value.number, len(self.tickets)))
-        if away:
-            self.send(value)
-        return held
-
-    def send(self, value: RecordedValue) -> None:
-        """Offload what is held of ``value``, if it still is and can be."""
-        held = self.kept.get(value.number)
-        if held is not None and held.away is None and is_whole(value.layout, value.nbytes):
-            held.send(self.offload_batch, value.layout)
-
-    def release_last(self) -> None:
-        """Release the value that was kept just now after all others: older tickets need it."""
-        number, _ = self._order.pop()
-        self._order.insert(0, (number, 0))
-
-    # --- writes -----------------------------------------------------------------------------------
-
-    def held_of(self, tensor: torch.Tensor) -> list[HeldTensor]:
-        """What is held on the storage of ``tensor``, or was offloaded from there."""
-        storage = memory_key(tensor)
-        if storage is None:
-            return []
-        return [each for each in self.kept.values() if each.storage == storage]
-
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Copy what is held on the storage of ``tensor``, which is about to be written to."""
-        for held in self.held_of(tensor):
-            if held.away is not None:
-                held.away.before_write()
-            elif held.is_unchanged():  # if not, there was an unseen write: backward raises
-                held.become_copy()
-
-    def before_overwrite(self, value: RecordedValue) -> None:
-        """The held ``value`` is about to be overwritten: copy it if it is needed."""
-        held = self.kept[value.number]
-        if held.away is not None:
-            held.away.before_write()
-        elif value.is_wanted:
-            held.become_copy()
-        else:
-            del self.kept[value.number]
-
-    def after_overwrite(self, value: RecordedValue) -> None:
-        """An unseen write has changed ``value``: recompute it, or raise if that is impossible."""
-        held = self.kept.get(value.number)
-        if held is None or held.away is not None:
-            return
-        maker = self.graph.maker_of(value)
-        if maker is not None and maker.keep is None:
-            del self.kept[value.number]
-        else:
-            held.spoil()
-
-    def before_metadata_change(self, tensor: torch.Tensor) -> list[HeldTensor]:
-        """The metadata of ``tensor`` is about to be changed in place, which counts as a write.
-
-        Returns the held tensors whose version has to be read again afterwards.
-        """
-        held = self.held_of(tensor)
-        for each in held:
-            if each.away is not None:
-                each.away.before_write()
-        return [each for each in held if each.away is None and each.is_unchanged()]
-
-    def copy_outputs(self, saved: Container[int]) -> None:
-        """Copy held outputs of the region, since the user may change them; not the ``saved``."""
-        for number, held in self.kept.items():
-            value = self.graph.values[number]
-            must_stay = number in saved and value.unsure is None
-            is_here = held.away is None and held.is_unchanged()
-            if value.is_output and is_here and not must_stay:
-                held.become_copy()
-
-    # --- release ----------------------------------------------------------------------------------
-
-    def release_unneeded(self) -> None:
-        """After a call that was recorded: release what no saved tensor needs."""
-        saved = [ticket[2].value.number for ticket in self.tickets]
-        needs = find_needs(self.graph, saved, self.kept)
-        self._order = needs.order
-        wanted = {number for number, _ in needs.order}
-        for number in self.kept.keys() - wanted:
-            del self.kept[number]
-        for number in self.states.keys() - needs.again:
-            del self.states[number]
+    def end(self, *, as_recorded: bool) -> None:
+        """The call is over. ``as_recorded``: it went as the recording says, if it has one."""
+        self.is_complete = as_recorded
+        if as_recorded and self._schedule is not None:
+            self._order = self._schedule.order.copy()  # the order in which to release
 
     def _release_held(self) -> None:
         """Release what only freed parts of the autograd graph needed."""
-        tickets = self.tickets
-        if not tickets or _references_to_last(tickets) > _OF_THE_DEAD_LAST:
-            return
+        tickets, before = self.tickets, len(self.tickets)
         while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
             tickets.pop()
+        if len(tickets) == before:
+            return
         self._schedule = None  # which counts uses by tickets that are dead
         for number in pop_unneeded(self._order, len(tickets)):
             self.kept.pop(number, None)
@@ -221,66 +125,75 @@ class Rematerializer:
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook: autograd unpacks a tensor."""
-        tensor, version, view = ticket
+        tensor: torch.Tensor | None = ticket[0]
         if tensor is None:
-            return self._recompute(view)
-        if tensor._version != version:
+            return self._recompute(ticket[2])
+        if tensor._version != ticket[1]:
             raise saved_tensor_changed(tensor)
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def _recompute(self, view: View) -> torch.Tensor:
         value = view.value
-        if value.is_spoilt and self.saw_all and not self.is_running:
+        backward = current_graph_task()
+        if self.pause is not None:
+            with self._lock, below_autograd(), self.pause():
+                return self._recompute_now(backward, view)
+        if value.is_spoilt and self.is_complete:
             raise saved_tensor_changed(view.layout[0])
-        working = self.passes.get(current_graph_task())
-        if working is not None and not self.is_running:
+        working = self.passes.get(backward)
+        if working is not None:
             tensor = working.here.get(value.number)
             if tensor is not None:  # the usual case: most are recomputed on the way to the first
                 working.give(value.number)
                 return view.of(tensor)
-        pause = self.pause if self.is_running else None
         # Two threads of one backward may be here at once.
-        with self._lock, below_autograd(), pause() if pause is not None else _NOTHING:
-            working = self._pass()
-            if not self.is_running:
-                self._release_held()
-                if not working.is_announced and len(self.tickets) <= (self.begin or 0):
-                    working.is_announced = True
-                    self.offload_batch.announce()
-            if working.flags is None:
-                tensor = self._tensor(working, value)
-            else:
-                with _under(working.flags):
-                    tensor = self._tensor(working, value)
-            working.give(value.number)
-            return view.of(tensor)
+        if autocast_enabled():
+            with self._lock, below_autograd():
+                return self._recompute_now(backward, view)
+        was_enabled = grad_enabled()
+        try:
+            with self._lock, below_autograd_keys():
+                return self._recompute_now(backward, view)
+        finally:
+            set_grad_enabled(was_enabled)
 
-    def _pass(self) -> _Pass:
-        backward = current_graph_task()
+    def _recompute_now(self, backward: int, view: View) -> torch.Tensor:
         working = self.passes.get(backward)
         if working is None:
-            working = _Pass(self._count(), self.flags if read_flags() != self.flags else None)
-            if backward >= 0:  # else this is outside of backward, and nothing may stay behind
+            working = self._begin(backward)
+        if self.pause is None:
+            self._release_held()
+        if not working.is_announced and (self.begin is None or len(self.tickets) <= self.begin):
+            working.is_announced = True
+            self.offload_batch.announce()
+        if working.flags is None:
+            tensor = self._tensor(working, view.value)
+        else:
+            with _under(working.flags):
+                tensor = self._tensor(working, view.value)
+        working.give(view.value.number)
+        return view.of(tensor)
+
+    def _begin(self, backward: int) -> _Pass:
+        uses, chains = self._count()
+        working = _Pass(uses, chains, None if read_flags() == self.flags else self.flags)
+        if backward >= 0:  # else this is outside of backward, and nothing may stay behind
+            if len(self.passes) >= _PASSES:
                 # A backward that failed has left its pass here. Dropping one only costs time.
-                for oldest in [*self.passes][: 1 - _PASSES]:
-                    del self.passes[oldest]
-                self.passes[backward] = working
-                at_end_of_backward(partial(_end_pass, ref(self), backward))
-            working.is_announced = self.begin is None
-            if working.is_announced:
-                self.offload_batch.announce()
+                del self.passes[next(iter(self.passes))]
+            self.passes[backward] = working
+            at_end_of_backward(partial(_end_pass, ref(self), backward))
         return working
 
-    def _count(self) -> list[int]:
-        """By value: how often backward will use it."""
+    def _count(self) -> tuple[list[int], Chains | None]:
+        """By value: how often backward will use it. And the chains that were found before."""
         counts = _reference_counts(self.tickets)
         schedule = self._schedule
-        is_planned = schedule is not None and self.saw_all and not self.is_running
-        if is_planned and min(counts, default=0) > _OF_THE_DEAD:
-            assert schedule is not None
-            return schedule.uses.copy()
+        if schedule is not None and self.is_complete and min(counts, default=0) > _OF_THE_DEAD:
+            return schedule.uses.copy(), schedule.chains
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
-        return find_needs(self.graph, [ticket[2].value.number for ticket in alive], self.kept).uses
+        saved = [ticket[2].value.number for ticket in alive]
+        return find_needs(self.graph, saved, self.kept).uses, None
 
     def _tensor(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
         """The tensor of the value's own layout."""
@@ -290,61 +203,65 @@ class Rematerializer:
             return tensor
         held = self.kept.get(number)
         if held is not None:
-            is_guarded = self._is_guarded or value.outside is None
-            tensor = held.get(value.layout, is_guarded=is_guarded)
+            tensor = held.get(value.layout, self._is_guarded or value.outside is None)
             if uses[number] > 1:
                 here[number] = tensor
             return tensor
         ops = self._missing(working, number)
         if uses[number] <= 0:  # not counted: a tensor is unpacked for the second time
             for op in ops:
-                for read in self.graph.ops[op].reads:
+                for read in op.reads:
                     uses[read] += 1
         uses[number] += 1  # not to be released before it is returned
         for op in ops:
-            self._run(working, self.graph.ops[op])
+            self._run(working, op)
         tensor = here[number]
         working.use(number)
         return tensor
 
-    def _missing(self, working: _Pass, number: int) -> list[int]:
+    def _missing(self, working: _Pass, number: int) -> list[RecordedOp]:
         """The ops that recompute a value from what is there, in order."""
-        schedule, chains = self._schedule, None
-        if not (working.here or schedule is None or self.is_running) and self.saw_all:
-            chains = schedule.chains  # there is what the schedule keeps, and nothing else
-        ops = None if chains is None else chains.get(number)
+        # They follow from what has been recomputed and what is held. If all that the schedule holds
+        # was there when backward began, then what was released since is not needed by any saved
+        # tensor that can still be unpacked. So the key determines the ops.
+        chains, key = working.chains, (number, *working.here)
+        ops = None if chains is None else chains.get(key)
         if ops is None:
-            ops = missing_ops(self.graph, number, working.here, self.kept)
-            for op in (self.graph.ops[each] for each in ops):
+            found = missing_ops(self.graph, number, working.here, self.kept)
+            ops = [self.graph.ops[each] for each in found]
+            for op in ops:
                 if op.is_lost:
                     raise CheckpointError(_LOST.format(op=op.op))
-            if chains is not None:
-                chains[number] = ops
+            if chains is not None and len(chains) < _CHAINS:
+                chains[key] = ops
         return ops
 
     def _run(self, working: _Pass, op: RecordedOp) -> None:
         """Run ``op`` again."""
-        if torch.is_grad_enabled() is not op.grad_enabled:
+        if grad_enabled() is not op.grad_enabled:
             set_grad_enabled(op.grad_enabled)
-        views = op.views
-        if views is None:
-            views = op.prepare()
-        if views is NEEDS_CARE:
+        fills = op.fills
+        if fills is None:
+            fills = op.prepare()
+        if fills is NEEDS_CARE:
             self._run_with_care(working, op)
             return
-        here = working.here
+        here, old = working.here, op.old
+        base = None if old < 0 else self._writable(working, op, old)
         args = op.args.copy()
-        for place, view in views:
-            value = view.value
-            tensor = here.get(value.number)
+        for place, number, make in fills:
+            tensor = here.get(number) if number != old else base
             if tensor is None:
-                tensor = self._tensor(working, value)
-            args[place] = view.of(tensor)
+                tensor = self._tensor(working, self.graph.values[number])
+            args[place] = tensor if make is None else make(tensor)
         out = op.call(*args, **op.kwargs)
-        working.end_op(op.reads, _results(op, out) if op.only < 0 else ((op.only, out),))
+        if op.only >= 0:
+            working.end_one(op.others, op.only, out if base is None else base)
+        else:
+            working.end_op(op.reads, _results(op, out))
 
     def _run_with_care(self, working: _Pass, op: RecordedOp) -> None:
-        """Run an op that writes, draws, takes lists of tensors, or has flags of its own."""
+        """Run an op that writes to several, draws, takes lists of tensors, or has own flags."""
         bases = {old: self._writable(working, op, old) for old, _ in op.writes}
         args = [self._argument(working, each, bases) for each in op.args]
         kwargs = {name: self._argument(working, each, bases) for name, each in op.kwargs.items()}

@@ -1,13 +1,12 @@
-"""What ``explain`` returns: the rows, what they add up to, and what that says."""
+"""What ``explain`` returns: rows, totals and remarks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
 
-from recollect.report.grouping import common_text, lists_by, pattern
-from recollect.report.rows import RegionCall, Row, TensorRow, Totals
-from recollect.report.table import columns, modules_table, rows_table
+from recollect.report.rows import RegionCall, TensorRow, Totals, lists_by, pattern
+from recollect.report.table import columns, counted, modules_table, rows_table
 from recollect.report.units import bytes_text
 
 __all__ = ["AUTOGRAD", "ELSEWHERE", "RESULT", "Explanation"]
@@ -64,30 +63,27 @@ class Explanation:
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
-        """Why there is not less to hold, where one cause stands out."""
+        """The main cause of what is held, where one stands out."""
         if not self.regions:
             return ("No checkpointed region ran: autograd keeps all that backward needs.",)
         remarks = []
         inputs = self.totals.by_fate["input"]
         if inputs > _MUCH * self.held_bytes:
             remarks.append(
-                f"Inputs of regions are {bytes_text(inputs)}, {self._share(inputs)} of what is "
-                "held. Fewer and larger regions have fewer inputs; offload_inputs=True moves them "
-                "to the host."
+                f"Inputs of regions are {bytes_text(inputs)}, {inputs / self.held_bytes:.0%} of "
+                "what is held. Fewer and larger regions have fewer inputs; offload_inputs=True "
+                "moves them to the host."
             )
         outside = [row for row in self.rows if row.reason in (AUTOGRAD, RESULT, ELSEWHERE)]
         count = sum(row.bytes for row in outside)
         if count > _MUCH * self.held_bytes:
             largest = max(outside, key=lambda row: row.bytes)
             remarks.append(
-                f"{bytes_text(count)}, {self._share(count)} of what is held, is kept outside of "
-                f"any region, where no policy reaches it. The largest part is "
+                f"{bytes_text(count)}, {count / self.held_bytes:.0%} of what is held, is kept "
+                "outside of any region, where no policy reaches it. The largest part is "
                 f"{bytes_text(largest.bytes)} of {largest.op} in {largest.path or 'the function'}."
             )
         return tuple(remarks)
-
-    def _share(self, part: int) -> str:
-        return f"{part / self.held_bytes:.0%}"
 
     def __str__(self) -> str:
         needed = [row for row in self.rows if row.bytes and row.fate != "not held"]
@@ -104,35 +100,28 @@ def _rows(rows: Sequence[TensorRow]) -> str:
     """The largest lines, in the order of the ops."""
     if not rows:
         return "Nothing is held, and nothing is recomputed."
-    groups = lists_by(
-        lambda row: (
-            *(row.op, row.shape, row.dtype, row.fate),
-            *(pattern(row.path), pattern(row.reason)),
-        ),
-        rows,
-    )
-    ranked = sorted(range(len(groups)), key=lambda n: _bytes(groups[n]), reverse=True)
+
+    def line(row: TensorRow) -> tuple[object, ...]:
+        return row.op, row.shape, row.dtype, row.fate, pattern(row.path), pattern(row.reason)
+
+    groups = lists_by(line, rows)
+    sizes = [sum(row.bytes for row in group) for group in groups]
+    ranked = sorted(range(len(groups)), key=sizes.__getitem__, reverse=True)
     text = rows_table([groups[n] for n in sorted(ranked[:_LINES])])
     if left := ranked[_LINES:]:
-        count = sum(_bytes(groups[n]) for n in left)
+        count = sum(sizes[n] for n in left)
         text += f"\n... and {len(left)} smaller lines, {bytes_text(count)}"
     return text
 
 
-def _bytes(rows: Sequence[Row]) -> int:
-    return sum(row.bytes for row in rows)
-
-
 def _calls(calls: Sequence[RegionCall]) -> str:
-    """The regions, if there is something to say of one."""
+    """The regions, if one has a note or another engine than rerun."""
     if all(call.engine == "rerun" and not call.notes for call in calls):
         return ""
     header = ("region", "engine", "note")
     groups = lists_by(lambda call: (pattern(call.region), call.engine, call.notes), calls)
-    return columns(header, [_call_line(group) for group in groups], left=header)
-
-
-def _call_line(calls: Sequence[RegionCall]) -> tuple[str, ...]:
-    count = f" x{len(calls)}" if len(calls) > 1 else ""
-    name = common_text([call.region for call in calls]) + count
-    return name, calls[0].engine, "; ".join(calls[0].notes)
+    lines = [
+        (counted([call.region for call in each]), each[0].engine, "; ".join(each[0].notes))
+        for each in groups
+    ]
+    return columns(header, lines, left=header)

@@ -9,25 +9,42 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from itertools import groupby
 from string import Template
+from typing import Any
 
-from recollect.report.plan_report import PlanReport, Point
-from recollect.report.script import PLANNED, script_data, shown_points
+from recollect.report.plan_report import (
+    Figure,
+    PlanReport,
+    Point,
+    figures,
+    heading,
+    point_cells,
+    summary,
+)
+from recollect.report.rows import Row, sums_of
 from recollect.report.table import table
-from recollect.report.units import bytes_text, percent_text, seconds_text
-from recollect.report.words import Figure, figures, heading, longer_text, summary
+from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["page"]
+__all__ = ["page", "thinned"]
 
 _SCRIPTS = ("units.js", "charts.js", "tree.js", "page.js")
 _COLOURS = 7
 
+#: The fates that a plan chooses from, in the order in which the page shows them.
+_PLANNED = ("kept", "recomputed", "offloaded")
+#: As many as a wide screen has columns for a chart.
+_BUCKETS = 1000
+
 #: What is filled into a section; None if the section does not apply.
 _Fields = dict[str, str] | None
+_Curve = Sequence[tuple[float, int]]
 
 
 def page(report: PlanReport) -> str:
@@ -51,7 +68,7 @@ def page(report: PlanReport) -> str:
         hash=_hash(script),
         style=_asset("page.css"),
         body="".join(sections),
-        data=script_data(report),
+        data=_script_data(report),
         script=script,
     )
 
@@ -103,7 +120,7 @@ def _memory(report: PlanReport) -> _Fields:
 
 
 def _frontier(report: PlanReport) -> _Fields:
-    points = shown_points(report)
+    points = _shown_points(report)
     if len(points) < 2:
         return None
     kinds = {point.kind for point in points}
@@ -117,10 +134,7 @@ def _frontier(report: PlanReport) -> _Fields:
 
 
 def _point_row(point: Point, report: PlanReport) -> str:
-    share = percent_text(point.peak / report.plain_peak) if report.plain_peak else ""
-    longer = longer_text(point.seconds, report.plain_time)
-    cells = (bytes_text(point.peak), share, seconds_text(point.seconds), longer)
-    data = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    data = "".join(f"<td>{escape(cell)}</td>" for cell in point_cells(point, report))
     return f'<tr class="{escape(point.kind)}"><th scope="row">{escape(point.name)}</th>{data}</tr>'
 
 
@@ -145,8 +159,8 @@ def _parts(report: PlanReport) -> _Fields:
 def _modules(report: PlanReport) -> _Fields:
     if not report.rows:
         return None
-    sums = {fate: sum(row.bytes for row in report.rows if row.fate == fate) for fate in PLANNED}
-    keys = [(f, "", f"{f} <b>{bytes_text(nbytes)}</b>", True) for f, nbytes in sums.items()]
+    sums = sums_of(report.rows)
+    keys = [(f, "", f"{f} <b>{bytes_text(sums[f].bytes)}</b>", True) for f in _PLANNED]
     return {"legend": _legend(keys)}
 
 
@@ -163,3 +177,82 @@ def _legend(keys: Iterable[tuple[str, str, str, bool]]) -> str:
         if is_shown
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+# --- what the script draws ------------------------------------------------------------------------
+
+
+def _script_data(report: PlanReport) -> str:
+    """The curves, the points and the rows, without any ``<`` that could end the script."""
+    texts: dict[str, int] = {}
+    data = {
+        "budget": report.budget,
+        "plain_time": report.plain_time,
+        "curves": [
+            _curve(name, kind, curve)
+            for name, kind, curve in (
+                ("plain", "before", report.before),
+                ("with the plan", "after", report.after),
+            )
+            if curve
+        ],
+        "points": [vars(point) for point in _shown_points(report)],
+        "rows": [_row(row, texts) for row in report.rows],
+        "texts": list(texts),
+    }
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _shown_points(report: PlanReport) -> list[Point]:
+    """The points whose time is known, from the least peak to the largest."""
+    known = [point for point in report.points if math.isfinite(point.seconds)]
+    return sorted(known, key=lambda point: (point.peak, point.seconds))
+
+
+def _curve(name: str, kind: str, curve: _Curve) -> dict[str, Any]:
+    points = thinned(curve, _BUCKETS)
+    time, peak = max(points, key=lambda point: point[1])
+    return {
+        "name": name,
+        "kind": kind,
+        "times": [_short(time) for time, _ in points],
+        "bytes": [nbytes for _, nbytes in points],
+        "peak": [_short(time), peak],
+    }
+
+
+def _row(row: Row, texts: dict[str, int]) -> list[float]:
+    """A row with indices into ``texts`` in place of its texts, most of which occur many times."""
+    path, op, reason = (texts.setdefault(t, len(texts)) for t in (row.path, row.op, row.reason))
+    return [path, op, _PLANNED.index(row.fate), row.bytes, _short(row.seconds), reason]
+
+
+def _short(seconds: float) -> float:
+    """Seven digits: a tenth of a microsecond in a second, and half the page."""
+    return float(f"{seconds:.7g}")
+
+
+# --- curves with no more points than a screen can show -------------------------------------------
+
+
+def thinned(curve: _Curve, buckets: int) -> list[tuple[float, int]]:
+    """``curve`` with at most four points in each of ``buckets`` equal spans of time.
+
+    The first, the last, the highest and the lowest of each are those that can be seen, and the
+    peak of the whole is among them, where it was.
+    """
+    if len(curve) <= 4 * buckets:
+        return list(curve)
+    start, end = curve[0][0], curve[-1][0]
+    width = (end - start) / buckets or 1.0
+    spans = groupby(curve, lambda point: min(int((point[0] - start) / width), buckets - 1))
+    return [point for _, span in spans for point in _telling(list(span))]
+
+
+def _telling(points: _Curve) -> list[tuple[float, int]]:
+    """The first, the last, the highest and the lowest, in their order."""
+    order = range(len(points))
+    highest = max(order, key=lambda n: points[n][1])
+    lowest = min(order, key=lambda n: points[n][1])
+    return [points[n] for n in sorted({0, lowest, highest, len(points) - 1})]

@@ -1,12 +1,27 @@
-"""What there is to show of a plan or a frontier, as plain data: no torch, no graph."""
+"""What there is to show of a plan or a frontier: plain data, and its figures in words.
+
+The table and the page say the same.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recollect.report.rows import Row
+from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["PlanReport", "Point"]
+__all__ = [
+    "Figure",
+    "PlanReport",
+    "Point",
+    "figures",
+    "heading",
+    "longer_text",
+    "point_cells",
+    "summary",
+]
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that the table and the page of a plan or a frontier show. Sizes in bytes, times in s."""
+    """What the table and the page of a plan or a frontier show, in bytes and seconds."""
 
     title: str  #: the class of the model
     device: str  #: such as ``NVIDIA H200`` or ``cpu``
@@ -42,3 +57,111 @@ class PlanReport:
     measured_time: float | None = None
     measured_plain_time: float | None = None  #: of the plain steps that were timed with these
     spread: float = 0.0  #: by how much times may be off, as a fraction
+
+
+class Figure(NamedTuple):
+    """One figure of the head of the table, or one tile of the page."""
+
+    label: str
+    value: str
+    remark: str = ""  #: what to compare it with
+    share: float | None = None  #: how much of a bar it fills, where it is a part of something
+
+
+def heading(report: PlanReport) -> str:
+    """The first line of the table, and the title of the page."""
+    what = "Frontier of" if report.budget is None else "Plan for"
+    return f"{what} {report.title} on {report.device}"
+
+
+def figures(report: PlanReport) -> list[Figure]:
+    """The figures that are known, the most important first."""
+    found = []
+    if report.budget is not None:
+        found.append(Figure("budget", bytes_text(report.budget)))
+        found.append(_peak("predicted peak", report.predicted_peak, report.budget, "the budget"))
+        if report.measured_peak is not None:
+            found.append(_peak("measured peak", report.measured_peak, report.budget, "the budget"))
+    else:
+        found.append(_peak("least peak", report.predicted_peak, report.plain_peak, "plain"))
+    found.append(_plain(report))
+    if report.plain_time > 0:
+        label = "time vs plain" if report.budget is None else "predicted time"
+        found.append(_time(label, report.predicted_time, report.plain_time))
+    if report.measured_time is not None:
+        found.append(_time("measured time", report.measured_time, report.measured_plain_time))
+    if _has_bound(report):
+        remark = f"no plan that fits is below {seconds_text(report.bound_time)}"
+        found.append(Figure("gap to the bound", percent_text(report.gap), remark))
+    return found
+
+
+def _peak(label: str, peak: int, whole: int, name: str) -> Figure:
+    share = peak / whole if whole else 0.0
+    return Figure(label, bytes_text(peak), f"{percent_text(share)} of {name}", share)
+
+
+def _plain(report: PlanReport) -> Figure:
+    saved = report.plain_peak - report.predicted_peak
+    who = "the plan saves" if report.budget is not None else "plans save up to"
+    remark = f"{who} {bytes_text(saved)}" if saved > 0 else "the step fits as it is"
+    return Figure("plain peak", bytes_text(report.plain_peak), remark)
+
+
+def _time(label: str, seconds: float, plain: float | None) -> Figure:
+    if not plain:
+        return Figure(label, seconds_text(seconds), "there was no plain step to compare with")
+    remark = f"{seconds_text(seconds)}, plain {seconds_text(plain)}"
+    return Figure(label, longer_text(seconds, plain), remark)
+
+
+def _has_bound(report: PlanReport) -> bool:
+    return report.bound_time > 0 and math.isfinite(report.gap)
+
+
+def longer_text(seconds: float, plain: float) -> str:
+    """How much longer than plain, such as ``+8.1%``; empty if there is nothing to compare with."""
+    if plain <= 0:
+        return ""
+    more = seconds / plain - 1
+    return ("+" if more > 0 else "") + percent_text(more)
+
+
+def point_cells(point: Point, report: PlanReport) -> tuple[str, str, str, str]:
+    """Peak and time of ``point``, each with how it compares with plain."""
+    share = percent_text(point.peak / report.plain_peak) if report.plain_peak else ""
+    longer = longer_text(point.seconds, report.plain_time)
+    return bytes_text(point.peak), share, seconds_text(point.seconds), longer
+
+
+def summary(report: PlanReport) -> str:
+    """One or two sentences for somebody who has never heard of a plan."""
+    peak, plain = bytes_text(report.predicted_peak), bytes_text(report.plain_peak)
+    ratio = report.predicted_peak / report.plain_peak if report.plain_peak else 0.0
+    need = f"{peak}, {percent_text(ratio)} of the {plain} of the plain step"
+    if report.budget is None:
+        text = f"A step can run in as little as {need}"
+    else:
+        budget = bytes_text(report.budget)
+        text = f"With a budget of {budget} the step is predicted to need at most {need}"
+    if report.measured_time is not None and report.measured_plain_time:
+        longer = _longer_words(report.measured_time, report.measured_plain_time)
+        text += f", and was measured to take {longer}"
+    elif report.plain_time > 0:
+        then = "then takes" if report.budget is None else "takes"
+        text += f", and {then} {_longer_words(report.predicted_time, report.plain_time)}"
+    if not _has_bound(report):
+        return f"{text}."
+    if report.gap <= 0:
+        return f"{text}. No plan that fits is faster."
+    return (
+        f"{text}. No plan that fits can take less than {seconds_text(report.bound_time)}: "
+        f"this one is within {percent_text(report.gap)} of that."
+    )
+
+
+def _longer_words(seconds: float, plain: float) -> str:
+    more = seconds / plain - 1
+    if abs(more) < 0.0005:
+        return "the same time"
+    return f"{percent_text(abs(more))} {'longer' if more > 0 else 'less time'}"

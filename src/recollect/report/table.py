@@ -5,20 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from recollect.report.grouping import Group, Sum, add_sums, common_text, grouped
-from recollect.report.plan_report import PlanReport
-from recollect.report.rows import FATES, Row, TensorRow
+from recollect.report.plan_report import PlanReport, figures, heading, point_cells
+from recollect.report.rows import FATES, Row, Sum, TensorRow, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
-from recollect.report.words import figures, heading, longer_text
 
-__all__ = ["columns", "frontier_table", "modules_table", "rows_table", "table"]
+__all__ = ["columns", "counted", "frontier_table", "modules_table", "rows_table", "table"]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 100
 _NAME = 34
 _LINES = 40
 
-NO_MODULE = "(no module)"
+_NO_MODULE = "(no module)"
 _TITLES = {"input": "inputs"}
 _KINDS = {"plan": "", "chosen": "chosen", "plain": "no plan", "peer": "peer"}
 
@@ -43,50 +41,57 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequenc
 
 def rows_table(groups: Sequence[Sequence[Row]]) -> str:
     """A line for each list of rows that say the same; times and shapes where there are any."""
+    rows = [row for group in groups for row in group]
+    lines = [_cells(group) for group in groups]
     header = ["module", "op", "shape", "memory", "time", "fate", "reason"]
-    if not any(isinstance(row, TensorRow) for group in groups for row in group):
+    if not any(isinstance(row, TensorRow) for row in rows):
         header.remove("shape")
-    if not any(row.seconds for group in groups for row in group):
+    if not any(row.seconds for row in rows):
         header.remove("time")
-    lines = [[_cell(name, group) for name in header] for group in groups]
-    return columns(header, lines, left=("module", "op", "shape", "fate", "reason"))
+    left = ("module", "op", "shape", "fate", "reason")
+    return columns(header, [[line[name] for name in header] for line in lines], left)
 
 
-def _cell(name: str, group: Sequence[Row]) -> str:
-    row = group[0]
-    if name == "module":
-        count = f" x{len(group)}" if len(group) > 1 else ""
-        return (common_text([each.path for each in group]) or NO_MODULE) + count
-    if name == "reason":
-        return common_text([each.reason for each in group])
-    if name == "shape" and isinstance(row, TensorRow):
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        return f"{shape} {str(row.dtype).removeprefix('torch.')}"
-    if name == "memory":
-        return _bytes_cell(sum(each.bytes for each in group))
-    if name == "time":
-        return seconds_text(sum(each.seconds for each in group))
-    return row.op if name == "op" else row.fate
+def _cells(group: Sequence[Row]) -> dict[str, str]:
+    row, shape = group[0], ""
+    if isinstance(row, TensorRow):
+        size = "x".join(map(str, row.shape)) or "scalar"
+        shape = f"{size} {str(row.dtype).removeprefix('torch.')}"
+    return {
+        "module": counted([each.path for each in group]),
+        "op": row.op,
+        "shape": shape,
+        "memory": _bytes_cell(sum(each.bytes for each in group)),
+        "time": seconds_text(sum(each.seconds for each in group)),
+        "fate": row.fate,
+        "reason": common_text([each.reason for each in group]),
+    }
+
+
+def counted(paths: Sequence[str]) -> str:
+    """One name for ``paths``, and how many there are."""
+    count = f" x{len(paths)}" if len(paths) > 1 else ""
+    return (common_text(paths) or _NO_MODULE) + count
 
 
 def modules_table(rows: Sequence[Row], limit: int = _LINES) -> str:
-    """What becomes of the modules, equal ones together; empty if there are none."""
-    groups = grouped(rows)
-    if not groups:
+    """Bytes by module and fate, equal modules on one line; empty without rows."""
+    if not rows:
         return ""
-    whole = add_sums(group.sums for group in groups)
-    shown = [fate for fate in FATES[:-1] if fate in ("kept", "recomputed") or whole[fate] != Sum()]
-    ranked = sorted(groups, key=lambda group: group.bytes, reverse=True)
-    largest = {group.path for group in ranked[:limit]}
-    named = [(_label(group), group.sums) for group in groups if group.path in largest]
-    if left := ranked[limit:]:
-        named.append((f"{len(left)} smaller lines", add_sums(group.sums for group in left)))
-    named.append(("in all", whole))
+    groups = grouped(rows)
+    ranked = sorted(groups, key=lambda group: sum(row.bytes for row in group.rows), reverse=True)
+    largest, left = {group.path for group in ranked[:limit]}, ranked[limit:]
+    named = [(_short(g.path or _NO_MODULE), g.rows) for g in groups if g.path in largest]
+    if left:
+        named.append((f"{len(left)} smaller lines", [row for g in left for row in g.rows]))
+    whole = sums_of(rows)
+    shown = [fate for fate in FATES[:-1] if fate in ("kept", "recomputed") or any(whole[fate])]
     is_timed = any(each.seconds for each in whole.values())
     header = ["module"]
     for fate in shown:
         header += [_TITLES.get(fate, fate), "time"] if is_timed else [_TITLES.get(fate, fate)]
-    lines = [[name, *_sum_cells(sums, shown, is_timed)] for name, sums in named]
+    sums = [(name, sums_of(members)) for name, members in named] + [("in all", whole)]
+    lines = [[name, *_sum_cells(each, shown, is_timed)] for name, each in sums]
     return columns(header, lines, left=("module",))
 
 
@@ -103,15 +108,11 @@ def _bytes_cell(count: int) -> str:
     return bytes_text(count) if count else "-"
 
 
-def _label(group: Group) -> str:
-    return _short(group.path or NO_MODULE)
-
-
 # --- plans ----------------------------------------------------------------------------------------
 
 
 def table(report: PlanReport) -> str:
-    """What a plan does: its figures, the parts of its peak, and what becomes of the modules."""
+    """A plan: its figures, the parts of its peak, and the fates of its modules."""
     parts = [_head(report), _parts(report), modules_table(report.rows), *_notes(report)]
     return "\n\n".join(filter(None, parts))
 
@@ -119,14 +120,7 @@ def table(report: PlanReport) -> str:
 def frontier_table(report: PlanReport) -> str:
     """The plans of a frontier and what they are compared with, the least peak first."""
     lines = [
-        (
-            _short(point.name),
-            bytes_text(point.peak),
-            percent_text(point.peak / report.plain_peak) if report.plain_peak else "",
-            seconds_text(point.seconds),
-            longer_text(point.seconds, report.plain_time),
-            _KINDS.get(point.kind, point.kind),
-        )
+        (_short(point.name), *point_cells(point, report), _KINDS.get(point.kind, point.kind))
         for point in sorted(report.points, key=lambda point: (point.peak, point.seconds))
     ]
     header = ("", "peak", "of plain", "step", "vs plain", "")

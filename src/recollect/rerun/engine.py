@@ -32,6 +32,7 @@ from recollect._torch.autograd import (
     at_end_of_backward,
     current_graph_task,
     get_graph_exec_group,
+    set_graph_exec_group,
 )
 from recollect._torch.dynamo import hide_from_dynamo, never_traced
 from recollect.checks.changed_input import saved_tensor_changed
@@ -39,7 +40,7 @@ from recollect.errors import AlreadyUnpacked
 from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket
 from recollect.rerun.recompute import Recomputation
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "GraphExecGroup"]
 
 
 class Frame(ForwardFrame):
@@ -70,22 +71,18 @@ class Frame(ForwardFrame):
         else:
             # Of two threads of one backward, one reruns, and the other waits for it.
             with self.locks.setdefault(backward, threading.RLock()):
-                found = self._recomputed_with(number, backward)
+                known = self.recomputed.get(backward)
+                if known is None or number >= len(known.tensors):
+                    if known is None and type(backward) is int:
+                        at_end_of_backward(partial(_end_backward, ref(self), backward))
+                elif (tensor := known.tensors[number]) is not None:
+                    return known, tensor
+                else:
+                    self._check_reread(backward)
+                found = self.recomputed[backward] = Recomputation(self).run()
         tensor = found.tensors[number]
         assert tensor is not None
         return found, tensor
-
-    def _recomputed_with(self, number: int, backward: Any) -> RecomputedTensors:
-        """The tensors of ``backward``, rerunning the function if ``number`` is not among them."""
-        found = self.recomputed.get(backward)
-        if found is not None and number < len(found.tensors):
-            if found.tensors[number] is not None:
-                return found
-            self._check_reread(backward)
-        elif found is None and type(backward) is int:
-            at_end_of_backward(partial(_end_backward, ref(self), backward))
-        found = self.recomputed[backward] = Recomputation(self).run()
-        return found
 
     def _check_reread(self, backward: Any) -> None:
         if type(backward) is not int:
@@ -117,3 +114,30 @@ def _end_backward(frame: ReferenceType[Frame], backward: int) -> None:
 
 # A region that ran in eager is recomputed in eager, whoever runs backward.
 never_traced(Frame.unpack)
+
+
+class GraphExecGroup:
+    """A context in which each region is recomputed at most once, however many backwards run.
+
+    The backwards must not overlap: no saved tensor may be needed by two of them, ``retain_graph``
+    or not. Regions of the reentrant engine are not affected. Groups do not nest.
+    """
+
+    def __repr__(self) -> str:
+        return f"<GraphExecGroup at {id(self):#x}>"
+
+    def __enter__(self) -> GraphExecGroup:
+        active = get_graph_exec_group()
+        if active is not None:
+            raise RuntimeError(
+                f"GraphExecGroup contexts cannot be nested. Already inside group {active}"
+            )
+        set_graph_exec_group(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        set_graph_exec_group(None)
+
+    @classmethod
+    def _get_current_group(cls) -> Any:
+        return get_graph_exec_group()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from sys import getrefcount
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,21 @@ from recollect.checks.determinism import (
 )
 from recollect.checks.oplog import OpLog
 from recollect.observer import observing
-from recollect.rerun.selective import RecordMode
+from recollect.rerun.selective import RecomputeMode, RecordMode
 from recollect.settings import version_guard_enabled
 from recollect.state.inputs import Inputs
 from recollect.state.region_state import RegionState
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Contexts", "ForwardFrame", "RecomputedTensors", "Ticket", "make_contexts", "noting"]
+__all__ = [
+    "Contexts",
+    "ForwardFrame",
+    "RecomputedTensors",
+    "Ticket",
+    "as_one",
+    "make_contexts",
+    "noting",
+]
 
 #: Stands in the graph for a saved tensor: its number, and its description by the check.
 Ticket = tuple[Any, ...]
@@ -38,9 +46,15 @@ Ticket = tuple[Any, ...]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
+#: The contexts that need no check.
+_OWN_MODES: list[type] = [RecordMode, RecomputeMode]
+
+
 def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
     """Call ``context_fn`` and check its result before anything is entered."""
     contexts = context_fn()
+    if type(contexts) is tuple and [*map(type, contexts)] == _OWN_MODES:
+        return contexts[0], contexts[1]
     if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
         raise TypeError(
             "context_fn should return a tuple of two context managers, one for forward and one "
@@ -58,6 +72,19 @@ def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
             "generate a tuple of two `TorchDispatchMode`s."
         )
     return contexts[0], contexts[1]
+
+
+def as_one(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A context that enters ``contexts``, in this order."""
+    return contexts[0] if len(contexts) == 1 else _entering(contexts)  # a stack takes longer
+
+
+@contextmanager
+def _entering(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class RecomputedTensors:
@@ -78,23 +105,9 @@ class ForwardFrame:
     """
 
     __slots__ = (
-        "__weakref__",
-        "compares_values",
-        "contexts",
-        "debug",
-        "describe",
-        "early_stop",
-        "entered",
-        "forward_log",
-        "function",
-        "inputs",
-        "locks",
-        "offloaded",
-        "read_once",
-        "recomputed",
-        "running",
-        "region_state",
-        "tickets",
+        *("__weakref__", "compares_values", "contexts", "debug", "describe", "early_stop"),
+        *("entered", "forward_log", "function", "inputs", "locks", "offloaded", "read_once"),
+        *("recomputed", "region_state", "running", "tickets"),
     )
 
     def __init__(
@@ -114,7 +127,7 @@ class ForwardFrame:
         #: Where the inputs are, if they are not held.
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
-        self.region_state = RegionState(function, self.inputs.reachable(), preserve_rng_state)
+        self.region_state = RegionState(function, self.inputs, preserve_rng_state)
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
         #: Whether values are compared too, besides the results of ``describe``.
@@ -122,7 +135,7 @@ class ForwardFrame:
         self.describe = default_check if self.compares_values else describe
         self.early_stop = early_stop
         self.debug = debug
-        self.forward_log = self.make_log()
+        self.forward_log = self.make_log() if debug or self.compares_values else None
         #: Whether to refuse a recomputation for a tensor that was unpacked before.
         self.read_once = read_once
         self.running = True
@@ -144,21 +157,13 @@ class ForwardFrame:
     def __enter__(self) -> None:
         push_saved_tensor_hooks(self._pack_hook(), self.unpack)
         recorder = self.region_state.collectives
-        if self.contexts is None and self.forward_log is None and recorder is None:
+        if self.contexts is None and recorder is None and self.forward_log is None:
             return
+        given = None if self.contexts is None else self.contexts[0]
         try:
-            if self.contexts is not None and self.forward_log is None and recorder is None:
-                self.contexts[0].__enter__()  # a stack for one would take longer
-                self.entered = self.contexts[0]
-                return
-            with ExitStack() as stack:
-                if self.contexts is not None:
-                    stack.enter_context(self.contexts[0])
-                if recorder is not None:
-                    stack.enter_context(recorder)
-                if self.forward_log is not None:
-                    stack.enter_context(self.forward_log)
-                self.entered = stack.pop_all()
+            entered = as_one([x for x in (given, recorder, self.forward_log) if x is not None])
+            entered.__enter__()
+            self.entered = entered
         except BaseException:
             pop_saved_tensor_hooks()
             raise
@@ -189,24 +194,28 @@ class ForwardFrame:
         describe = self.describe
 
         # The two default checks are inlined: a call would cost as much as the check.
-        def pack_on_cpu(tensor: torch.Tensor) -> Ticket:
-            ticket = (len(tickets), tensor.shape, tensor.dtype)
-            tickets.append(ticket)
-            return ticket
+        chosen: Callable[[torch.Tensor], Ticket]
+        if describe is cpu_metadata:
 
-        def pack(tensor: torch.Tensor) -> Ticket:
-            ticket = (len(tickets), tensor.shape, tensor.dtype, tensor.device)
-            tickets.append(ticket)
-            return ticket
+            def chosen(tensor: torch.Tensor) -> Ticket:
+                ticket = (len(tickets), tensor.shape, tensor.dtype)
+                tickets.append(ticket)
+                return ticket
 
-        def pack_described(tensor: torch.Tensor) -> Ticket:
-            ticket = (len(tickets), None if describe is None else describe(tensor))
-            tickets.append(ticket)
-            return ticket
+        elif describe is metadata:
 
-        chosen: Callable[[torch.Tensor], Ticket] = pack_on_cpu if describe is cpu_metadata else pack
-        if describe is not cpu_metadata and describe is not metadata:
-            chosen = pack_described
+            def chosen(tensor: torch.Tensor) -> Ticket:
+                ticket = (len(tickets), tensor.shape, tensor.dtype, tensor.device)
+                tickets.append(ticket)
+                return ticket
+
+        else:
+
+            def chosen(tensor: torch.Tensor) -> Ticket:
+                ticket = (len(tickets), None if describe is None else describe(tensor))
+                tickets.append(ticket)
+                return ticket
+
         if self.contexts is not None and isinstance(self.contexts[0], RecordMode):
             chosen = self.contexts[0].noting(chosen)
         if self.compares_values:
@@ -221,13 +230,16 @@ class ForwardFrame:
     def dead(self) -> frozenset[int]:
         """The numbers of the tickets that the graph does not hold any more."""
         counts = _reference_counts(self.tickets)
-        if min(counts, default=_OF_THE_DEAD + 1) > _OF_THE_DEAD:
-            return frozenset()
+        if not counts or min(counts) > _OF_THE_DEAD:
+            return _NO_TICKETS
         return frozenset(n for n, count in enumerate(counts) if count <= _OF_THE_DEAD)
 
 
+_NO_TICKETS: frozenset[int] = frozenset()
+
+
 def _reference_counts(tickets: list[Ticket]) -> list[int]:
-    return [getrefcount(ticket) for ticket in tickets]
+    return [*map(getrefcount, tickets)]
 
 
 #: References to a ticket that only a list holds, as this interpreter counts them.

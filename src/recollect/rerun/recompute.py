@@ -8,7 +8,7 @@ that refers back: there are no cycles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,8 +21,8 @@ from recollect._torch.autograd import (
     push_saved_tensor_hooks,
     view_base,
 )
-from recollect._torch.dynamo import dynamo_is_watching, hide_from_dynamo, run_without_dynamo
-from recollect._torch.modes import dispatch_modes_active, set_grad_enabled
+from recollect._torch.dynamo import dynamo_callback, hide_from_dynamo, run_without_dynamo
+from recollect._torch.modes import dispatch_mode_count, set_grad_enabled
 from recollect.checks.determinism import (
     Describe,
     count_mismatch,
@@ -30,15 +30,13 @@ from recollect.checks.determinism import (
     metadata,
     metadata_mismatch,
     same,
-    too_many_saved,
 )
 from recollect.checks.diagnosis import MismatchContext
-from recollect.checks.trace import explain
-from recollect.checks.values import value_difference
+from recollect.checks.differences import explain, value_difference
 from recollect.errors import CheckpointError, StopRecompute
-from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket, noting
+from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket, as_one, noting
 from recollect.rerun.selective import RecomputeMode
-from recollect.state.guards import UseOfChanged
+from recollect.state.buffers import UseOfChanged
 
 __all__ = ["Recomputation"]
 
@@ -47,19 +45,8 @@ class Recomputation:
     """One run of a frame's function in backward."""
 
     __slots__ = (
-        "_changes",
-        "_dead",
-        "_expected",
-        "_frame",
-        "_later",
-        "_log",
-        "_raised",
-        "_recompute_mode",
-        "_stopped",
-        "_surplus",
-        "_tensors",
-        "_unwritten_by",
-        "_versions",
+        *("_changes", "_dead", "_expected", "_frame", "_later", "_log", "_raised"),
+        *("_recompute_mode", "_stopped", "_surplus", "_tensors", "_unwritten_by", "_versions"),
     )
 
     def __init__(self, frame: ForwardFrame, *, keep_all: bool = False) -> None:
@@ -81,45 +68,43 @@ class Recomputation:
         #: Present if something that the function may use has changed. The function then runs to its
         #: end, so that every op is checked.
         self._changes: UseOfChanged | None = frame.region_state.changes()
-        self._log = frame.make_log()
+        self._log = None if frame.forward_log is None else frame.make_log()
 
     @hide_from_dynamo
     def run(self) -> RecomputedTensors:
         """Recompute the tensors that forward saved; an error if they differ."""
+        frame = self._frame
         try:
-            self._run()
+            if frame.offloaded is not None:
+                frame.offloaded.announce()
+            # This may rerun an outer region, which has to see its own arguments as they were.
+            args, kwargs = frame.inputs.recall()
+            self._run_with(args, kwargs)
             self._verify()
             tensors = self._tensors[: self._expected]
-            if _hold_memory(tensors):
+            if _hold_memory(tensors, frame.function):
                 tensors = [t if t is None else t.detach() for t in tensors]
         except CheckpointError as error:
-            log = self._frame.forward_log
-            if self._frame.debug and log is not None and self._log is not None:
+            log = frame.forward_log
+            if frame.debug and log is not None and self._log is not None:
                 raise explain(error, log, self._log, stopped=self._stopped) from error
             raise
         finally:
             # The graph of the rerun holds on to the hooks, and they to this object.
             self._tensors.clear()
-            self._later = ref(self._frame)
+            self._later = ref(frame)
             del self._frame
         return RecomputedTensors(tensors, self._versions)
 
     @hide_from_dynamo
-    def _run(self) -> None:
-        if self._frame.offloaded is not None:
-            self._frame.offloaded.announce()
-        # This may rerun an outer region, which has to see its own arguments as they were.
-        args, kwargs = self._frame.inputs.recall()
-        swapped = self._frame.inputs.swap()
-        try:
-            self._run_with(args, kwargs)
-        finally:
-            if swapped is not None:
-                swapped.put_back()
-
-    @hide_from_dynamo
     def _run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
+        has_contexts = (
+            frame.contexts is not None or self._log is not None or self._changes is not None
+        )
+        call, values, named = (
+            (self._call, (args, kwargs), {}) if has_contexts else (frame.function, args, kwargs)
+        )
         # First, since it is refused where hooks are disabled: nothing else has been changed then.
         push_saved_tensor_hooks(self._pack_hook(), self._unpack)
         grad_was_enabled = torch.is_grad_enabled()
@@ -127,10 +112,10 @@ class Recomputation:
         if frame.forward_log is not None:
             frame.forward_log.recording = False  # it is on if the function goes backward inside
         try:
-            if dynamo_is_watching():
-                run_without_dynamo(frame.region_state.run, self._call, args, kwargs)
+            if dynamo_callback() is not None:
+                run_without_dynamo(frame.region_state.run, call, values, named)
             else:
-                frame.region_state.run(self._call, args, kwargs)
+                frame.region_state.run(call, values, named)
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
@@ -142,19 +127,16 @@ class Recomputation:
 
     @hide_from_dynamo
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frame = self._frame
-        if frame.contexts is None and self._log is None and self._changes is None:
-            frame.function(*args, **kwargs)
-            return
-        contexts = self._contexts((*args, *kwargs.values()))
-        if len(contexts) == 1:  # a stack for one would take longer
-            with contexts[0]:
-                self._call_noting_errors(args, kwargs)
-        else:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                self._call_noting_errors(args, kwargs)
+        """Call the function in its contexts."""
+        with as_one(self._contexts((*args, *kwargs.values()))):
+            try:
+                self._frame.function(*args, **kwargs)
+            except StopRecompute:
+                raise
+            except BaseException as error:
+                # Not the error itself: its traceback refers to this object.
+                self._raised = repr(error)
+                raise
         if self._changes is not None and self._changes.error is not None:
             raise self._changes.error
         if self._raised is not None:
@@ -172,16 +154,6 @@ class Recomputation:
             replay = contexts[0].for_rerun(values, restores_rng=restores_rng)
             self._recompute_mode = contexts[0] = replay
         return contexts + [each for each in (self._changes, self._log) if each is not None]
-
-    def _call_noting_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            self._frame.function(*args, **kwargs)
-        except StopRecompute:
-            raise
-        except BaseException as error:
-            # Not the error itself: its traceback refers to this object.
-            self._raised = repr(error)
-            raise
 
     def _pack_hook(self) -> Callable[[torch.Tensor], Any]:
         tensors = self._tensors
@@ -218,12 +190,12 @@ class Recomputation:
         # saved tensor, as it does with torch.
         contexts = self._frame.contexts
         has_modes = contexts is not None and not isinstance(contexts[1], RecomputeMode)
-        chosen = pack_with_care if dead or has_modes or dispatch_modes_active() else pack
+        chosen = pack_with_care if dead or has_modes or dispatch_mode_count() else pack
         return noting(self._log, chosen) if self._frame.compares_values else chosen
 
     def _near_end(self, number: int, tensor: torch.Tensor) -> None:
         missing = self._expected - number - 1
-        if missing >= 0 and self._may_be_unwritten(tensor):
+        if missing >= 0 and not tensor.requires_grad and self._may_be_unwritten(tensor):
             self._unwritten_by = current_operation()
         if missing > 0:
             return
@@ -244,12 +216,11 @@ class Recomputation:
         """Whether the operation that is saving ``tensor`` could have yet to write it.
 
         ``rrelu`` saves the buffer for its noise, then its input, and then draws the noise: to stop
-        in between would leave whatever memory held. Such a buffer is new: it has no history, no
-        version and no base, and is none of the inputs.
+        in between would leave whatever memory held. Such a buffer is new: it has no history, which
+        the caller has seen, no version and no base, and is none of the inputs.
         """
         return (
-            not tensor.requires_grad
-            and tensor.is_floating_point()
+            tensor.is_floating_point()
             and tensor._version == 0
             and view_base(tensor) is None
             and not self._frame.inputs.has(tensor)
@@ -267,8 +238,8 @@ class Recomputation:
         tensor = tensors[packed] if packed < len(tensors) else None
         if tensor is None:
             raise CheckpointError(
-                "backward was called on a part of the graph of a recomputation that cannot be had "
-                "again. Keep results of the first run of a checkpointed function, not of the "
+                "backward was called on a part of the graph of a recomputation that cannot be "
+                "recomputed. Keep results of the first run of a checkpointed function, not of the "
                 "second: see recollect.is_recomputing()."
             )
         return tensor
@@ -277,10 +248,8 @@ class Recomputation:
         frame = self._frame
         if self._recompute_mode is not None:
             self._recompute_mode.check_end()
-        if self._surplus:
-            raise too_many_saved(self._expected, self._context())
-        if len(self._tensors) < self._expected and not frame.running:
-            raise count_mismatch(self._expected, len(self._tensors), self._context())
+        if self._surplus or (len(self._tensors) < self._expected and not frame.running):
+            raise count_mismatch(self._context())
         if frame.describe is not None:
             self._compare(frame.describe)
         if frame.compares_values:
@@ -318,21 +287,40 @@ class Recomputation:
             if after is not None and not same(before, after)
         ]
         if differences:
-            raise metadata_mismatch(differences, self._context())
+            raise metadata_mismatch(self._context(), differences)
 
 
-def _hold_memory(tensors: list[Any]) -> bool:
+#: Functions whose last recomputation had a light history, see below. By id of the function, or of
+#: the object whose method it is: that, weakly, and how many tensors the recomputation saved.
+_light: dict[int, tuple[ReferenceType[Any], int]] = {}
+#: How many are known at most: ids are used again.
+_KNOWN = 4096
+
+
+def _hold_memory(tensors: list[Any], function: Any) -> bool:
     """Whether the history of ``tensors`` may hold more than numbers.
 
     A custom function may have put tensors on its context. Others save what they need through the
-    hooks: their history is light, and leaving it on saves detaching every tensor.
+    hooks: their history is light, and leaving it on saves detaching every tensor. A function that
+    saves as many tensors as the last time is taken to use no custom functions still: to make an
+    object of every node takes longer than all other checks, and memory is all there is to lose.
     """
+    owner = getattr(function, "__self__", function)
+    known = _light.get(id(owner))
+    if known is not None and known[1] == len(tensors) and known[0]() is owner:
+        return False
     try:
         kinds = {type(tensor.grad_fn) for tensor in tensors if tensor is not None}
     except RuntimeError:
         # A view that may not be differentiated any more. Nobody has, and nobody need.
         return True
-    return any(issubclass(kind, BackwardCFunction) for kind in kinds)
+    if any(issubclass(kind, BackwardCFunction) for kind in kinds):
+        return True
+    with suppress(TypeError):  # there are no weak references to some objects
+        if len(_light) >= _KNOWN:
+            _light.clear()
+        _light[id(owner)] = ref(owner), len(tensors)
+    return False
 
 
 def _described(describe: Describe, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from recollect._torch.autograd import backward_allows_reentrant
+from recollect._torch.modes import set_grad_enabled
 from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
 from recollect.settings import version_guard_enabled
@@ -58,23 +58,36 @@ class CheckpointFunction(torch.autograd.Function):
         ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
         # Tensors go through save_for_backward, which guards their versions; None holds their place.
-        others = tuple([None if _is_only_saved(x) else x for x in args])
-        ctx.inputs = Inputs(others, {}, version_guard_enabled())
+        others: list[Any] = []
+        indices: list[int] = []
+        # What is saved is guarded from the end of forward on only.
+        versions: list[int | None] = []
+        for index, value in enumerate(args):
+            if not isinstance(value, torch.Tensor):
+                others.append(value)
+                continue
+            indices.append(index)
+            if not value.requires_grad and are_statistics(value):
+                others.append(value)
+                versions.append(None)
+            else:
+                others.append(None)
+                versions.append(None if value.is_inference() else value._version)
+        inputs = ctx.inputs = Inputs((*others,), {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        ctx.region_state = RegionState(run_function, ctx.inputs.reachable(), preserve_rng_state)
-        ctx.tensor_indices = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*(args[i] for i in ctx.tensor_indices))
-        # What is saved is guarded from the end of forward on only.
-        versions = [
-            args[i]._version if _is_only_saved(args[i]) and not args[i].is_inference() else None
-            for i in ctx.tensor_indices
-        ]
-        with torch.no_grad(), ctx.region_state.collectives or nullcontext():
+        state = ctx.region_state = RegionState(run_function, inputs, preserve_rng_state)
+        ctx.tensor_indices = indices
+        ctx.save_for_backward(*[args[index] for index in indices])
+        # Without grad, as the forward of every such node.
+        if state.collectives is None:
             outputs = run_function(*args)
-        ctx.changed = _changed_inside(args, ctx.tensor_indices, versions)
-        ctx.inputs.settle()
-        ctx.region_state.settle()
+        else:
+            with state.collectives:
+                outputs = run_function(*args)
+        ctx.changed = _changed_inside(args, indices, versions)
+        inputs.settle()
+        state.settle()
         return outputs
 
     @staticmethod
@@ -108,10 +121,6 @@ class CheckpointFunction(torch.autograd.Function):
         return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)
 
 
-def _is_only_saved(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not are_statistics(value)
-
-
 def _changed_inside(
     args: tuple[Any, ...], indices: list[int], versions: list[int | None]
 ) -> str | None:
@@ -127,13 +136,15 @@ def _changed_inside(
 
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:
     changes = ctx.region_state.changes()
-    swapped = ctx.inputs.swap()
+    grad_was_enabled = torch.is_grad_enabled()
+    set_grad_enabled(True)
     try:
-        with torch.enable_grad(), changes or nullcontext():
-            outputs = ctx.region_state.run(ctx.run_function, *inputs)
+        if changes is None:
+            return ctx.region_state.run(ctx.run_function, inputs, {})
+        with changes:
+            outputs = ctx.region_state.run(ctx.run_function, inputs, {})
     finally:
-        if swapped is not None:
-            swapped.put_back()
-    if changes is not None and changes.error is not None:
+        set_grad_enabled(grad_was_enabled)
+    if changes.error is not None:
         raise changes.error
     return outputs

@@ -1,1 +1,1 @@
-"""What a region must find again when it is rerun: random streams, ambient modes, its inputs."""
+"""State around a region or a step, captured and put back: inputs, modules, tensors, streams."""

@@ -1,8 +1,9 @@
-"""Tensors that a region changes beside computing its result: statistics, counters, histories.
+"""Tensors that a region writes to or reads, beside its arguments.
 
-They must end as after one forward, and a rerun must read them as forward did. So buffers that have
-changed when forward is over are put back to their former values for the time of a rerun, in place.
-Version counters stay as they are: for autograd nothing has happened.
+Those that it writes to (statistics, counters, histories) must end as after one forward (BatchNorm
+counts a batch once), and a rerun must read them as forward did. So buffers that have changed when
+forward is over get their former values for the time of a rerun, in place. Version counters stay as
+they are: for autograd nothing has happened.
 
 Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics though
 its schema does not say so, and ``buffer.data.copy_()`` is a common way to update a moving average.
@@ -10,6 +11,13 @@ So copies are compared by content on the CPU. On a device comparing would synchr
 buffers of modules that may do so are assumed to have changed. Large buffers are masks and tables,
 as a rule: those are copied and compared, wherever they are, at their first call, and copied later
 only if they have ever changed.
+
+Those that it only reads, such as parameters, are guarded by their versions. A rerun reads them
+again: if one was changed in place meanwhile, it would compute with the new value, where plain
+autograd raises. One that differs is an error if the rerun uses the tensor: the model that a closure
+holds may have other parameters, which may change. A parameter whose ``data`` was exchanged, emptied
+or filled has the version it had: sharding engines do this all the time, and ensure that the values
+are the same.
 """
 
 from __future__ import annotations
@@ -22,10 +30,12 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import set_version
-from recollect._torch.modes import unobserved
+from recollect._torch.modes import DispatchMode, unobserved
 from recollect._torch.tensors import copy_tensors
+from recollect.checks.changed_input import used_tensor_changed
 from recollect.errors import InputChanged
-from recollect.state.reachable import BufferPlace, Writes
+from recollect.state.module_state import Writes
+from recollect.state.reachable import BufferPlace
 from recollect.state.tensors import (
     LARGE,
     are_statistics,
@@ -35,7 +45,7 @@ from recollect.state.tensors import (
     same_values,
 )
 
-__all__ = ["BufferState"]
+__all__ = ["BufferState", "Guards", "UseOfChanged"]
 
 _Tensor = torch.Tensor
 
@@ -43,7 +53,10 @@ _Tensor = torch.Tensor
 class _Watched:
     """One tensor before the region."""
 
-    __slots__ = ("before", "is_new", "name", "required_grad", "tensor", "version", "writes")
+    __slots__ = (
+        *("before", "is_copied", "is_large", "is_new", "name", "required_grad", "tensor"),
+        *("version", "writes"),
+    )
 
     def __init__(self, name: str, tensor: _Tensor, writes: Writes) -> None:
         self.name = name
@@ -51,17 +64,13 @@ class _Watched:
         self.version = tensor._version
         self.required_grad = tensor.requires_grad
         self.writes = writes
-        #: Whether to compare values even on a device, which is to wait for it.
-        self.is_new = False
-        #: A copy of the values, if there was reason to make one.
+        self.is_large = nbytes(tensor) > LARGE and writes is not Writes.HIDDEN
+        known = _large.get((id(tensor), writes)) if self.is_large else None
+        #: Whether to compare values even on a device, which synchronizes.
+        self.is_new = self.is_large and known is None
+        self.is_copied = known is None or known[1]
+        #: The values, if they were copied.
         self.before: _Tensor | None = None
-
-    def is_copied(self) -> bool:
-        if nbytes(self.tensor) <= LARGE or self.writes is Writes.HIDDEN:
-            return True
-        known = _large.get((id(self.tensor), self.writes))
-        self.is_new = known is None
-        return known is None or known[1]
 
     def is_written(self) -> bool:
         if self.tensor._version != self.version:
@@ -72,23 +81,23 @@ class _Watched:
             return not same_values(self.tensor, self.before)
         return self.writes is not Writes.SEEN
 
+    def remember(self, has_changed: bool) -> None:
+        """Note, of a large one, whether it has ever changed."""
+        key = id(self.tensor), self.writes
+        known = _large.get(key)
+        if known is None:
+            _large[key] = ref(self.tensor, lambda _: _large.pop(key, None)), has_changed
+        elif has_changed:
+            _large[key] = known[0], True
+
 
 #: Large buffers that have been watched before, in training or not, and whether one of them has ever
 #: changed.
 _large: dict[tuple[int, Writes], tuple[ref[_Tensor], bool]] = {}
 
 
-def _remember(watched: _Watched, has_changed: bool) -> None:
-    key = id(watched.tensor), watched.writes
-    known = _large.get(key)
-    if known is None:
-        _large[key] = ref(watched.tensor, lambda _: _large.pop(key, None)), has_changed
-    elif has_changed:
-        _large[key] = known[0], True
-
-
 class BufferState:
-    """The tensors that one region may change."""
+    """The tensors that one region may write to."""
 
     __slots__ = ("_changed", "_refusal", "_watched", "others")
 
@@ -98,7 +107,7 @@ class BufferState:
         self._changed: list[_Watched] = []
         #: Why there can be no rerun, if so.
         self._refusal: str | None = None
-        #: Tensors that are not watched: nobody may change them.
+        #: Tensors that are not watched: to change them in place is an error.
         self.others: list[_Tensor] = []
         for owner, name, writes in buffers:
             tensor = owner[name]
@@ -108,12 +117,12 @@ class BufferState:
                 self.others.append(tensor)
         for tensor in tensors:
             if are_statistics(tensor):
-                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.MAYBE))
+                self._watched.append(_Watched(_OUTSIDE, tensor, Writes.MAYBE))
             elif is_small(tensor):
-                self._watched.append(_Watched("a tensor in a closure", tensor, Writes.SEEN))
+                self._watched.append(_Watched(_OUTSIDE, tensor, Writes.SEEN))
             else:
                 self.others.append(tensor)
-        to_copy = [watched for watched in self._watched if watched.is_copied()]
+        to_copy = [watched for watched in self._watched if watched.is_copied]
         if to_copy:
             with unobserved():
                 copies = _copies([watched.tensor for watched in to_copy])
@@ -121,7 +130,7 @@ class BufferState:
                 watched.before = copy
 
     def settle(self) -> list[_Tensor]:
-        """Note what the region has changed. The others are returned: nobody may change them."""
+        """Note what the region has changed. Returns the others, to be guarded from now on."""
         watched, self._watched = self._watched, []
         for each in watched:
             if each.tensor.requires_grad and not each.required_grad:
@@ -137,8 +146,8 @@ class BufferState:
                 self._changed.append(each)
             else:
                 unchanged.append(each.tensor)
-            if nbytes(each.tensor) > LARGE:
-                _remember(each, is_written)
+            if each.is_large:
+                each.remember(is_written)
         return unchanged
 
     @property
@@ -150,17 +159,21 @@ class BufferState:
         """Give changed tensors their values before the region, until ``stack`` closes."""
         if self._refusal is not None:
             raise InputChanged(self._refusal)
-        for w in self._changed:
+        changed = self._changed
+        if self._watched:  # forward is not over: the region goes backward inside of itself
+            with unobserved():
+                changed = [each for each in self._watched if each.is_written()]
+        for w in changed:
             if w.before is None:
                 raise InputChanged(_NOT_COPIED.format(name=w.name, shape=list(w.tensor.shape)))
             if w.before.shape != w.tensor.shape:
                 sizes = {"before": list(w.before.shape), "now": list(w.tensor.shape)}
                 raise InputChanged(_RESIZED.format(name=w.name, **sizes))
-        tensors = [w.tensor for w in self._changed]
+        tensors = [w.tensor for w in changed]
         with unobserved():
             stack.callback(_write, tensors, _copies(tensors), [t._version for t in tensors])
         # Where the rerun saves a tensor, it has the version it had when forward saved it.
-        _write(tensors, [w.before for w in self._changed], [w.version for w in self._changed])
+        _write(tensors, [w.before for w in changed], [w.version for w in changed])
 
 
 def _write(tensors: list[_Tensor], values: list[Any], versions: list[int]) -> None:
@@ -176,10 +189,13 @@ def _copies(tensors: list[_Tensor]) -> list[_Tensor]:
     return copies
 
 
+_OUTSIDE = "a tensor outside of modules"
+
 _GAINED_HISTORY = (
-    "a checkpointed region wrote to {name}, {shape}, a value that requires grad. Backward runs "
-    "through that tensor, and would have to run the region again before that: it cannot be put "
-    "back. Write what is detached (buffer.copy_(x.detach())), or return the value from the region."
+    "a checkpointed region wrote to {name}, {shape}, a value that requires grad. Backward through "
+    "that tensor needs the region to run again, and for that the tensor would need its value from "
+    "before, which cannot be restored. Write what is detached (buffer.copy_(x.detach())), or "
+    "return the value from the region."
 )
 
 _NOT_COPIED = (
@@ -193,3 +209,61 @@ _RESIZED = (
     "undone for its recomputation. Give it its shape before the region runs, or assign a new "
     "tensor instead of resizing this one."
 )
+
+
+# --- tensors that a region only reads -------------------------------------------------------------
+
+#: By address: a tensor that was changed, and how.
+Changes = dict[int, tuple[_Tensor, str]]
+
+
+class Guards:
+    """The versions of the tensors that one region can read, and should leave alone."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: list[_Tensor]) -> None:
+        try:
+            versions = [tensor._version for tensor in tensors]
+        except RuntimeError:  # inference tensors have no version, and do not change
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            versions = [tensor._version for tensor in tensors]
+        self._tensors = tensors
+        self._versions = versions
+
+    def add(self, tensors: list[_Tensor]) -> None:
+        """Guard ``tensors`` too, from here on."""
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._tensors += tensors
+        self._versions += [tensor._version for tensor in tensors]
+
+    def changes(self) -> Changes | None:
+        """The tensors that were changed in place since; None, almost always."""
+        if [tensor._version for tensor in self._tensors] == self._versions:
+            return None
+        return {
+            id(tensor): (tensor, f"is at version {tensor._version}; expected version {version}")
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+            if tensor._version != version
+        }
+
+
+class UseOfChanged(DispatchMode):
+    """Runs around a rerun and raises if that uses a tensor that has changed."""
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__()
+        self._changes = changes
+        #: Kept, since the function may swallow what is raised inside of it.
+        self.error: InputChanged | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if id(tensor) in self._changes:
+                    changed, difference = self._changes[id(tensor)]
+                    self.error = used_tensor_changed(changed, func, difference)
+                    raise self.error
+        return func(*args, **(kwargs or {}))

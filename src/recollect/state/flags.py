@@ -1,21 +1,21 @@
-"""Process-wide switches that decide what an op does: default dtype, precision, attention backends.
+"""Reads and writes the switches that decide what ops do: default dtype, precision, sdpa backends.
 
-Reading them all takes about a microsecond. They are set again for a rerun only where one is
-not as it was.
+Reading them all takes about a microsecond. A rerun sets only those that are not as they were.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from recollect._torch.flags import FLAGS, read_precisions, write_precisions
+from recollect._torch.flags import FLAGS, SPECIAL_FLAGS, read_precisions, write_precisions
 
-__all__ = ["Flags", "read_flags", "write_flags"]
+__all__ = ["Flags", "read_flags", "read_usual_flags", "usual_flags", "write_flags"]
 
-#: The value of each flag; then, if one could not be read, the precisions that are in its way.
+#: The value of each flag; then, if one could not be read, the precisions that prevent it.
 Flags = tuple[Any, ...]
 
 _GETTERS = tuple(get for get, _ in FLAGS)
+_USUAL_GETTERS = tuple(get for get in _GETTERS if get.__name__ not in SPECIAL_FLAGS)
 _UNREADABLE = object()
 
 
@@ -26,6 +26,20 @@ def read_flags() -> Flags:
     except RuntimeError:
         # torch refuses to say by an older switch what was set by a newer one.
         return *map(_try, _GETTERS), read_precisions()
+
+
+def read_usual_flags() -> Flags:
+    """The switches now, without those that only a few special ops heed."""
+    try:
+        return tuple([get() for get in _USUAL_GETTERS])
+    except RuntimeError:
+        return read_flags()
+
+
+def usual_flags(flags: Flags) -> Flags:
+    """What `read_usual_flags` returned when ``flags`` were read."""
+    usual = tuple(v for v, get in zip(flags, _GETTERS, strict=False) if get in _USUAL_GETTERS)
+    return flags if _UNREADABLE in usual else usual
 
 
 def _try(get: Any) -> Any:

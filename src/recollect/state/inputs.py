@@ -5,17 +5,24 @@ any other saved-tensor hooks) it is saved through those hooks instead, as an op 
 outer region then frees and recomputes it, and a hook that moves saved tensors to the host moves
 this one too. Or it goes to a store, if the user wants that.
 
-Lists, dicts and objects are put back to what they held at the call: see `argument_snapshot`. Almost
-always there are none, and arguments cost no more than a check of the type of each.
+Lists, dicts and objects are restored: a list grows, a counter on an object goes up, a cache gets
+longer. A rerun must find each as it was, and its own changes must not show, since forward has made
+them already. Contents are exchanged in place, on the user's own objects: two arguments that were
+one list are one list, and a closure that has the same list sees the same items. Almost always there
+are none, and arguments cost no more than a check of the type of each.
 
     at the call         ``Inputs(args, kwargs)``, which refuses iterators
     after forward       ``settle()``
-    in backward         ``recall()``; ``swapped = swap()``; the rerun; ``swapped.put_back()``
+    in backward         ``recall()``; the rerun inside of ``swapped()``
+
+Contents are held for as long as the graph of the region lives. An object that comes to hold a
+result of the region thus holds itself, until backward frees the graph; so it does with torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,17 +30,210 @@ from weakref import ref
 
 import torch
 
-from recollect._torch.autograd import save_tensor, saved_tensor_hooks_active
+from recollect._torch.autograd import active_saved_tensor_hooks, save_tensor
 from recollect.checks.changed_input import argument_changed
-from recollect.errors import InputChanged
-from recollect.state.argument_snapshot import ArgumentSnapshot, Swapped
-from recollect.state.restorers import ATOMS
-from recollect.state.tensors import are_statistics
+from recollect.errors import CheckpointError, InputChanged
+from recollect.settings import recomputing
+from recollect.state.iterators import StandIn, is_used_up, with_exchanged
+from recollect.state.restorers import (
+    ATOMS,
+    CAPTURED_ELSEWHERE,
+    ITERATOR,
+    TENSOR,
+    Entry,
+    Restorer,
+    attribute_restorers,
+    is_made_in_python,
+    restorers_of,
+)
+from recollect.state.tensors import are_statistics, is_small
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["Inputs"]
+__all__ = ["ArgumentSnapshot", "Inputs", "check_arguments"]
 
 _Tensor = torch.Tensor
+
+#: How many objects are searched for one call.
+LIMIT = 1000
+#: Seconds that a rerun waits for another thread's.
+PATIENCE = 120.0
+
+
+# --- containers and objects -----------------------------------------------------------------------
+
+
+class ArgumentSnapshot:
+    """The contents of everything mutable among some values and inside of them.
+
+    The search leaves out modules, and ends after ``LIMIT`` objects, counted from the outside in.
+    """
+
+    __slots__ = ("captured_elsewhere", "copied", "entries", "iterator", "mutable", "tensors")
+
+    def __init__(self, values: Collection[Any]) -> None:
+        #: By the address of the object.
+        self.entries: dict[int, list[Entry]] = {}
+        #: Those of them that can change.
+        self.mutable: list[Entry] = []
+        #: The tensors that were found, except for those that the region may write to, which
+        #: `RegionState` copies: small ones without grad that something mutable holds. It captures
+        #: modules and random generators, too.
+        self.tensors: list[_Tensor] = []
+        self.copied: list[_Tensor] = []
+        self.captured_elsewhere: list[Any] = []
+        #: The first iterator that is an argument: a rerun could not read it again. For those in
+        #: attributes there are stand-ins, in case that the rerun draws from them.
+        self.iterator: Any = None
+        #: Items; whether they are arguments, or attributes; whether something mutable holds them.
+        pending: list[tuple[Collection[Any], bool, bool]] = [(values, True, False)]
+        for items, are_arguments, are_state in pending:  # which grows meanwhile
+            if len(items) > 8 and ATOMS.issuperset(map(type, items)):
+                continue
+            for value in items:
+                if type(value) not in ATOMS and id(value) not in self.entries:
+                    for _, restorer, held in self._add(value, are_arguments, are_state):
+                        as_arguments = are_arguments and restorer.holds_arguments
+                        as_state = are_state or restorer.mutable
+                        pending.append((restorer.items(held), as_arguments, as_state))
+
+    def _add(self, value: Any, is_argument: bool, is_state: bool) -> list[Entry]:
+        cls = type(value)
+        restorers = TENSOR if cls is _Tensor else restorers_of(cls)
+        if restorers is ITERATOR:
+            if cls is StandIn:  # of this rerun, or of one around it
+                return []
+            if is_argument or not is_made_in_python(cls):
+                self.iterator = value if self.iterator is None else self.iterator
+                return []
+            restorers = attribute_restorers(cls)
+        if restorers is TENSOR:
+            if not value.is_inference():  # those have no version, and cannot be changed in place
+                is_copied = (is_state and is_small(value)) or are_statistics(value)
+                (self.copied if is_copied else self.tensors).append(value)
+        elif restorers is CAPTURED_ELSEWHERE:
+            self.captured_elsewhere.append(value)
+        elif restorers and len(self.entries) < LIMIT:
+            entries = []
+            for restorer in restorers:
+                held = restorer.take(value)
+                if restorer.mutable and not (is_argument and restorer.holds_arguments):
+                    held = _with_stand_ins(value, restorer, held)
+                entries.append((value, restorer, held))
+            self.entries[id(value)] = entries
+            self.mutable += [entry for entry in entries if entry[1].mutable]
+            return entries
+        return []
+
+    def parts(self, value: Any) -> list[tuple[str, Any]]:
+        """The items that ``value`` held, each with the suffix that names it."""
+        entries = self.entries.get(id(value), ())
+        return [part for _, restorer, held in entries for part in restorer.parts(held)]
+
+
+def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
+    """What was taken, with stand-ins for the iterators in it."""
+    if not any(map(is_used_up, restorer.items(held))):
+        return held
+    stand_ins = {
+        id(value): StandIn(value, _refusal_to_draw(type(thing).__name__ + suffix, value))
+        for suffix, value in restorer.parts(held)
+        if is_used_up(value)
+    }
+    return with_exchanged(held, stand_ins)
+
+
+def _refusal_to_draw(name: str, iterator: Any) -> Callable[[], InputChanged | None]:
+    text = (
+        f"{name} of an argument of a checkpointed region is an iterator "
+        f"({type(iterator).__name__}), which can be gone through only once, and the recomputation "
+        "of the region draws from it. Take the item outside and pass it as an argument, or hold a "
+        "list and the number of the next item."
+    )
+    # Not for another thread, which has nothing to do with the rerun.
+    return lambda: InputChanged(text) if recomputing.depth else None
+
+
+def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse iterators among the arguments of a step that runs more than once."""
+    iterator = ArgumentSnapshot([*args, *kwargs.values()]).iterator
+    if iterator is not None:
+        raise TypeError(
+            f"an argument is an iterator ({type(iterator).__name__}), which one run would use up, "
+            "and this is not the only one. Pass a list of its items, `list(...)`"
+        )
+
+
+#: Held by the thread whose rerun has swapped contents. Backward has a thread for each device.
+_swapping = threading.RLock()
+
+
+class _Swapped:
+    """A context in which objects have the contents of ``entries``.
+
+    What cannot be restored is an ``InputChanged`` with its ``name``; without ``name``, it stays as
+    it is.
+    """
+
+    __slots__ = ("_before", "_entries", "_name")
+
+    def __init__(self, entries: list[Entry], name: Callable[[Any], str] | None) -> None:
+        self._entries = entries
+        self._name = name
+        #: What each holds without us, and whether it was given other contents.
+        self._before: list[tuple[Entry, bool]] = []
+
+    def __enter__(self) -> None:
+        if not _swapping.acquire(timeout=PATIENCE):
+            raise CheckpointError(_STUCK)
+        try:
+            differ = [not restorer.same(thing, held) for thing, restorer, held in self._entries]
+            for entry, differs in zip(self._entries, differ, strict=True):
+                thing, restorer, held = entry
+                present = restorer.take(thing) if differs else held
+                if not differs or _put(entry, self._name):
+                    self._before.append(((thing, restorer, present), differs))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything what it held before, whatever has happened to it since."""
+        refusal: InputChanged | None = None
+        try:
+            for entry, was_changed in reversed(self._before):
+                if was_changed or not entry[1].same(entry[0], entry[2]):
+                    try:
+                        _put(entry, self._name)
+                    except InputChanged as error:
+                        refusal = error
+        finally:
+            _swapping.release()
+        if refusal is not None:
+            raise refusal
+
+
+def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:
+    thing, restorer, held = entry
+    try:
+        restorer.put(thing, held)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if name is None:
+            return False
+        raise InputChanged(
+            f"{name(thing)} of a checkpointed region changed: {error}. It cannot be put back for "
+            "the recomputation. Pass a copy to the region, or change it after backward."
+        ) from error
+    return True
+
+
+_STUCK = (
+    "two threads recompute regions whose arguments have to be put back to what they were, such as "
+    f"the same container, and one has waited {PATIENCE:.0f} seconds for the other. Does a region "
+    "go backward inside of itself, over several devices? Pass it tensors and tuples only."
+)
+
+
+# --- arguments ------------------------------------------------------------------------------------
 
 
 class _Saved:
@@ -54,15 +254,15 @@ class _Saved:
         return tensor, self._version
 
 
-def _stow(value: Any, offload_batch: OffloadBatch) -> Any:
+def _offload(offload_batch: OffloadBatch, value: Any) -> Any:
     # A tensor that needs no gradient is often shared by all regions (a mask); a leaf lives anyway.
     if isinstance(value, _Tensor) and value.requires_grad and not value.is_leaf:
         return _Saved(value, partial(_fetch, offload_batch.put(value.detach())))
     return value
 
 
-def _fetch(parcel: OffloadedTensor) -> _Tensor:
-    leaf = parcel.get().detach().requires_grad_()
+def _fetch(offloaded: OffloadedTensor) -> _Tensor:
+    leaf = offloaded.get().detach().requires_grad_()
     with torch.enable_grad():
         return leaf.view_as(leaf)  # no leaf, as in forward: autocast tells them apart
 
@@ -71,10 +271,10 @@ def _save(value: Any) -> Any:
     if not isinstance(value, _Tensor):
         return value
     try:
-        return _Saved(value, save_tensor(value).unpack)
+        return _Saved(value, save_tensor(value))
     except RuntimeError:
-        # A view whose base was changed such that it cannot be used any more. To pass it is no
-        # fault, as long as nobody does.
+        # A view whose base was changed such that it cannot be used any more. Passing it is no
+        # error as long as the region does not use it.
         return value
 
 
@@ -85,11 +285,14 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 class Inputs:
     """Arguments of one call.
 
-    Without ``guard``, tensors that have changed are taken as they are. With a ``offload_batch``,
+    Without ``guard``, tensors that have changed are taken as they are. With an ``offload_batch``,
     activations among them are put there, unless somebody else's hooks take them.
     """
 
-    __slots__ = ("_args", "_contents", "_guard", "_guards", "_kwargs", "_saved", "_spoilt")
+    __slots__ = (
+        *("_args", "_contents", "_guard", "_guards", "_kwargs", "_refusal", "_saved", "_versions"),
+        "copied",
+    )
 
     def __init__(
         self,
@@ -98,35 +301,40 @@ class Inputs:
         guard: bool = True,
         offload_batch: OffloadBatch | None = None,
     ) -> None:
-        self._spoilt: str | None = None
+        #: What to raise in backward, if the region itself has changed one.
+        self._refusal: str | None = None
         self._guard = guard
-        self._saved = saved_tensor_hooks_active()
-        if self._saved:
-            args = tuple([_save(value) for value in args])
-            kwargs = {name: _save(value) for name, value in kwargs.items()}
-        elif offload_batch is not None:
-            self._saved = True
-            args = tuple([_stow(value, offload_batch) for value in args])
-            kwargs = {name: _stow(value, offload_batch) for name, value in kwargs.items()}
+        save = None if active_saved_tensor_hooks() is None else _save
+        if save is None and offload_batch is not None:
+            save = partial(_offload, offload_batch)
+        #: Whether some are not held here, but saved.
+        self._saved = save is not None
+        if save is not None:
+            args = tuple([save(value) for value in args])
+            kwargs = {name: save(value) for name, value in kwargs.items()}
         self._args = args
         self._kwargs = kwargs
         self._guards: list[tuple[_Tensor, int]] = []
+        #: Tensors that the region may write to: `RegionState` copies them. And their versions.
+        self.copied: Sequence[_Tensor] = ()
+        self._versions: Sequence[int] = ()
         self._contents: ArgumentSnapshot | None = None
-        others = _sort_out([*args, *kwargs.values()] if kwargs else [*args], self._guards)
+        others = _add_guards([*args, *kwargs.values()] if kwargs else [*args], self._guards)
         if others:
             self._take_contents(others)
 
     def _take_contents(self, values: list[Any]) -> None:
-        contents = self._contents = ArgumentSnapshot()
-        iterator = contents.add(values)
-        if iterator is not None:
+        contents = self._contents = ArgumentSnapshot(values)
+        if contents.iterator is not None:
             raise TypeError(
-                f"{self._name(iterator)} of a checkpointed region is an iterator "
-                f"({type(iterator).__name__}), which can be gone through only once: backward "
-                "recomputes the region and would find it used up. Pass a list of its items, "
-                "`list(...)`, or make the iterator inside the function."
+                f"{self._name(contents.iterator)} of a checkpointed region is an iterator "
+                f"({type(contents.iterator).__name__}), which can be gone through only once: "
+                "backward recomputes the region and would find it used up. Pass a list of its "
+                "items, `list(...)`, or make the iterator inside the function."
             )
         self._guards += [(tensor, tensor._version) for tensor in contents.tensors]
+        self.copied = contents.copied
+        self._versions = [tensor._version for tensor in contents.copied]
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -137,6 +345,8 @@ class Inputs:
         """The modules, generators and functions among the arguments."""
         found = [] if self._contents is None else self._contents.captured_elsewhere
         values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
+        if len(values) == 1 and type(values[0]) is _Tensor:  # as most calls have it
+            return found
         functions = [value for value in values if isinstance(value, _FUNCTIONS)]
         return found + functions if functions else found
 
@@ -144,37 +354,38 @@ class Inputs:
         """Note what the region itself changed in place.
 
         If it changed a tensor, backward raises. All arguments are released then, since the history
-        of that tensor may run through the region, which would hold itself. A small tensor in a
-        container or an object is put back for a rerun, as these are.
+        of that tensor may run through the region, which would hold itself. A copied one is restored
+        for a rerun, unless it has got a history.
         """
-        if self._contents is not None:
-            gained = self._contents.settle()
-            if gained is not None:
-                self._give_up(gained, 0)
+        for tensor, version in zip(self.copied, self._versions, strict=True):
+            if tensor.requires_grad:
+                self._refuse(tensor, version)
                 return
+            if tensor._version == version:
+                self._guards.append((tensor, version))
         if not self._guard:
             return
-        for tensor, version in self._all_guards():
+        for tensor, version in self._with_saved() if self._saved else self._guards:
             if tensor._version != version:
-                self._give_up(tensor, version)
+                self._refuse(tensor, version)
                 return
 
-    def _all_guards(self) -> list[tuple[_Tensor, int]]:
-        if not self._saved:
-            return self._guards
+    def _with_saved(self) -> list[tuple[_Tensor, int]]:
+        """The guarded tensors, and those that were saved and have changed."""
         saved = [v for v in (*self._args, *self._kwargs.values()) if type(v) is _Saved]
         return self._guards + [found for found in (s.changed() for s in saved) if found is not None]
 
-    def _give_up(self, tensor: _Tensor, version: int) -> None:
-        self._spoilt = str(self._changed(tensor, version, "inside the region"))
+    def _refuse(self, tensor: _Tensor, version: int) -> None:
+        self._refusal = str(self._changed(tensor, version, "inside the region"))
         self._args, self._kwargs, self._guards, self._contents = (), {}, [], None
+        self.copied, self._versions = (), ()
 
     def recall(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, or ``InputChanged``."""
-        if self._spoilt is not None:
-            raise InputChanged(self._spoilt)
+        if self._refusal is not None:
+            raise InputChanged(self._refusal)
         if self._guard:
-            for tensor, version in self._all_guards():
+            for tensor, version in self._with_saved() if self._saved else self._guards:
                 if tensor._version != version:
                     raise self._changed(tensor, version, "after the region ran")
         if not self._saved:
@@ -183,19 +394,20 @@ class Inputs:
         kwargs = {k: v.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
-    def swap(self) -> Swapped | None:
-        """Put containers and objects back to the call, until ``put_back`` of the result.
+    def swapped(self) -> _Swapped | None:
+        """A context in which containers and objects have the contents of the call.
 
-        After ``recall``, which may have to rerun another region first. None: there is no need.
+        Enter it after ``recall``, which may have to rerun another region. None: there are none.
         """
-        contents = self._contents
-        return None if contents is None else contents.swap(self._name, guard=self._guard)
+        if self._contents is None or not self._contents.mutable:
+            return None
+        return _Swapped(self._contents.mutable, self._name if self._guard else None)
 
     def has(self, tensor: _Tensor) -> bool:
         """Whether ``tensor`` is one of the arguments."""
-        if any(tensor is guarded for guarded, _ in self._guards):
-            return True
-        return self._contents is not None and id(tensor) in self._contents.entries
+        return any(tensor is each for each, _ in self._guards) or any(
+            tensor is each for each in self.copied
+        )
 
     def _changed(self, tensor: _Tensor, version: int, when: str) -> InputChanged:
         return argument_changed(self._name(tensor), tensor, version, when)
@@ -211,24 +423,23 @@ class Inputs:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            pending += [(name + suffix, part) for suffix, part in self._parts(value)]
+            if type(value) is tuple:
+                pending += [(f"{name}[{n}]", item) for n, item in enumerate(value)]
+            elif self._contents is not None:
+                parts = self._contents.parts(value)
+                pending += [(name + suffix, part) for suffix, part in parts]
         return "an argument"
 
-    def _parts(self, value: Any) -> Iterable[tuple[str, Any]]:
-        if type(value) is tuple:
-            return [(f"[{n}]", item) for n, item in enumerate(value)]
-        return () if self._contents is None else self._contents.parts(value)
 
-
-def _sort_out(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]:
-    """Guard the tensors among ``values``; returns the values whose contents have to be taken."""
+def _add_guards(values: list[Any], guards: list[tuple[_Tensor, int]]) -> list[Any]:
+    """Guard the tensors among ``values``. Returns the values that may have contents."""
     others = []
     for value in values:  # which grows meanwhile
         cls = type(value)
         if cls is _Tensor or (cls not in _ATOMS and isinstance(value, _Tensor)):
             if value.is_inference():  # those have no version, and cannot be changed in place
                 continue
-            if are_statistics(value):
+            if not value.requires_grad and are_statistics(value):
                 others.append(value)
             else:
                 guards.append((value, value._version))

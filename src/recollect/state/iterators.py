@@ -1,4 +1,4 @@
-"""Iterators can be used up once: whoever holds one gets a stand-in while code is run again."""
+"""Iterators, which can be consumed only once: stand-ins and copies for code that runs again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from operator import is_not
 from types import MethodWrapperType
 from typing import Any
 
-from recollect.state.restorers import ATOMS, ITERATOR, is_made_in_python, restorers_of
+from recollect.state.restorers import ITERATOR, is_made_in_python, restorers_of
 
-__all__ = ["StandIn", "exchanged", "is_used_up", "successor", "with_replaced"]
+__all__ = ["StandIn", "exchanged", "is_used_up", "successor", "with_exchanged"]
 
 #: The methods by which a generator is drawn from.
 _DRAWING = frozenset({"send", "throw", "close", "asend", "athrow", "aclose", "__anext__"})
@@ -49,19 +49,14 @@ class StandIn:
 def is_used_up(value: Any) -> bool:
     """Whether ``value`` is an iterator whose position cannot be put back."""
     cls = type(value)
-    return (
-        cls not in ATOMS
-        and cls is not StandIn
-        and restorers_of(cls) is ITERATOR
-        and not is_made_in_python(cls)
-    )
+    return cls is not StandIn and restorers_of(cls) is ITERATOR and not is_made_in_python(cls)
 
 
-def with_replaced(held: Any, replace: Callable[[Any], Any]) -> Any:
-    """What a restorer took, with ``replace`` applied to each item; the same object if none is."""
+def with_exchanged(held: Any, others: dict[int, Any]) -> Any:
+    """What a restorer took, with each item `exchanged`; the same object if none is."""
     is_dict = isinstance(held, dict)
     items = [*held.values()] if is_dict else held
-    replaced = [replace(item) for item in items]
+    replaced = [exchanged(item, others) for item in items]
     if not any(map(is_not, replaced, items)):
         return held
     return dict(zip(held, replaced, strict=True)) if is_dict else replaced
@@ -72,13 +67,13 @@ def exchanged(value: Any, others: dict[int, Any]) -> Any:
     if id(value) in others:
         return others[id(value)]
     if type(value) is tuple:
-        items = with_replaced([*value], partial(exchanged, others=others))
+        items = with_exchanged([*value], others)
         return tuple(items) if any(map(is_not, items, value)) else value
     if type(value) is MethodWrapperType and id(value.__self__) in others:
         return getattr(others[id(value.__self__)], value.__name__)
     if type(value) is partial:
         args = exchanged(value.args, others)
-        keywords = with_replaced(value.keywords, partial(exchanged, others=others))
+        keywords = with_exchanged(value.keywords, others)
         if args is not value.args or keywords is not value.keywords:
             return partial(value.func, *args, **keywords)
     return value

@@ -4,113 +4,336 @@ An assignment puts another tensor in the place of one: ``self.average = 0.9 * se
 inside the region, ``layer.weight = nn.Parameter(...)`` after it, ``torch.func.functional_call``
 around it. ``model.eval()`` changes what dropout does; a hook, or a ``forward`` that is set on an
 instance, changes what a module returns. A rerun finds all of this as forward found it. What a class
-defines is not put back, since other code uses it at the same time: another ``forward`` of a class,
+defines is not restored, since other code uses it at the same time: another ``forward`` of a class,
 or another class of a module, is an error.
 
-Almost always nothing has changed. To find that out takes some tens of nanoseconds for each module.
+Almost always nothing has changed. To find that out takes some tens of nanoseconds for each module,
+thanks to a `ModuleIndex` of what is below it. To walk through a module would take a microsecond for
+each of its parts, at every call. An index holds as long as every module has the same children, of
+the same classes, and parameters and buffers of the same names. (torch would report registrations;
+but the compiler guards on registration hooks, in all code that registers a module.) It is stored in
+the module itself: from a global table, a module that refers to itself (by a bound method among its
+attributes, say) would never be freed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from enum import Enum, auto
 from itertools import chain, islice, repeat
 from operator import is_, itemgetter
-from types import MappingProxyType
+from types import FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
-from recollect.state.module_index import Attributes, ModuleIndex
-from recollect.state.restorers import UNSET, restorers_of
+from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
 
-__all__ = ["ModuleState"]
+__all__ = ["BARE", "Attributes", "ModuleIndex", "ModuleState", "Writes", "index_of"]
 
-_before, _after = map(itemgetter, FORWARD_HOOKS[:2])
-_FORWARD, _TRAINING = repeat("forward"), repeat("training")
+#: Where in a module it is stored.
+_KEY = "_recollect_tree"
+
+#: The attributes that every module has, in the order in which it gets them; and ours.
+_FIRST = [*nn.Module().__dict__]
+BARE = frozenset(_FIRST) | {_KEY}
+
+
+class Writes(Enum):
+    """Whether a buffer may be written to without its version being raised."""
+
+    SEEN = auto()
+    MAYBE = auto()
+    MAYBE_IN_TRAINING = auto()
+    HIDDEN = auto()
+
+
+_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+#: For a module in eval mode, and in training: of torch's layers, of those with running statistics,
+#: and of all others, of which nothing is known.
+_PLAIN = Writes.SEEN, Writes.SEEN
+_STATISTICS = Writes.SEEN, Writes.HIDDEN
+_OWN = Writes.MAYBE, Writes.MAYBE_IN_TRAINING
+
+
+def _writes_of(module: nn.Module) -> tuple[Writes, Writes]:
+    if not (type(module).__module__ or "").startswith("torch.nn.") or type(module) is nn.Module:
+        return _OWN
+    return _STATISTICS if isinstance(module, _WITH_STATISTICS) else _PLAIN
+
+
+Attributes = dict[str, Any]
 _get = dict.get
-_get_from_class = MappingProxyType.get
 _values = dict.values
+
+
+def _bare_in(attributes: Attributes) -> int:
+    """How many of the first attributes of a module are those that every module has."""
+    return len(_FIRST) if [*islice(attributes, len(_FIRST))] == _FIRST else 0
+
+
+class ModuleIndex:
+    """A module and all below it.
+
+    Lists of attributes lack those of the root, which refer to the index: there is no cycle.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_empty", "_unfinished", "bare", "child_classes", "childless"),
+        *("children", "classes", "communicates", "content", "families", "functions", "globals"),
+        *("guarded", "is_own", "is_scripted", "keys", "names", "offspring", "own", "owners"),
+        *("parameters", "recurrent", "root", "root_class", "scripted", "with_buffers", "writes"),
+    )
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = ref(root)
+        #: The attributes of each module.
+        self.content: list[Attributes] = []
+        #: Dictionaries of parameters, if there are any, that a forward leaves alone.
+        self.parameters: list[dict[str, Any]] = []
+        #: Dictionaries of parameters, buffers and children, if there are any: those of
+        #: ``parameters`` first, those of children last. So one pass over their values serves all.
+        self.owners: list[dict[str, Any]] = []
+        #: Dictionaries of children; and those that are empty.
+        self.families: list[dict[str, Any]] = []
+        self.childless: list[dict[str, Any]] = []
+        #: The attributes of modules that have buffers, and how these may be written to.
+        self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
+        #: The attributes of modules that are not torch's layers, and how many of the first of them
+        #: are bare; and that of the root.
+        self.own: list[tuple[Attributes, int]] = []
+        self.bare = _bare_in(root.__dict__)
+        #: The recurrent layers, the root included.
+        self.recurrent: list[ref[Any]] = []
+        #: The global variables that the functions of ``own`` name; None until they are looked up.
+        self.globals: list[Any] | None = None
+        #: Parameters and buffers of scripted modules, which have no attributes.
+        self.scripted: list[torch.Tensor] = []
+        #: Dictionaries of modules that make their parameters at the first call.
+        self._unfinished: list[dict[str, Any]] = []
+        #: Whether a module gathers statistics from other processes, in training.
+        self.communicates = False
+        #: Dictionaries of parameters, buffers and children that are empty.
+        self._empty: list[dict[str, Any]] = []
+        self.root_class = type(root)
+        self.is_scripted = isinstance(root, torch.jit.ScriptModule)
+        #: How the buffers of the root may be written to, and whether it is no layer of torch's.
+        self.writes = _writes_of(root)
+        self.is_own = self.writes is _OWN
+        #: The functions of classes that are not torch's.
+        self.functions = _functions_of(type(root)) if self.is_own else []
+        #: The children of the root and of each of ``content``, by name.
+        self.offspring: list[dict[str, Any]] = []
+        modules = _modules_below(root)
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted += [*module.parameters(), *module.buffers()]
+            else:
+                self._add_dictionaries(module)
+                if module is not root:
+                    self._add_attributes(module)
+        self.owners = [*self.parameters, *self.owners, *self.families]
+        #: The names in each of ``owners``.
+        self.names = [(*owner,) for owner in self.owners]
+        #: The same, one after the other.
+        self.keys = [*chain.from_iterable(self.names)]
+        #: How many of the values in ``owners`` are those of ``parameters``.
+        self.guarded = sum(map(len, self.parameters))
+        self.children = [*chain.from_iterable(map(_values, self.families))]
+        self.child_classes = [*map(type, self.children)]
+        #: The classes that may define a ``forward``.
+        bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
+        self.classes = [*({*bases} - {nn.Module, object})]
+
+    def _add_dictionaries(self, module: nn.Module) -> None:
+        places = ("_parameters", "_buffers", "_modules")
+        parameters, buffers, children = (module.__dict__[place] for place in places)
+        is_guarded = parameters and not _may_change_parameters(module)
+        if is_guarded:
+            self.parameters.append(parameters)
+        self.owners += [owner for owner in (None if is_guarded else parameters, buffers) if owner]
+        self._empty += [owner for owner in (parameters, buffers, children) if not owner]
+        (self.families if children else self.childless).append(children)
+        self.offspring.append(children.copy())
+        if isinstance(module, nn.RNNBase):
+            self.recurrent.append(ref(module))
+        if isinstance(module, LazyModuleMixin):
+            self._unfinished += [parameters, buffers]
+        self.communicates |= isinstance(module, nn.SyncBatchNorm)
+
+    def _add_attributes(self, module: nn.Module) -> None:
+        content, writes = module.__dict__, _writes_of(module)
+        self.content.append(content)
+        if content["_buffers"]:
+            self.with_buffers.append((content, writes))
+        if writes is _OWN:
+            self.own.append((content, _bare_in(content)))
+            self.functions += _functions_of(type(module))
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is what is below ``module`` now."""
+        if (
+            self.root() is not module
+            or type(module) is not self.root_class
+            or any(self._empty)
+            or [*chain.from_iterable(self.owners)] != self.keys
+        ):
+            return False
+        children = [*chain.from_iterable(map(_values, self.families))]
+        return all(map(is_, children, self.children)) and self.child_classes == [
+            *map(type, children)
+        ]
+
+    def changed_classes(self) -> list[tuple[nn.Module, type]]:
+        """The modules that have another class now, each with its former one."""
+        members = [self.root(), *self.children]
+        pairs = zip(members, [self.root_class, *self.child_classes], strict=True)
+        return [(m, cls) for m, cls in pairs if m is not None and type(m) is not cls]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the first call is still to make a parameter or buffer."""
+        if not self._unfinished:
+            return False
+        tensors = chain.from_iterable([[*owner.values()] for owner in self._unfinished])
+        return any(is_lazy(tensor) for tensor in tensors)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module has its own
+
+
+def _functions_of(cls: type) -> list[FunctionType]:
+    """The functions that a class of modules has beside those of every module."""
+    classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    members = [member for base in classes for member in [*vars(base).values()]]
+    return list({id(m.__code__): m for m in members if type(m) is FunctionType}.values())
+
+
+def _may_change_parameters(module: nn.Module) -> bool:
+    """Whether a forward changes parameters, and may: an embedding scales them, to the same end."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+def _modules_below(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all below, each once, as ``modules()`` has them."""
+    found: dict[int, nn.Module] = {}
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            # A copy: another thread, or the module's own code, may be registering something.
+            children = module.__dict__.get("_modules")
+            below = [*(children.values() if isinstance(children, dict) else module.children())]
+            pending += [child for child in reversed(below) if child is not None]
+    return [*found.values()]
+
+
+def index_of(module: nn.Module) -> ModuleIndex:
+    """The index of ``module``, made again if it is out of date."""
+    index: ModuleIndex | None = module.__dict__.get(_KEY)
+    if index is None or not index.is_of(module):
+        index = ModuleIndex(module)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__[_KEY] = index
+    return index
+
+
+# --- the state of modules -------------------------------------------------------------------------
+
+_FORWARD, _TRAINING, _NOTHING = repeat("forward"), repeat("training"), repeat(None)
 
 
 class ModuleState:
     """What the modules of a region had, and how they were called, when it began."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes"),
-        *("_owners", "_training", "_values"),
+        *("_class_forwards", "_content", "_hooks", "_indexes", "_owners", "_switches"),
+        "_values",
     )
 
     def __init__(self, modules: Sequence[nn.Module], indexes: Sequence[ModuleIndex]) -> None:
         """``modules``: those of ``indexes``."""
         self._indexes = indexes
-        self._owners = [*chain.from_iterable([index.owners for index in indexes])]
+        self._owners = (
+            indexes[0].owners
+            if len(indexes) == 1
+            else [*chain.from_iterable([index.owners for index in indexes])]
+        )
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = [*chain.from_iterable(map(_values, self._owners))]
         content: list[Attributes] = []
         for module, index in zip(modules, indexes, strict=True):
-            if not isinstance(module, torch.jit.ScriptModule):
+            if not index.is_scripted:
                 content.append(module.__dict__)
             content += index.content
         self._content = content
-        self._training = [*map(_get, content, _TRAINING)]  # None: a compiled module
+        self._switches = _switches_of(content)
         self._hooks = _hooks_of(content)
-        self._forwards = _forwards_of(content)
-        self._class_forwards = [[*map(_get_from_class, i.spaces, _FORWARD)] for i in indexes]
+        self._class_forwards = [_class_forwards(index) for index in indexes]
+
+    def guarded(self) -> list[torch.Tensor]:
+        """The parameters whose change in place is an error."""
+        first, found = 0, []
+        for index in self._indexes:
+            found += self._values[first : first + index.guarded]
+            first += len(index.keys)
+        return [parameter for parameter in found if parameter is not None]
 
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""
         values = [*chain.from_iterable(map(_values, self._owners))]
-        if (
-            len(values) != len(self._values)
-            or not all(map(is_, values, self._values))
-            or [*map(_get, self._content, _TRAINING)] != self._training
-        ):
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            return False
+        if _switches_of(self._content) != self._switches:
             return False
         for index, then in zip(self._indexes, self._class_forwards, strict=True):
             if (
                 any(index.childless)
-                or not index.has_its_classes()
-                or not all(map(is_, map(_get_from_class, index.spaces, _FORWARD), then))
+                or type(index.root()) is not index.root_class
+                or [*map(type, index.children)] != index.child_classes
+                or _class_forwards(index) != then
             ):
                 return False
-        hooks, forwards = _hooks_of(self._content), _forwards_of(self._content)
-        return (hooks is self._hooks or _same_hooks(hooks, self._hooks)) and (
-            forwards is self._forwards
-            or (len(forwards) == len(self._forwards) and all(map(is_, forwards, self._forwards)))
-        )
+        return _hooks_of(self._content) == self._hooks
 
     def restore(self, stack: ExitStack) -> None:
         """Put back what can be, until ``stack`` closes, and raise for what cannot."""
         self._check_classes()
         for index in self._indexes:
             _restore_children(index, stack)
-        forwards = self._forwards or repeat(None)
-        for attributes, forward in zip(self._content, forwards, strict=False):
-            _assign(stack, attributes, "forward", UNSET if forward is None else forward)
-        now = _hooks_of(self._content)
-        if not _same_hooks(now, self._hooks):
-            _restore_hooks(now, self._hooks, stack)
+        _restore_hooks(self._content, self._hooks, stack)
         for owner, name, value in self._replaced():
             _assign(stack, owner, name, value)
-        for attributes, mode in zip(self._content, self._training, strict=True):
-            if mode is not None:
-                _assign(stack, attributes, "training", mode)
+        names = chain(repeat("training", len(self._content)), _FORWARD)
+        values = chain(self._switches, _NOTHING)
+        for attributes, name, value in zip(self._content * 2, names, values, strict=False):
+            _assign(stack, attributes, name, UNSET if value is None else value)
 
     def _check_classes(self) -> None:
         """Raise if a module has another class, or a class another ``forward``."""
         for index, then in zip(self._indexes, self._class_forwards, strict=True):
             for module, former in index.changed_classes():
-                # Not so a class of ours, under the same name: it computes the same.
+                # `checkpointed` exchanges the class for one of the same name, which is harmless.
                 if _full_name(type(module)) != _full_name(former):
                     raise _other_class(index, module, former)
-            for cls, forward in zip(index.classes, then, strict=True):
-                if vars(cls).get("forward") is not forward:
-                    raise InputChanged(_OTHER_FORWARD.format(name=cls.__qualname__))
+            now = _class_forwards(index)
+            replaced = [cls for cls, a, b in zip(index.classes, now, then, strict=True) if a != b]
+            # Subclasses inherit it.
+            for cls in sorted(replaced, key=lambda cls: "forward" not in vars(cls)):
+                raise InputChanged(_OTHER_FORWARD.format(name=cls.__qualname__))
 
     def _replaced(self) -> list[tuple[Attributes, str, Any]]:
         """Where another parameter, buffer or child is now, and which was there."""
@@ -128,26 +351,15 @@ class ModuleState:
         return replaced
 
 
+def _class_forwards(index: ModuleIndex) -> list[Any]:
+    """The ``forward`` of each class, be it inherited: so it is found in the cache of types."""
+    return [*map(getattr, index.classes, _FORWARD, _NOTHING)]
+
+
 def _assign(stack: ExitStack, owner: dict[str, Any], name: str, value: Any) -> None:
     """Set an item, or delete it for `UNSET`, until ``stack`` closes."""
-    present = owner.get(name, UNSET)
-    if present is not value:
-        stack.callback(_set, owner, name, present)
-        _set(owner, name, value)
-
-
-def _set(owner: dict[str, Any], name: str, value: Any) -> None:
-    if value is UNSET:
-        owner.pop(name, None)
-    else:
-        owner[name] = value
-
-
-def _put(stack: ExitStack, owner: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Give ``owner`` other content, in this order, until ``stack`` closes."""
-    restorer = restorers_of(type(owner))[0]
-    stack.callback(restorer.put, owner, dict(owner))
-    restorer.put(owner, content)
+    if owner.get(name, UNSET) is not value:
+        put_until(stack, (owner, (name,)), VARIABLES, {name: value})
 
 
 _TENSORS = {torch.Tensor, nn.Parameter, type(None)}
@@ -182,53 +394,50 @@ def _restore_children(index: ModuleIndex, stack: ExitStack) -> None:
         # Looked up: to delete from a Sequential gives it another dictionary.
         family = attributes["_modules"]
         if [*family] != [*former]:
-            _put(stack, family, former)
+            put_until(stack, family, restorers_of(type(family))[0], former)
 
 
-_NO_FORWARDS: list[Any] = []
-
-
-def _forwards_of(content: list[Attributes]) -> list[Any]:
-    """The ``forward`` of each module that has one of its own; nothing if none has."""
-    if not any(map(_get, content, _FORWARD)):
-        return _NO_FORWARDS
-    return [*map(_get, content, _FORWARD)]
+def _switches_of(content: list[Attributes]) -> list[Any]:
+    """Whether each module is in training mode; and the ``forward`` of each, if one has its own."""
+    switches = [*map(_get, content, _TRAINING)]
+    if any(map(_get, content, _FORWARD)):
+        switches += map(_get, content, _FORWARD)
+    return switches
 
 
 # --- hooks ----------------------------------------------------------------------------------------
 
-#: The attributes of a module, or the hooks of all modules, and a name or number in them; the user's
-#: hooks there, by their numbers.
-_Hooks = dict[tuple[int, Any], tuple[dict[Any, Any], dict[int, Any]]]
-_NO_HOOKS: _Hooks = {}
-_OF_ALL: dict[Any, Any] = dict(enumerate(GLOBAL_FORWARD_HOOKS))
+#: The user's hooks by number, in each place that has some: the address of the attributes of a
+#: module, and the name of a dictionary in them.
+_Hooks = dict[tuple[int, str], dict[int, Any]]
+
+#: The hooks of all modules, under the names that those of one module have.
+_pre, _post, *_how = GLOBAL_FORWARD_HOOKS  # which take no keywords before a call
+_OF_ALL: Attributes = dict(zip(FORWARD_HOOKS, (_pre, _post, {}, *_how), strict=True))
+_before, _after = map(itemgetter, FORWARD_HOOKS[:2])
 
 
 def _hooks_of(content: list[Attributes]) -> _Hooks:
     """The user's hooks, where there are any."""
-    has_global = GLOBAL_FORWARD_HOOKS[0] or GLOBAL_FORWARD_HOOKS[1]
-    if not (any(map(_after, content)) or any(map(_before, content)) or has_global):
-        return _NO_HOOKS
+    has_hooks = any(map(_after, content)) or any(map(_before, content))
+    if not (has_hooks or _after(_OF_ALL) or _before(_OF_ALL)):
+        return {}
     # How hooks are to be called is said only where there are some. Few modules have any.
-    hooked = [each for each in content if _after(each) or _before(each)]
-    found = {
-        (id(each), name): (each, _users_in(each[name])) for each in hooked for name in FORWARD_HOOKS
-    }
-    if has_global:
-        found |= {(0, name): (_OF_ALL, _users_in(hooks)) for name, hooks in _OF_ALL.items()}
-    return {place: hooks for place, hooks in found.items() if hooks[1]}
+    hooked = [each for each in (*content, _OF_ALL) if _after(each) or _before(each)]
+    found = {(id(each), n): _users_in(each, each[n]) for each in hooked for n in FORWARD_HOOKS}
+    return {place: hooks for place, hooks in found.items() if hooks}
 
 
-def _users_in(hooks: dict[int, Any]) -> dict[int, Any]:
+def _users_in(attributes: Attributes, hooks: dict[int, Any]) -> dict[int, Any]:
     """The hooks that are the user's.
 
     Ours have numbers below zero. Those of all modules that torch has only observe.
     """
-    if any(hooks is each for each in GLOBAL_FORWARD_HOOKS):
-        pairs = [pair for each in GLOBAL_FORWARD_HOOKS for pair in each.copy().items()]
-        observers = {number for number, hook in pairs if _only_observes(hook)}
-        return {number: hook for number, hook in hooks.copy().items() if number not in observers}
-    return {number: hook for number, hook in hooks.copy().items() if number >= 0}
+    if attributes is not _OF_ALL:
+        return {number: hook for number, hook in hooks.copy().items() if number >= 0}
+    pairs = [pair for each in _OF_ALL.values() for pair in each.copy().items()]
+    observers = {number for number, hook in pairs if _only_observes(hook)}
+    return {number: hook for number, hook in hooks.copy().items() if number not in observers}
 
 
 def _only_observes(hook: Any) -> bool:
@@ -236,18 +445,14 @@ def _only_observes(hook: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("torch", "recollect")
 
 
-def _same_hooks(now: _Hooks, then: _Hooks) -> bool:
-    if now.keys() != then.keys():
-        return False
-    pairs = [(now[key][1], then[key][1]) for key in now]
-    return all([*a] == [*b] and all(map(is_, a.values(), b.values())) for a, b in pairs)
-
-
-def _restore_hooks(now: _Hooks, then: _Hooks, stack: ExitStack) -> None:
-    for key, (owner, _) in (then | now).items():
-        hooks = owner[key[1]]
-        former, users = (each[key][1] if key in each else {} for each in (then, now))
-        _put(stack, hooks, {**former, **{n: h for n, h in hooks.items() if n not in users}})
+def _restore_hooks(content: list[Attributes], then: _Hooks, stack: ExitStack) -> None:
+    now = _hooks_of(content)
+    owners = {id(each): each for each in (*content, _OF_ALL)}
+    for place in (then | now) if now != then else ():
+        hooks = owners[place[0]][place[1]]
+        former, users = then.get(place, {}), now.get(place, {})
+        others = {number: hook for number, hook in hooks.items() if number not in users}
+        put_until(stack, hooks, restorers_of(type(hooks))[0], former | others)
 
 
 # --- errors ---------------------------------------------------------------------------------------

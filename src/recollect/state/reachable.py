@@ -3,17 +3,19 @@
 The search goes where a function keeps things: the module it is or is bound to, the cells of its
 closure, its defaults, the arguments of a ``functools.partial``, the globals that its code names,
 and from each of these one step further (a list of modules, an attribute of an object, a function
-called by the function). It is made at every call, since any of these may be another one then.
-Remembered are the names that a piece of code uses, and the index of a module.
+called by the function). It runs at every call, since any of these may be another one then. The
+names that a piece of code uses are remembered, and so is the index of a module.
 """
 
 from __future__ import annotations
 
+import dis
+import gc
 from collections import deque
-from collections.abc import Collection, Iterable
-from enum import Enum, auto
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary
@@ -21,48 +23,50 @@ from weakref import ProxyTypes, WeakKeyDictionary
 import torch
 from torch import nn
 
-from recollect.state.code import globals_in
-from recollect.state.module_index import BARE, Attributes, ModuleIndex, ModuleKind, index_of
+from recollect.state.module_state import BARE, Attributes, ModuleIndex, Writes, index_of
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
-from recollect.state.streams import generator_types
+from recollect.state.rng import generator_types
 
-__all__ = ["BufferPlace", "Reachable", "SimpleModule", "Writes", "reachable_from"]
-
-
-class Writes(Enum):
-    """Whether a buffer may be written to without its version being raised."""
-
-    SEEN = auto()
-    MAYBE = auto()
-    MAYBE_IN_TRAINING = auto()
-    HIDDEN = auto()
+__all__ = ["BufferPlace", "Reachable", "lazy_module"]
 
 
 #: The buffers of a module, the name of one, and how it may be written to.
 BufferPlace = tuple[dict[str, Any], str, Writes]
 
-#: How far to go from object to object, how many to look at, how many items of each, and through how
+#: How far to go from object to object, how many to visit, how many items of each, and through how
 #: many functions.
 _DEPTH = 6
-_THINGS = 300
+_OBJECTS = 300
 _ITEMS = 1000
 _FUNCTIONS = 64
 
 _UNINTERESTING: tuple[Any, ...] = (
     *(type(None), bool, int, float, str, bytes, type, ModuleType, BuiltinFunctionType),
     *(torch.dtype, torch.device, *ProxyTypes),
+    Logger,  # most modules name one as a global, and it leads to all others
 )
+
+
+def lazy_module(name: str, module: nn.Module) -> ValueError:
+    """What to raise for a module that is still to make its parameters."""
+    return ValueError(
+        f"{name} is a {type(module).__name__} with parameters that are not made yet: a lazy module "
+        "makes them in its first call, which cannot be repeated. Run the model once before (with "
+        "torch.no_grad(): model(x))."
+    )
 
 
 class Reachable:
     """What one function can reach."""
 
     __slots__ = (
-        *("_count", "_seen", "buffers", "communicates", "generators", "indexes", "modules"),
-        *("tensors", "variables"),
+        *("_count", "_into_modules", "_seen", "buffers", "communicates", "generators"),
+        *("indexes", "modules", "tensors", "variables"),
     )
 
-    def __init__(self, function: Any, others: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, function: Any, others: Iterable[Any] = (), *, into_modules: bool = True
+    ) -> None:
         """Search from ``function``, and from ``others``, which it is given."""
         #: Modules that were found outside of others.
         self.modules: list[nn.Module] = []
@@ -78,19 +82,25 @@ class Reachable:
         self.communicates = False
         self._seen: set[int] = set()
         self._count = 0
-        for value in (function, *others):
-            self._look(value, _DEPTH)
+        self._into_modules = into_modules
+        if isinstance(function, nn.Module):  # as most regions are
+            self._seen.add(id(function))
+            self._add_module(function, _DEPTH)
+        else:
+            self._visit(function, _DEPTH)
+        for value in others:
+            self._visit(value, _DEPTH)
 
-    def _look(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int) -> None:
         # By type: to ask the value itself what it is may run code of the user's (weak references).
         kind = type(value)
         if depth == 0 or kind in _blank or id(value) in self._seen:
             return
-        handler = _handlers.get(kind) or _handler_for(kind)
+        handler = _USUAL_HANDLERS.get(kind) or _handlers.get(kind) or _handler_for(kind)
         if handler is None:
             return
         if handler not in _FINDS:
-            if self._count >= _THINGS:
+            if self._count >= _OBJECTS:
                 return
             self._count += 1
         self._seen.add(id(value))
@@ -101,39 +111,33 @@ class Reachable:
     def _add_module(self, module: nn.Module, _: int) -> None:
         """A module and all below it."""
         self.modules.append(module)
+        if not self._into_modules:
+            return
         index = index_of(module)
         self.indexes.append(index)
         if index.is_unfinished:
-            raise ValueError(
-                f"a checkpointed region uses {type(module).__name__} with parameters that are not "
-                "made yet: a lazy module makes them in its first call, which cannot be repeated. "
-                "Run the model once before (with torch.no_grad(): model(x))."
-            )
+            raise lazy_module("a module of a checkpointed region", module)
         if index.scripted:
             self.tensors += index.scripted
-        if isinstance(module, torch.jit.ScriptModule):
+        if index.is_scripted:
             return
         attributes = module.__dict__
         if attributes["_buffers"]:
-            self._add_buffers(attributes, index.kind)
-        for each, kind in index.with_buffers:
-            self._add_buffers(each, kind)
+            self._add_buffers(attributes, index.writes)
+        for each, writes in index.with_buffers:
+            self._add_buffers(each, writes)
         self.communicates |= index.communicates
         for attached in _attached_to(attributes, index):
-            self._look(attached, 1)
+            self._visit(attached, 1)
         if index.globals is None:
             index.globals = [named for f in index.functions for named in _globals_of(f)]
-        self._add_globals(index.globals)
+        if index.globals:
+            self._add_globals(index.globals)
 
-    def _add_buffers(self, content: Attributes, kind: ModuleKind) -> None:
-        training = content.get("training")
-        writes = Writes.SEEN
-        if kind is ModuleKind.OWN:
-            writes = Writes.MAYBE_IN_TRAINING if training else Writes.MAYBE
-        elif kind is ModuleKind.STATISTICS and training:
-            writes = Writes.HIDDEN
+    def _add_buffers(self, content: Attributes, writes: tuple[Writes, Writes]) -> None:
         buffers = content["_buffers"]
-        self.buffers += [(buffers, name, writes) for name in [*buffers]]
+        how = writes[bool(content.get("training"))]
+        self.buffers += [(buffers, name, how) for name in [*buffers]]
 
     # --- other things -----------------------------------------------------------------------------
 
@@ -143,47 +147,44 @@ class Reachable:
     def _add_generator(self, generator: Any, _: int) -> None:
         self.generators.append(generator)
 
-    def _look_at_method(self, method: Any, depth: int) -> None:
-        self._look(method.__self__, depth)
-        self._look(method.__func__, depth)
+    def _visit_bound(self, value: Any, depth: int) -> None:
+        """A method or a partial: its function, and what that is bound to."""
+        for item in gc.get_referents(value):
+            self._visit(item, depth)
 
-    def _look_at_partial(self, value: Any, depth: int) -> None:
-        for item in (value.func, *value.args, *value.keywords.values()):
-            self._look(item, depth)
-
-    def _look_at_items(self, values: Iterable[Any], depth: int) -> None:
+    def _visit_items(self, values: Iterable[Any], depth: int) -> None:
         items = [*islice(values, _ITEMS)]
         if _lead_nowhere(items):
             return  # a long list of numbers, say
         for item in items:
             if type(item) not in _blank:
-                self._look(item, depth - 1)
+                self._visit(item, depth - 1)
 
-    def _look_at_values(self, values: dict[Any, Any], depth: int) -> None:
-        self._look_at_items(values.values(), depth)
+    def _visit_dict(self, values: dict[Any, Any], depth: int) -> None:
+        self._visit_items(values.values(), depth)
 
-    def _look_at_object(self, value: Any, depth: int) -> None:
+    def _visit_object(self, value: Any, depth: int) -> None:
         kind = type(value)
         restorers = _known_attributes.get(kind)
         if restorers is None:
             restorers = _known_attributes[kind] = attribute_restorers(kind)
         for restorer in restorers:
-            self._look_at_items(restorer.items(restorer.take(value)), depth)
+            self._visit_items(restorer.items(restorer.take(value)), depth)
         call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
         if type(call) is FunctionType:
-            self._look_at_function(call, depth - 1)
+            self._visit_function(call, depth - 1)
 
-    def _look_at_function(self, function: FunctionType, depth: int) -> None:
+    def _visit_function(self, function: FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
             held = CELL.take(cell)
             if held:  # else it is not assigned yet
                 self.variables.append((cell, CELL, held))
-                self._look(held[0], depth)
+                self._visit(held[0], depth)
         for default in function.__defaults__ or ():
-            self._look(default, depth)
+            self._visit(default, depth)
         if function.__kwdefaults__:
             for default in [*function.__kwdefaults__.values()]:
-                self._look(default, depth)
+                self._visit(default, depth)
         self._add_globals(_globals_of(function))
 
     def _add_globals(self, named: list[_Names]) -> None:
@@ -191,21 +192,22 @@ class Reachable:
             held = VARIABLES.take(names)
             self.variables.append((names, VARIABLES, held))
             for value in held.values():
-                self._look(value, 2)
-
-
-class _Attached(Reachable):
-    """The same without what is below modules."""
-
-    __slots__ = ()
-
-    def _add_module(self, module: nn.Module, _: int) -> None:
-        self.modules.append(module)
+                self._visit(value, 2)
 
 
 # --- what is known of types -----------------------------------------------------------------------
 
-#: By type: the method for a value.
+#: The method for a value, by the first of its bases that is here.
+_BY_BASE: list[tuple[tuple[type, ...], str]] = [
+    ((torch.Tensor, nn.Parameter), "_add_tensor"),
+    ((nn.Module,), "_add_module"),
+    ((FunctionType,), "_visit_function"),
+    ((MethodType, partial), "_visit_bound"),
+    ((list, tuple, set, frozenset, deque), "_visit_items"),
+    ((dict,), "_visit_dict"),
+]
+#: By type. The usual ones apart: a weak dictionary takes its time.
+_USUAL_HANDLERS = {kind: handler for kinds, handler in _BY_BASE for kind in kinds}
 _handlers: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 #: Methods that are called however many values there are.
@@ -219,23 +221,15 @@ _known_attributes: WeakKeyDictionary[type, Restorers] = WeakKeyDictionary()
 
 
 def _handler_for(kind: type) -> str | None:
-    # Objects of ours keep no state of the user's.
+    # Objects of recollect hold no state of the user.
     is_ours = str(kind.__module__).startswith("recollect.") and not issubclass(kind, nn.Module)
     if is_ours or issubclass(kind, _UNINTERESTING):
         _blank.add(kind)
         return None
-    by_base: dict[Any, str] = {
-        torch.Tensor: "_add_tensor",
-        nn.Module: "_add_module",
-        generator_types(): "_add_generator",
-        FunctionType: "_look_at_function",
-        MethodType: "_look_at_method",
-        partial: "_look_at_partial",
-        (list, tuple, set, frozenset, deque): "_look_at_items",
-        dict: "_look_at_values",
-        object: "_look_at_object",
-    }
-    handler = _handlers[kind] = next(h for base, h in by_base.items() if issubclass(kind, base))
+    found = (handler for kinds, handler in _BY_BASE if issubclass(kind, kinds))
+    is_generator = issubclass(kind, generator_types())
+    handler = "_add_generator" if is_generator else next(found, "_visit_object")
+    _handlers[kind] = handler
     return handler
 
 
@@ -252,8 +246,7 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
 
     Of modules that are not torch's layers; ``attributes``: those of the root of ``index``.
     """
-    is_own = index.kind is ModuleKind.OWN
-    own = [(attributes, index.bare), *index.own] if is_own else index.own
+    own = [(attributes, index.bare), *index.own] if index.is_own else index.own
     leading: list[Any] = []
     for each, bare in own:
         # At every call and for every module: most have nothing but numbers.
@@ -263,46 +256,12 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
                 leading += [v for v in others if not issubclass(type(v), _NO_ATTACHMENTS)]
     if not leading:
         return []
-    found = _Attached(None, leading)
+    found = Reachable(None, leading, into_modules=False)
     tensors = [value for value in leading if issubclass(type(value), torch.Tensor)]
     return [*tensors, *found.generators, *found.modules]
 
 
 _NO_ATTACHMENTS = (nn.Module, *_UNINTERESTING)
-
-
-class SimpleModule:
-    """A module that reaches nothing but its parameters, in the form of `Reachable`."""
-
-    __slots__ = ("indexes", "modules")
-
-    buffers: tuple[BufferPlace, ...] = ()
-    tensors: tuple[torch.Tensor, ...] = ()
-    generators: tuple[Any, ...] = ()
-    variables: tuple[Entry, ...] = ()
-    communicates = False
-
-    def __init__(self, module: nn.Module, index: ModuleIndex) -> None:
-        self.modules = (module,)
-        self.indexes = (index,)
-
-
-def reachable_from(function: Any, others: Collection[Any]) -> Reachable | SimpleModule:
-    """What ``function`` can reach, and it is given ``others``."""
-    index = None if others else _simple_index(function)
-    return Reachable(function, others) if index is None else SimpleModule(function, index)
-
-
-def _simple_index(function: Any) -> ModuleIndex | None:
-    """The index of a module that reaches nothing but its parameters, as most regions are."""
-    if not isinstance(function, nn.Module):
-        return None
-    index = index_of(function)
-    if index.is_simple is None:
-        found = Reachable(function)
-        others = found.buffers or found.tensors or found.generators or found.variables
-        index.is_simple = len(found.modules) == 1 and not others and not found.communicates
-    return index if index.is_simple and not _attached_to(function.__dict__, index) else None
 
 
 # --- globals --------------------------------------------------------------------------------------
@@ -331,6 +290,13 @@ def _globals_of(function: FunctionType) -> list[_Names]:
     return found
 
 
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """The names of the globals in a piece of code, functions inside of it included."""
+    inside = (_globals_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return frozenset(loaded).union(*inside)
+
+
 def _find_globals(function: FunctionType) -> list[_Names]:
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     pending, seen = [function], {id(function.__code__)}
@@ -340,7 +306,7 @@ def _find_globals(function: FunctionType) -> list[_Names]:
         if namespace.get("__name__", "").partition(".")[0] in ("torch", "recollect"):
             continue
         _, names = found.setdefault(id(namespace), (namespace, {}))
-        for name in sorted(globals_in(current.__code__)):
+        for name in sorted(_globals_in(current.__code__)):
             value = namespace.get(name, UNSET)
             if type(value) is FunctionType:
                 if id(value.__code__) not in seen:

@@ -1,12 +1,12 @@
-"""How the contents of a list, a dict, an object, a variable are taken, compared and put back.
+"""How the contents of an object (a list, a dict, attributes, a variable) are taken and put back.
 
-Contents are taken as a list or a dict and compared by identity. No code of the user's is called: no
-``==`` (except of keys, as in every dict), no method that a subclass may have overridden, no
+A `Restorer` takes contents as a list or a dict, compares them by identity, and puts them back in
+place. It calls no user code: no ``==`` (except of keys, as in every dict), no overridden method, no
 property, no ``__getattr__``.
 
-The restorers of an object depend on its type: a dict with attributes has two. Some types are left
-alone. Enumerations do not change; the objects of some packages are in use by more than a region;
-nothing is known of types that are written in C and not named here.
+The restorers of an object depend on its type: a dict with attributes has two. Some types have none:
+enumerations do not change, objects of some packages are used by more than a region, and nothing is
+known of types that are written in C and not named here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import enum
 import gc
 import io
-import math
 import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import partial
+from itertools import repeat
 from operator import is_
 from types import (
     BuiltinFunctionType,
@@ -37,32 +38,26 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from recollect._torch.autograd import set_version
-from recollect._torch.modes import unobserved
-from recollect.state.streams import generator_types
-from recollect.state.tensors import LARGE, same_values
+from recollect.state.rng import generator_types
 
 __all__ = [
+    "ARRAY",
+    "ARRAY_COPY",
     "ATOMS",
-    "BUFFER",
     "CAPTURED_ELSEWHERE",
     "CELL",
     "CLASS",
-    "DICT",
-    "Entry",
     "FUNCTION",
     "ITERATOR",
-    "Restorer",
-    "Restorers",
-    "SMALL_TENSOR",
     "TENSOR",
     "UNSET",
     "VARIABLES",
+    "Entry",
+    "Restorer",
+    "Restorers",
     "attribute_restorers",
-    "difference",
-    "hold",
     "is_made_in_python",
-    "is_whole",
+    "put_until",
     "restorers_of",
 ]
 
@@ -77,12 +72,12 @@ ATOMS: frozenset[type] = frozenset(
     }
 )
 
-#: In the place of a value that is not there.
-UNSET = object()
+#: Stands for a value that is not there.
+UNSET: Any = object()
 
 
 class Restorer:
-    """Takes, compares and puts back the contents of one kind of thing."""
+    """Takes, compares and puts back one kind of contents."""
 
     def __init__(
         self,
@@ -93,17 +88,17 @@ class Restorer:
         *,
         holds_arguments: bool = True,
     ) -> None:
-        """``name``: the suffix that names an item, given its key or number; None: no items.
+        """``put`` raises if it is impossible; None: the contents cannot change.
 
-        ``put`` raises if it is impossible; None: the contents cannot change. ``same``: whether a
-        thing still holds what was taken.
+        ``name``: the suffix that names an item, by its key or number; None: there are no items.
+        ``same``: whether an object still holds what was taken.
         """
         self.take = take
         self.put = put or _cannot_change
         self.same = same or self._same_items
         self._name = name
         self.mutable = put is not None
-        #: Whether the items were passed as such: an iterator among them is an argument.
+        #: Whether items were passed as such: an iterator among them is an argument.
         self.holds_arguments = holds_arguments
 
     def _same_items(self, thing: Any, held: Any) -> bool:
@@ -113,7 +108,7 @@ class Restorer:
         return type(held) is not dict or all(map(is_, now, held))
 
     def items(self, held: Any) -> Collection[Any]:
-        """The values to look into."""
+        """The values among the contents."""
         return () if self._name is None else _values(held)
 
     def parts(self, held: Any) -> list[tuple[str, Any]]:
@@ -130,8 +125,14 @@ def _cannot_change(thing: Any, _: Any) -> None:
     raise TypeError(f"a {type(thing).__name__} cannot change")
 
 
-#: A thing, one of its restorers, and what it held.
+#: An object, one of its restorers, and what that took.
 Entry = tuple[Any, Restorer, Any]
+
+
+def put_until(stack: ExitStack, thing: Any, restorer: Restorer, held: Any) -> None:
+    """Give ``thing`` the contents ``held``, until ``stack`` closes."""
+    stack.callback(restorer.put, thing, restorer.take(thing))
+    restorer.put(thing, held)
 
 
 def _values(held: Any) -> Collection[Any]:
@@ -156,7 +157,7 @@ def _put_deque(thing: Any, held: list[Any]) -> None:
 
 
 def _put_set(thing: Any, held: list[Any]) -> None:
-    # Items in both stay where they are, and so does the order, as far as a set has one.
+    # Items in both stay, and so does the order, as far as a set has one.
     former = {*map(id, held)}
     for item in [item for item in set.__iter__(thing) if id(item) not in former]:
         set.discard(thing, item)
@@ -181,22 +182,26 @@ def _put_dict(thing: Any, held: dict[Any, Any], base: Any = dict) -> None:
             base.__setitem__(thing, key, value)
 
 
-DICT = Restorer(_take_dict, _put_dict, "[{}]")
+def _items_restorer(base: Any, put: Callable[[Any, Any], None] | None, name: str) -> Restorer:
+    return Restorer(lambda thing: [*base.__iter__(thing)], put, name)
 
-#: The first that fits; the order is that of derivation.
+
+def _dict_restorer(base: Any) -> Restorer:
+    return Restorer(partial(_take_dict, base=base), partial(_put_dict, base=base), "[{}]")
+
+
+#: The first base that fits, in the order of derivation.
 _BUILT_IN: dict[type, Restorer] = {
-    list: Restorer(lambda thing: [*list.__iter__(thing)], _put_list, "[{}]"),
-    OrderedDict: Restorer(
-        partial(_take_dict, base=OrderedDict), partial(_put_dict, base=OrderedDict), "[{}]"
-    ),
-    dict: DICT,
-    set: Restorer(lambda thing: [*set.__iter__(thing)], _put_set, "{{...}}"),
-    deque: Restorer(lambda thing: [*deque.__iter__(thing)], _put_deque, "[{}]"),
-    tuple: Restorer(lambda thing: [*tuple.__iter__(thing)], None, "[{}]"),
-    frozenset: Restorer(lambda thing: [*frozenset.__iter__(thing)], None, "{{...}}"),
+    list: _items_restorer(list, _put_list, "[{}]"),
+    OrderedDict: _dict_restorer(OrderedDict),
+    dict: _dict_restorer(dict),
+    set: _items_restorer(set, _put_set, "{{...}}"),
+    deque: _items_restorer(deque, _put_deque, "[{}]"),
+    tuple: _items_restorer(tuple, None, "[{}]"),
+    frozenset: _items_restorer(frozenset, None, "{{...}}"),
 }
 
-#: A view of a dict refers to it and to nothing else.
+#: A view of a dict refers to the dict alone.
 _VIEW = Restorer(gc.get_referents, None, "")
 _VIEWS = frozenset(
     type(getattr(cls(), view)())
@@ -301,8 +306,8 @@ def _take_variables(names: _Names) -> dict[str, Any]:
 
 
 def _same_variables(names: _Names, held: dict[str, Any]) -> bool:
-    get = names[0].get
-    return all(get(name, UNSET) is value for name, value in held.items())
+    # Without a generator, which would cost as much again: this runs at every call of a region.
+    return all(map(is_, map(names[0].get, held, repeat(UNSET)), held.values()))
 
 
 def _put_variables(names: _Names, held: dict[str, Any]) -> None:
@@ -316,99 +321,60 @@ def _put_variables(names: _Names, held: dict[str, Any]) -> None:
 CELL = Restorer(_take_cell, _put_cell, "", _same_cell)
 CLASS = Restorer(_take_class, _put_class, ".{}")
 FUNCTION = Restorer(_take_defaults, _put_defaults, "")
-#: Of a namespace and names in it: global variables.
+#: Global variables, given a namespace and names in it.
 VARIABLES = Restorer(_take_variables, _put_variables, "global {}", _same_variables)
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------
 
 
-def _take_buffer(thing: Any, most: float = LARGE) -> tuple[Any, Any]:
-    data = _bytes_of(thing)
-    if len(data) > most:
-        return _form_of(thing), crc32(data)
-    return _form_of(thing), thing[:] if isinstance(thing, (bytearray, array)) else thing.copy()
-
-
-def _same_buffer(thing: Any, held: tuple[Any, Any]) -> bool:
-    form, copy = held
-    if _form_of(thing) != form:
-        return False
-    data = _bytes_of(thing)
-    return bool(crc32(data) == copy if type(copy) is int else data == _bytes_of(copy))
-
-
-def _put_buffer(thing: Any, held: tuple[Any, Any]) -> None:
-    form, copy = held
-    if type(copy) is int:
-        raise ValueError("it is large, and was not copied")
+def _form_of(thing: Any) -> str:
     if isinstance(thing, (bytearray, array)):
-        thing[:] = copy
-    elif _form_of(thing) != form:  # assignment would broadcast and cast
-        raise ValueError("it has another shape or type")
-    else:
-        thing[...] = copy
-
-
-def _form_of(thing: Any) -> tuple[Any, ...]:
-    if isinstance(thing, (bytearray, array)):
-        return "len", len(thing)
-    return "shape", thing.shape, thing.dtype
+        return f"length {len(thing)}"
+    return f"shape {thing.shape}, dtype {thing.dtype}"
 
 
 def _bytes_of(thing: Any) -> Any:
     return bytes(thing) if isinstance(thing, (bytearray, array)) else thing.tobytes()
 
 
-def _take_tensor(tensor: _Tensor) -> tuple[int, _Tensor]:
-    with unobserved():
-        return tensor._version, tensor.clone()
+def _take_checksum(thing: Any) -> tuple[str, int]:
+    return _form_of(thing), crc32(_bytes_of(thing))
 
 
-def _put_tensor(tensor: _Tensor, held: tuple[int, _Tensor]) -> None:
-    with unobserved():
-        tensor.data.copy_(held[1])
-    set_version(tensor, held[0])
+def _refuse_array(thing: Any, held: tuple[str, int]) -> None:
+    now = _form_of(thing)
+    raise ValueError("it holds other values" if now == held[0] else f"{held[0]} -> {now}")
 
 
-def _same_tensor(tensor: _Tensor, held: tuple[int, _Tensor]) -> bool:
-    # batch_norm writes to the statistics it is given without raising their version. To compare
-    # values on a device would be to wait for it.
-    if tensor._version != held[0] or tensor.device.type != "cpu":
-        return tensor._version == held[0]
-    with unobserved():
-        return same_values(tensor, held[1])
+def _take_copy(thing: Any) -> Any:
+    return thing[:] if isinstance(thing, (bytearray, array)) else thing.copy()
 
 
-#: A bytearray or an array: compared by its bytes, of many of which there is a checksum only.
-#: Objects in an array of numpy's count as bytes do: by their addresses.
-BUFFER = Restorer(_take_buffer, _put_buffer, same=_same_buffer)
-#: A tensor that is copied. It gets its version back with its values.
-SMALL_TENSOR = Restorer(_take_tensor, _put_tensor, same=_same_tensor)
+def _same_copy(thing: Any, held: Any) -> bool:
+    return _form_of(thing) == _form_of(held) and bool(_bytes_of(thing) == _bytes_of(held))
 
 
-def hold(thing: Any, restorer: Restorer, most: float = math.inf) -> Any:
-    """The contents of ``thing``, with a copy of an array of up to ``most`` bytes."""
-    return _take_buffer(thing, most) if restorer is BUFFER else restorer.take(thing)
+def _put_copy(thing: Any, held: Any) -> None:
+    is_resizable = isinstance(thing, (bytearray, array))
+    if not is_resizable and _form_of(thing) != _form_of(held):
+        # Assignment would broadcast and cast.
+        raise ValueError(f"{_form_of(held)} -> {_form_of(thing)}")
+    thing[slice(None) if is_resizable else ...] = held
 
 
-def is_whole(restorer: Restorer, held: Any) -> bool:
-    """Whether ``held`` is enough to put the contents back."""
-    return restorer is not BUFFER or type(held[1]) is not int
-
-
-def difference(thing: Any, restorer: Restorer, held: Any) -> str:
-    """In words, for contents that cannot be put back."""
-    if restorer is BUFFER:
-        (name, before, *_), (_, after, *_) = held[0], _form_of(thing)
-        if before != after:
-            return f"{name} {before} -> {after}"
-    return "it holds other values"
+#: A bytearray or an array, of ``array`` or numpy. A region compares checksums: a copy for each call
+#: would cost too much. A snapshot, of which there is one, copies. Objects in a numpy array are
+#: compared by address.
+ARRAY = Restorer(
+    _take_checksum, _refuse_array, same=lambda thing, held: _take_checksum(thing) == held
+)
+ARRAY_COPY = Restorer(_take_copy, _put_copy, same=_same_copy)
 
 
 # --- which type has which restorers ---------------------------------------------------------------
 
-#: Not looked into. A file is a log, as a rule, though one can iterate over it.
+#: Types without restorers. A file is a log, as a rule, though one can iterate over it.
 _CLOSED = (
     *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, partial),
     *(enum.Enum, torch.optim.Optimizer, io.IOBase),
@@ -465,9 +431,9 @@ def _content_restorer(cls: type) -> Restorer | None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.ndarray):
         # A mapped file may be larger than memory: it is not read.
-        return None if issubclass(cls, numpy.memmap) else BUFFER
+        return None if issubclass(cls, numpy.memmap) else ARRAY
     if issubclass(cls, (bytearray, array)):
-        return BUFFER
+        return ARRAY
     return next((restorer for base, restorer in _BUILT_IN.items() if issubclass(cls, base)), None)
 
 

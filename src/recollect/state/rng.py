@@ -1,36 +1,63 @@
-"""The random streams of torch's default generators, read at the call and put back for a rerun.
+"""The random streams that a region can draw from, read at the call and restored for a rerun.
 
-The streams of all visible accelerators are read, not only those of the arguments: a region may
+The default generators of torch, the streams of ``random`` and ``numpy.random``, and generators that
+are objects, where the function keeps them or is given them.
+
+Of torch's, those of all visible accelerators are read, not only of the arguments: a region may
 reach any device through a closure or a parameter. A CPU stream is 5 KB and a microsecond to read, a
 CUDA stream 16 bytes and less. They are kept for every region: one that leaves a stream where it
 found it may still have drawn from it (``torch.random.fork_rng`` inside).
+
+``random.getstate()`` takes 13 microseconds and numpy's ``get_state()`` 60: too much for every
+region, of which few draw from either. Both streams are a Mersenne twister, 624 words and a
+position, at an address that does not change, so they are read and written as bytes. If the bytes
+are not where this module expects them, it calls the public functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import ctypes
+import importlib
+import random
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from recollect._torch.pytree import tree_leaves
-from recollect.state.devices import DefaultDeviceType, device_module, infer_device_type
+from recollect.errors import CheckpointError
 from recollect.state.tensors import same_values
 
 __all__ = [
+    "DefaultDeviceType",
     "HAS_ACCELERATOR",
     "RngState",
+    "Streams",
+    "generator_types",
     "get_device_states",
+    "infer_device_type",
+    "read_libraries",
     "read_rng",
-    "read_same_rng",
+    "read_same_streams",
+    "read_streams",
     "reseed_recurrent_layers",
     "same_rng",
     "set_device_states",
-    "settle_rng",
+    "settle_streams",
+    "write_libraries",
     "write_rng",
+    "write_streams",
 ]
 
-_cpu = torch.default_generator
+# --- torch's default generators -------------------------------------------------------------------
+
+_read_cpu = torch.default_generator.get_state
+_write_cpu = torch.default_generator.set_state
 
 #: What this build of torch can drive; a build for CPUs alone has none.
 _accelerator = torch.accelerator.current_accelerator()
@@ -45,7 +72,7 @@ def _accelerator_module() -> Any:
     """The module of the accelerator once it is in use; reading a stream would start it."""
     if _accelerator is None:
         return None
-    module = device_module(_accelerator.type)
+    module: Any = torch.get_device_module(_accelerator.type)
     started = getattr(module, "is_initialized", None)
     if started is not None and not started():
         return None
@@ -72,53 +99,314 @@ def _write_accelerator(states: list[torch.Tensor]) -> None:
 
 
 def read_rng() -> RngState:
-    """The states of all streams."""
-    return _cpu.get_state(), None if _accelerator is None else _read_accelerator()
+    """The states of torch's default generators."""
+    return _read_cpu(), None if _accelerator is None else _read_accelerator()
+
+
+def write_rng(state: RngState) -> None:
+    """Restore torch's default generators to ``state``."""
+    cpu, streams = state
+    _write_cpu(cpu)
+    if streams is not None:
+        _write_accelerator(streams)
+
+
+def same_rng(a: RngState, b: RngState) -> bool:
+    """Whether all generators are in the same state."""
+    before, after = ([state[0], *(state[1] or ())] for state in (a, b))
+    return len(before) == len(after) and all(map(same_values, before, after))
+
+
+def _with_first_seeds(state: RngState) -> RngState:
+    """``state``, read before a region. One that was the first to use CUDA found fresh seeds."""
+    if state[1] is not None or not torch.cuda.is_initialized():
+        return state
+    fresh = (
+        torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        for generator in torch.cuda.default_generators
+    )
+    return state[0], [generator.get_state() for generator in fresh]
 
 
 def reseed_recurrent_layers(device: torch.device) -> None:
-    """Have recurrent layers of cuDNN seed the state by which they drop out from torch's stream.
+    """Have recurrent layers of cuDNN seed the state of their dropout from torch's generator.
 
-    They do whenever the stream has been set since. A rerun sets it; so that it draws the same, it
-    must have been set before the call, too. No other stream is touched: it may be in use.
+    They do so whenever the state of the generator was set since their last call. A rerun sets it;
+    so that it draws the same, it must have been set before the call, too. No other generator is
+    touched: it may be in use.
     """
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
         generator.set_state(generator.get_state())
 
 
-def settle_rng(state: RngState) -> RngState:
-    """``state``, read before a region, with what only the region's end can tell.
+# --- random and numpy.random ----------------------------------------------------------------------
 
-    A region that was the first to use CUDA found the streams at the beginning of their seed.
-    """
-    cpu, streams = state
-    if _accelerator is None or streams is not None or not torch.cuda.is_initialized():
+#: 624 words and a position.
+_TWISTER_SIZE = 625 * 4
+#: Bytes by which the state of a twister is known: its position, and words that differ in all states
+#: but of one twist. A draw moves the position, or twists all words; so does a new seed.
+_MARK_SIZE = 64
+#: Whether there is a second normal number (an int, padded), and the number.
+_GAUSS = struct.Struct("=iid")
+
+#: Of ``random``, and of numpy if that is imported.
+LibraryState = tuple[Any, Any]
+
+
+class Stream(NamedTuple):
+    """How one stream is read and written."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def stream_of(generator: Any) -> Stream:
+    """The stream of a generator, by its public functions."""
+    if isinstance(generator, random.SystemRandom):  # the system's, which has no state
+        return Stream(lambda: None, lambda _: None)
+    if isinstance(generator, random.Random):
+        return Stream(generator.getstate, generator.setstate)
+    bits = getattr(generator, "bit_generator", None)  # of a numpy Generator
+    if bits is not None:
+        return Stream(lambda: bits.state, partial(setattr, bits, "state"))
+    if isinstance(generator, torch.Generator):
+        return Stream(generator.get_state, generator.set_state)
+    return Stream(partial(generator.get_state, legacy=False), generator.set_state)
+
+
+def _memory(address: int, size: int) -> Any:
+    """``size`` bytes at ``address``; their ``raw`` reads and writes them."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _twister_at(address: int, mark_offset: int, owner: Any, spare: str) -> Stream:
+    """A twister in memory; the second of a pair of normal numbers is an attribute of ``owner``."""
+    twister = _memory(address, _TWISTER_SIZE)
+    mark = _memory(address + mark_offset, _MARK_SIZE)
+    mark_end = mark_offset + _MARK_SIZE
+    read_spare = partial(attrgetter(spare), owner)
+    known: tuple[bytes, Any] = b"", None
+
+    def read() -> Any:
+        # Regions that do not draw share one copy: to make one takes longer than all else here.
+        nonlocal known
+        marked, state = known
+        if marked != mark.raw or state[1] != read_spare():
+            state = twister.raw, read_spare()
+            known = state[0][mark_offset:mark_end], state
         return state
-    fresh = (
-        torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        for generator in torch.cuda.default_generators
+
+    def write(state: Any) -> None:
+        twister.raw = state[0]
+        setattr(owner, spare, state[1])
+
+    return Stream(read, write)
+
+
+def _python_in_memory(generator: random.Random) -> Stream:
+    # The position is the first word.
+    return _twister_at(id(generator) + object.__basicsize__, 0, generator, "gauss_next")
+
+
+def _python_stream() -> Stream:
+    hidden: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    if type(hidden) is random.Random and sys.implementation.name == "cpython":
+        stream = _python_in_memory(hidden)
+        position, *words = struct.unpack("=i624I", stream.read()[0])
+        if (*words, position) == hidden.getstate()[1]:
+            return stream
+    return stream_of(hidden)
+
+
+def _gauss_offset(numpy_random: Any) -> int | None:
+    """Where a ``RandomState`` holds the second of a pair of normal numbers; None if unknown."""
+    trial = numpy_random.RandomState(5)
+    name, words, position, *_ = trial.get_state()
+    for offset in range(object.__basicsize__, type(trial).__basicsize__ - _GAUSS.size + 1, 8):
+        found = []
+        for has_gauss, gauss in ((0, 0.25), (1, -1.75)):
+            trial.set_state((name, words, position, has_gauss, gauss))
+            flag, _, number = _GAUSS.unpack(_memory(id(trial) + offset, _GAUSS.size).raw)
+            found.append((flag, number) == (has_gauss, gauss))
+        if all(found):
+            return offset
+    return None
+
+
+@lru_cache(maxsize=1)  # the user may replace the bit generator
+def _make_numpy_stream(numpy_random: Any, bits: Any) -> Stream:
+    generator = numpy_random.get_state.__self__
+    state = generator.get_state(legacy=False)
+    if state["bit_generator"] == "MT19937" and type(generator) is numpy_random.RandomState:
+        offset = _gauss_offset(numpy_random)
+        if offset is not None:
+            # The position is the last word.
+            mark_offset = _TWISTER_SIZE - _MARK_SIZE
+            gauss = _memory(id(generator) + offset, _GAUSS.size)
+            stream = _twister_at(bits.ctypes.state_address, mark_offset, gauss, "raw")
+            expected = (*state["state"]["key"].tolist(), state["state"]["pos"])
+            if struct.unpack("=624Ii", stream.read()[0]) == expected:
+                return stream
+    return stream_of(generator)
+
+
+_modules = sys.modules
+_python = _python_stream()
+
+
+def _numpy_stream() -> Stream | None:
+    numpy_random: Any = _modules.get("numpy.random")
+    if numpy_random is None:
+        if "numpy" not in _modules:
+            return None
+        # Loaded, and seeded, at its first use: inside a region that would be too late.
+        numpy_random = importlib.import_module("numpy.random")
+    try:
+        bits = numpy_random.get_bit_generator()
+    except AttributeError:
+        importlib.import_module("numpy.random")  # waits for the thread that is importing it
+        bits = numpy_random.get_bit_generator()
+    return _make_numpy_stream(numpy_random, bits)
+
+
+def read_libraries() -> LibraryState:
+    """The states of ``random`` and ``numpy.random``."""
+    numpy = _numpy_stream()
+    return _python.read(), None if numpy is None else numpy.read()
+
+
+def write_libraries(state: LibraryState) -> None:
+    """Restore ``random`` and ``numpy.random`` to ``state``."""
+    _python.write(state[0])
+    if state[1] is not None:
+        numpy = _numpy_stream()
+        if numpy is None or type(state[1]) is not type(numpy.read()):
+            raise CheckpointError(
+                "numpy's bit generator was exchanged after a checkpointed region drew from it, "
+                "which cannot draw the same numbers again. Exchange it before forward or after "
+                "backward, or pass preserve_rng_state=False."
+            )
+        numpy.write(state[1])
+
+
+def _is_library_stream(generator: Any) -> bool:
+    """Whether ``generator`` is the one behind the functions of a library."""
+    if isinstance(generator, random.Random):
+        return generator is random.getstate.__self__  # type: ignore[attr-defined]
+    numpy_random: Any = _modules.get("numpy.random")
+    return numpy_random is not None and generator is numpy_random.get_state.__self__
+
+
+# --- all streams ----------------------------------------------------------------------------------
+
+#: torch's default generators, the two libraries if they matter, each generator that is an object.
+Streams = tuple[RngState, LibraryState | None, list[tuple[Stream, Any]]]
+
+
+def read_streams(generators: Collection[Any]) -> Streams:
+    """The present states of all streams, those of ``generators`` too."""
+    if not generators:
+        return read_rng(), read_libraries(), []
+    streams = [stream_of(each) for each in generators if not _is_library_stream(each)]
+    return read_rng(), read_libraries(), [(each, each.read()) for each in streams]
+
+
+def settle_streams(streams: Streams) -> Streams:
+    """``streams``, read before a region, with what only its end can tell.
+
+    A region that leaves the streams of the libraries alone does not need them restored, and others
+    may be drawing from them when it is rerun: a thread that loads data.
+    """
+    defaults, libraries, generators = streams
+    if HAS_ACCELERATOR:
+        defaults = _with_first_seeds(defaults)
+    return defaults, None if libraries == read_libraries() else libraries, generators
+
+
+def read_same_streams(streams: Streams) -> Streams:
+    """The present states of the streams in ``streams``."""
+    (_, devices), libraries, generators = streams
+    return (
+        (_read_cpu(), None if devices is None else _read_accelerator()),
+        None if libraries is None else read_libraries(),
+        [(each, each.read()) for each, _ in generators] if generators else [],
     )
-    return cpu, [generator.get_state() for generator in fresh]
 
 
-def same_rng(a: RngState, b: RngState) -> bool:
-    """Whether all streams are in the same state."""
-    before, after = ([state[0], *(state[1] or ())] for state in (a, b))
-    return len(before) == len(after) and all(map(same_values, before, after))
+def write_streams(streams: Streams) -> None:
+    """Restore the streams."""
+    (cpu, devices), libraries, generators = streams
+    _write_cpu(cpu)
+    if devices is not None:
+        _write_accelerator(devices)
+    if libraries is not None:
+        write_libraries(libraries)
+    for stream, state in generators:
+        stream.write(state)
 
 
-def read_same_rng(state: RngState) -> RngState:
-    """The present states of the streams in ``state``."""
-    return _cpu.get_state(), None if state[1] is None else _read_accelerator()
+def generator_types() -> tuple[type, ...]:
+    """The types of random streams that are objects."""
+    # numpy.random may be half there, while another thread imports it.
+    numpy_random = _modules.get("numpy.random")
+    generator = getattr(numpy_random, "Generator", None)
+    return _types_with(generator, getattr(numpy_random, "RandomState", None))
 
 
-def write_rng(state: RngState) -> None:
-    """Put the streams of ``state`` back to it."""
-    cpu, streams = state
-    _cpu.set_state(cpu)
-    if streams is not None:
-        _write_accelerator(streams)
+@lru_cache
+def _types_with(*more: type | None) -> tuple[type, ...]:
+    return torch.Generator, random.Random, *(kind for kind in more if kind is not None)
+
+
+# --- the helpers of torch.utils.checkpoint --------------------------------------------------------
+
+
+class DefaultDeviceType:
+    """The device type assumed when no argument lives on an accelerator.
+
+    Starts as the accelerator of this machine, or ``"cpu"`` where there is none.
+    """
+
+    _default_device_type: str | None = None
+
+    @staticmethod
+    def set_device_type(device: str = "cuda") -> None:
+        """Make ``device`` the default device type."""
+        DefaultDeviceType._default_device_type = device
+
+    @staticmethod
+    def get_device_type() -> str:
+        """The default device type."""
+        if not DefaultDeviceType._default_device_type:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            DefaultDeviceType._default_device_type = accelerator.type if accelerator else "cpu"
+        return DefaultDeviceType._default_device_type
+
+
+def _on_devices(args: tuple[Any, ...], *others: str) -> list[torch.Tensor]:
+    """The tensors in ``args``, except those on ``others``."""
+    leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.device.type not in others]
+
+
+def infer_device_type(*args: Any) -> str:
+    """The type of accelerator on which the tensors in ``args`` live.
+
+    CPU tensors do not count. CUDA wins over other types; without any, the default type is given.
+    """
+    types = [tensor.device.type for tensor in _on_devices(args, "cpu")]
+    if not types:
+        return DefaultDeviceType.get_device_type()
+    distinct = sorted(set(types))
+    if len(distinct) > 1:
+        warnings.warn(
+            "Tensor arguments, excluding CPU tensors, are detected on at least two types of "
+            "devices, and this function can name only one of them (cuda first, then the first "
+            f"met).\nDevice types: {distinct} first device type: {types[0]}",
+            stacklevel=2,
+        )
+    return "cuda" if "cuda" in distinct else types[0]
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
@@ -126,14 +414,10 @@ def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
 
     A device is listed once for each tensor on it. CPU and meta tensors are passed over.
     """
-    devices = [
-        leaf.get_device()
-        for leaf in tree_leaves(args)
-        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
-    ]
+    devices = [tensor.get_device() for tensor in _on_devices(args, "cpu", "meta")]
     if not devices:
         return [], []
-    module = device_module(infer_device_type(*args))
+    module: Any = torch.get_device_module(infer_device_type(*args))
     states = []
     for index in devices:
         with module.device(index):
@@ -148,11 +432,10 @@ def set_device_states(
 
     ``device_type`` defaults to ``DefaultDeviceType.get_device_type()``.
     """
-    if device_type is None:
-        device_type = DefaultDeviceType.get_device_type()
+    device_type = device_type or DefaultDeviceType.get_device_type()
     if device_type == "meta":
         return
-    module = device_module(device_type)
+    module: Any = torch.get_device_module(device_type)
     for index, state in zip(devices, states, strict=False):
         with module.device(index):
             module.set_rng_state(state)

@@ -1,28 +1,29 @@
 """A context after which everything that some code can reach is as it was before (P1).
 
-`plan` and `explain` run a step in it. Unlike `Reachable`, which a region searches at every call, it
-may take its time: it looks into everything that can be found from its roots (modules, hooks,
-closures, optimizers, classes, global variables), as deep as that goes, and takes the contents of
-each thing by its restorers, those that the arguments of a region have. At the end each thing that
-has changed gets its former contents, and so does the memory of tensors.
+`plan` and `explain` run a step in it. Unlike `Reachable`, which a region searches at every call, a
+`Snapshot` may take its time: it visits everything that can be found from its roots (modules, hooks,
+closures, optimizers, classes, global variables) and takes the contents of each object by its
+restorers. At the end each object that has changed gets its former contents, and so do tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import re
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MethodType,
     MethodWrapperType,
-    TracebackType,
+    ModuleType,
 )
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -35,43 +36,49 @@ from torch.optim import Optimizer
 
 from recollect._torch.modes import any_autocast_enabled, function_modes, set_function_modes
 from recollect._torch.modules import global_hooks
+from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import memory_key, tensor_hooks
 from recollect.errors import CheckpointError
-from recollect.state.ambient import read_autocast, write_autocast
-from recollect.state.argument_snapshot import ArgumentSnapshot
-from recollect.state.code import cached_by, functions_in, names_in, variables_of
 from recollect.state.flags import read_flags, write_flags
-from recollect.state.iterators import StandIn, exchanged, is_used_up, successor, with_replaced
-from recollect.state.memories import TensorSnapshot, WriteLog, Written
+from recollect.state.iterators import StandIn, is_used_up, successor, with_exchanged
+from recollect.state.reachable import lazy_module
+from recollect.state.region_state import read_autocast, write_autocast
 from recollect.state.restorers import (
+    ARRAY,
+    ARRAY_COPY,
     ATOMS,
     CAPTURED_ELSEWHERE,
     CELL,
     CLASS,
     FUNCTION,
     ITERATOR,
+    UNSET,
     VARIABLES,
     Entry,
     Restorer,
     attribute_restorers,
-    hold,
     restorers_of,
 )
-from recollect.state.streams import generator_types, read_streams, settle_streams, write_streams
+from recollect.state.rng import generator_types, read_streams, settle_streams, write_streams
+from recollect.state.tensor_snapshot import TensorSnapshot, WriteLog, Written
 from recollect.state.tensors import nbytes
 
-__all__ = ["LIMIT", "Snapshot", "check_arguments"]
+__all__ = ["LIMIT", "Snapshot", "StandIn"]
 
 _Tensor = torch.Tensor
-#: How many things are looked into.
+#: How many objects are visited.
 LIMIT = 200_000
-#: Bytes from which a tensor that is no parameter is copied at its first write only, and an array is
-#: not copied.
+#: Bytes above which a tensor that is no parameter is copied at its first write only, and an array
+#: is compared, and not put back.
 LARGE = 256 << 20
 
 _ATOMS = ATOMS - {FunctionType, MethodType, BuiltinFunctionType, type}
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
-_BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_CACHE = type(functools.lru_cache(len))
+#: The types of methods, of which those that are called are visited.
+_METHODS = (FunctionType, staticmethod, classmethod, property)
+#: Types of objects that are nothing but what they refer to.
+_TRANSPARENT = {*_METHODS[1:], MethodType, BuiltinFunctionType, MethodWrapperType}
 #: Packages whose functions and classes keep no state of the user's.
 _CLOSED = frozenset({"torch", "recollect", "numpy", *sys.stdlib_module_names})
 #: Parts of those whose objects do.
@@ -88,38 +95,23 @@ def _is_closed(name: Any) -> bool:
     return _package(name) in _CLOSED
 
 
-def _is_open(cls: type) -> bool:
-    """Whether objects of type ``cls`` are looked into, though others of torch are not."""
-    return str(cls.__module__).startswith(_OPEN) or issubclass(cls, Optimizer)
-
-
-def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse iterators among the arguments of what is to be run more than once."""
-    iterator = ArgumentSnapshot().add([*args, *kwargs.values()])
-    if iterator is not None:
-        raise TypeError(
-            f"an argument is an iterator ({type(iterator).__name__}), which one run would use up, "
-            "and this is not the only one. Pass a list of its items, `list(...)`"
-        )
-
-
 class Snapshot:
     """Everything that is reachable from ``roots``, which are given by name.
 
-    ``trained``: parameters that are copied when an op first writes to them (see `log`), unless they
-    are found to be trained by an optimizer or a hook; None stands for all. ``written``: memory that
-    is copied before nevertheless, since ops were seen to write to it; None stands for all.
+    ``parameters`` (None: all) and large tensors are copied when an op first writes to them (see
+    `log`), unless an optimizer or a hook is found that trains them. ``written``: storages to copy
+    before nevertheless, since ops were seen to write to them; None stands for all.
     """
 
     def __init__(
         self,
         roots: Mapping[str, Any],
-        trained: Iterable[_Tensor] | None,
+        parameters: Iterable[_Tensor] | None = None,
         written: Collection[Written] | None = (),
     ) -> None:
         self._entries: list[Entry] = []
         self._variables: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        #: By address: what was found, and the address of what it was found in.
+        #: By address: what was found, and the address of the object that holds it.
         self._found: dict[int, tuple[Any, int | None]] = {}
         self._pending: list[tuple[Any, int | None]] = []
         #: The names that code uses; and functions of classes whose names it does not use.
@@ -129,14 +121,14 @@ class Snapshot:
         self._iterators: list[tuple[Any, str]] = []
         self._caches: list[tuple[Any, Any]] = []
         self._optimizers: list[Any] = []
-        self._memory = TensorSnapshot()
-        self._trained = None if trained is None else list(trained)
+        self._tensor_snapshot = TensorSnapshot()
+        self._parameters = None if parameters is None else list(parameters)
         self._written = written
         #: All tensors that were found.
         self.tensors: list[_Tensor] = []
         self._roots = {id(value): name for name, value in roots.items()}
         with torch.inference_mode(False):
-            self._find([*roots.values(), *global_hooks()])
+            self._search([*roots.values(), *global_hooks()])
 
     # --- search -----------------------------------------------------------------------------------
 
@@ -145,19 +137,19 @@ class Snapshot:
         """All of ``functools`` that were found."""
         return [cache for cache, _ in self._caches]
 
-    def _find(self, values: Collection[Any]) -> None:
+    def _search(self, values: Collection[Any]) -> None:
         self._push(values, None)
         for value, holder in self._pending:  # which grows meanwhile
             if id(value) not in self._found and self.is_whole:
                 self._found[id(value)] = value, holder
-                self._look_into(value, type(value))
+                self._visit(value, type(value))
         self._pending = []
         named = [((space, (*held,)), held) for space, held in self._variables.values()]
         self._entries += [(names, VARIABLES, held) for names, held in named]
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything was looked into."""
+        """Whether everything was visited."""
         return len(self._found) < LIMIT
 
     def _push(self, values: Iterable[Any], holder: Any) -> None:
@@ -165,65 +157,63 @@ class Snapshot:
         self._pending += [(value, address) for value in values if type(value) not in _ATOMS]
 
     def _take(self, thing: Any, restorer: Restorer) -> None:
-        held = hold(thing, restorer, LARGE)
+        if restorer is ARRAY and getattr(thing, "nbytes", 0) <= LARGE:
+            restorer = ARRAY_COPY
+        held = restorer.take(thing)
         self._entries.append((thing, restorer, held))
         self._push(restorer.items(held), thing)
 
-    def _look_into(self, value: Any, cls: type) -> None:
+    def _visit(self, value: Any, cls: type) -> None:
         # By type: to ask the value itself what it is may run code of the user's (weak references).
         if issubclass(cls, _Tensor):
-            self._look_into_tensor(value)
+            self._visit_tensor(value)
         elif cls is FunctionType:
-            self._look_into_function(value)
+            self._visit_function(value)
         elif cls is CellType:
             self._take(value, CELL)
         elif issubclass(cls, type):
-            self._look_into_class(value)
+            self._visit_class(value)
         elif issubclass(cls, generator_types()):
             self._generators.append(value)
         elif (parts := _parts_of(value, cls)) is not None:
             self._push(parts, value)
-        elif (cached := cached_by(value)) is not None:
-            self._caches.append((value, value.cache_info()))
-            self._push(cached, value)
+        elif cls is _CACHE:
+            self._visit_cache(value)
         elif _package(cls.__module__) != "recollect" or issubclass(cls, nn.Module):
-            self._look_into_object(value, cls)
+            self._visit_object(value, cls)
 
-    def _look_into_object(self, value: Any, cls: type) -> None:
+    def _visit_object(self, value: Any, cls: type) -> None:
         if is_used_up(value):
-            self._iterators.append((value, repr(value) if cls is count else ""))
+            self._iterators.append((value, repr(value) if cls is itertools.count else ""))
             return
         restorers = restorers_of(cls)
-        if restorers in (ITERATOR, CAPTURED_ELSEWHERE) or _is_open(cls):
+        is_open = str(cls.__module__).startswith(_OPEN) or issubclass(cls, Optimizer)
+        if restorers in (ITERATOR, CAPTURED_ELSEWHERE) or is_open:
             restorers = attribute_restorers(cls)
         for restorer in restorers:
             self._take(value, restorer)
         if issubclass(cls, dict):
             self._push(dict.keys(value), value)
         elif issubclass(cls, nn.Module):
-            self._look_into_module(value)
+            self._visit_module(value)
         elif issubclass(cls, Optimizer):
             self._optimizers.append(value)
         self._push([cls], value)
 
-    def _look_into_module(self, module: nn.Module) -> None:
+    def _visit_module(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             self._push([*module.parameters(), *module.buffers()], module)
         elif any(map(is_lazy, module.parameters(recurse=False))):
-            raise ValueError(
-                f"{self._name(module)} is a {type(module).__name__} with parameters that are not "
-                "made yet: a lazy module makes them in its first call, which cannot be repeated. "
-                "Run the model once before (with torch.no_grad(): model(x))."
-            )
+            raise lazy_module(self._name(module), module)
 
-    def _look_into_tensor(self, tensor: _Tensor) -> None:
+    def _visit_tensor(self, tensor: _Tensor) -> None:
         self.tensors.append(tensor)
-        self._memory.add(tensor)
+        self._tensor_snapshot.add(tensor)
         self._push([vars(tensor), *tensor_hooks(tensor)], tensor)
         if tensor.is_leaf and tensor.requires_grad:
             self._push([get_gradient_edge(tensor).node], tensor)
 
-    def _look_into_function(self, function: FunctionType) -> None:
+    def _visit_function(self, function: FunctionType) -> None:
         cells = function.__closure__ or ()
         namespace = function.__globals__.get("__name__")
         if _package(namespace) == "recollect":  # whose variables are its own
@@ -233,17 +223,24 @@ class Snapshot:
         self._push([vars(function), *cells], function)
         if _is_closed(namespace):
             return
-        for space, name, value in variables_of(function, _is_closed):
+        for space, name, value in _variables_of(function):
             taken = self._variables.setdefault(id(space), (space, {}))[1]
             if name not in taken:
                 taken[name] = value
                 self._push([value], function)
-        names = names_in(function.__code__) - self._called
+        names = _names_in(function.__code__) - self._called
         self._called |= names
         for name in names & self._idle.keys():
             self._push(self._idle.pop(name), function)
 
-    def _look_into_class(self, cls: type) -> None:
+    def _visit_cache(self, cache: Any) -> None:
+        self._caches.append((cache, cache.cache_info()))
+        held = gc.get_referents(cache)
+        # An unbounded cache has its results in a dict, which must not be changed from outside.
+        results = [value for each in held if type(each) is dict for value in each.values()]
+        self._push([each for each in held if type(each) is not dict] + results, cache)
+
+    def _visit_class(self, cls: type) -> None:
         self._push([*cls.__bases__, type(cls)], cls)
         if _is_closed(cls.__module__):
             return
@@ -253,47 +250,46 @@ class Snapshot:
             called_as = cls.__name__ if name in _MAKES else name
             is_called = called_as in self._called or (name not in _RARE and name[:2] == "__")
             if is_called or type(member) not in _METHODS:
-                self._push(functions_in(member), cls)
+                self._push([member], cls)
             else:
-                self._idle.setdefault(called_as, []).extend(functions_in(member))
+                self._idle.setdefault(called_as, []).append(member)
 
     # --- before and after -------------------------------------------------------------------------
 
     def __enter__(self) -> Snapshot:
         with torch.inference_mode(False):
-            self._memory.copy_written(self._written or ())
-            self._memory.copy(self._spared())
+            self._tensor_snapshot.copy_written(self._written or ())
+            self._tensor_snapshot.copy(self._copied_at_first_write())
         self._streams = read_streams(self._generators)
         self._flags, self._autocast = read_flags(), read_autocast()
         self._modes = function_modes()
-        self._exchange()
+        self._replace_iterators()
         return self
 
-    def _spared(self) -> set[int | None]:
-        """The storages that are copied at the first write to them."""
+    def _copied_at_first_write(self) -> set[int | None]:
+        """The storages that the step is not expected to write to."""
         if self._written is None:
             return set()
-        parameters = [t for t in self.tensors if isinstance(t, nn.Parameter)]
-        trained = parameters if self._trained is None else self._trained
-        idle = [t for t in trained if tensor_hooks(t)[1] is None]
+        found = [t for t in self.tensors if isinstance(t, nn.Parameter)]
+        parameters = found if self._parameters is None else self._parameters
         large = [t for t in self.tensors if not isinstance(t, nn.Parameter) and nbytes(t) > LARGE]
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        states = [state for each in self._optimizers for state in each.state.values()]
-        busy = [t for group in groups for t in group["params"]]
-        busy += [v for each in states if isinstance(each, dict) for v in each.values()]
-        keys = {memory_key(t) for t in [*idle, *large]}
-        return keys - {memory_key(t) for t in busy if isinstance(t, _Tensor)}
+        idle = [*large, *(t for t in parameters if tensor_hooks(t)[1] is None)]
+        trained = tree_leaves(
+            [[each.param_groups, [*each.state.values()]] for each in self._optimizers]
+        )
+        keys = {memory_key(tensor) for tensor in idle}
+        return keys - {memory_key(each) for each in trained if isinstance(each, _Tensor)}
 
     def log(self) -> WriteLog:
         """A mode for the first step: what ops write to in it is put back, whatever it is."""
-        return WriteLog(self._memory)
+        return WriteLog(self._tensor_snapshot)
 
     @property
     def written(self) -> list[Written]:
         """What ops were seen to write to."""
-        return self._memory.written
+        return self._tensor_snapshot.written
 
-    def _exchange(self) -> None:
+    def _replace_iterators(self) -> None:
         """Until the end, holders of an iterator hold a copy of it, or a stand-in that raises."""
         others: dict[int, Any] = {}
         for each, _ in self._iterators:
@@ -301,16 +297,11 @@ class Snapshot:
             others[id(each)] = successor(each) or StandIn(each, partial(TypeError, text))
         for thing, restorer, held in self._entries if others else ():
             if restorer.mutable and restorer.items(held):
-                replaced = with_replaced(held, partial(exchanged, others=others))
+                replaced = with_exchanged(held, others)
                 if replaced is not held:
                     restorer.put(thing, replaced)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         with torch.inference_mode(False):
             lost = [*self._put_back()]
         write_streams(settle_streams(self._streams))
@@ -333,7 +324,7 @@ class Snapshot:
                     restorer.put(thing, held)
                 except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
                     yield thing
-        yield from self._memory.restore()
+        yield from self._tensor_snapshot.restore()
         for cache, before in self._caches:
             if before.currsize == before.misses == 0:
                 cache.cache_clear()
@@ -372,8 +363,6 @@ _RARE = _MAKES | {
     *("__copy__", "__deepcopy__", "__del__", "__dir__", "__getstate__", "__init_subclass__"),
     *("__reduce__", "__reduce_ex__", "__repr__", "__setstate__", "__str__"),
 }
-#: The types of methods, of which those that are called are looked into.
-_METHODS = (FunctionType, staticmethod, classmethod, property)
 #: Where in a module it has its parts.
 _PLACE = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 _LISTED = 5
@@ -393,11 +382,9 @@ _USED_UP = (
 
 
 def _parts_of(value: Any, cls: type) -> list[Any] | None:
-    """The values that a thing refers to, if that is all there is to it; else None."""
-    if cls in _BOUND:
-        return [value.__self__, getattr(value, "__func__", None)]
-    if issubclass(cls, partial):
-        return [value.func, value.args, value.keywords]
+    """The values that an object refers to, if it has no other contents; else None."""
+    if cls in _TRANSPARENT or issubclass(cls, partial):
+        return gc.get_referents(value)
     if issubclass(cls, ReferenceType):
         return [value()]
     if issubclass(cls, (*_WEAK, threading.local)):
@@ -405,3 +392,27 @@ def _parts_of(value: Any, cls: type) -> list[Any] | None:
     if hasattr(cls, "next_functions"):  # a node of a graph: its hooks are all it refers to
         return [each for each in gc.get_referents(value) if isinstance(each, dict)]
     return None
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names of globals and attributes in a piece of code, functions inside of it included."""
+    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inside)
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The global variables that a function may use: namespace, name, value or `UNSET`.
+
+    Those of modules that it names, too (``config.calls``), unless a module is closed.
+    """
+    names = _names_in(function.__code__)
+    pending, seen = [function.__globals__], set()
+    while pending:
+        namespace = pending.pop()
+        seen.add(id(namespace))
+        for name in names:
+            value = namespace.get(name, UNSET)
+            if not isinstance(value, ModuleType):
+                yield namespace, name, value
+            elif id(vars(value)) not in seen and not _is_closed(value.__name__):
+                pending.append(vars(value))

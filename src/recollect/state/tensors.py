@@ -1,4 +1,4 @@
-"""Which tensors can be copied and put back, and up to which size that is done.
+"""Says which tensors are copied and put back, by kind and size.
 
 A tensor of numbers in one dimension may be running statistics, which ``batch_norm`` writes to
 without raising their version: those are copied up to a larger size than others.

@@ -1,7 +1,7 @@
 """Kept tensors in host memory: copied out beside the computation, and back before they are used.
 
-This module decides what becomes of a tensor. The bytes are in `handles`, the copies under way in
-`transfers`, the host memory in `pool`, and all that needs a device in `links`.
+This module decides what becomes of a tensor. Handles and the copies under way are in `transfers`,
+the host memory in `pool`, and all that needs a device in `links`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recollect._torch.autograd import is_weight, view_base
 from recollect._torch.modes import raw_memory, unobserved
 from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
-from recollect.store.handles import (
-    Composite,
-    HostCopy,
-    OnDevice,
-    OnHost,
-    is_resident,
-    leaves_of,
-)
 from recollect.store.links import CudaLink, cuda_links
 from recollect.store.pool import PinnedPool, memory_of_machine
 from recollect.store.protocol import Store
 from recollect.store.spans import Span, layout_of, span_of, span_to_store
-from recollect.store.transfers import Transfers
+from recollect.store.transfers import (
+    Composite,
+    HostCopy,
+    OnDevice,
+    OnHost,
+    Transfers,
+    leaves_of,
+)
 
 __all__ = ["HostStore", "host_store"]
 
@@ -75,12 +75,15 @@ class HostStore(Store):
         _links: Callable[[Tensor], CudaLink | None] | None = None,
         _polls: bool = True,
     ) -> None:
-        self._options: dict[str, Any] = _checked(
-            pinned_limit=pinned_limit, in_flight=in_flight, ahead=ahead, smallest=smallest
-        )
-        self._in_flight = in_flight
-        self._ahead = ahead
-        self._smallest = smallest
+        self._options: dict[str, Any] = {
+            "pinned_limit": pinned_limit,
+            "in_flight": in_flight,
+            "ahead": ahead,
+            "smallest": smallest,
+        }
+        for name, value in self._options.items():
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} must be a number of bytes, 0 or more, but is {value!r}")
         self._polls = _polls
         self._link_of = cuda_links() if _links is None else _links
         self._pool = PinnedPool(memory_of_machine() // 2 if pinned_limit is None else pinned_limit)
@@ -143,11 +146,7 @@ class HostStore(Store):
         with self._locked():
             if isinstance(handle, OnDevice):
                 return handle.get()
-            copy = handle.host_copy()
-            copy.check_intact()
-            transfers = self._transfers[copy.link]
-            transfers.release_sources()
-            return transfers.get(handle, copy)
+            return self._transfers[handle.host_copy().link].get(handle)
 
     def drop(self, handle: Any) -> None:
         """Forget ``handle`` and, if it is the last of its storage, the copy."""
@@ -184,7 +183,7 @@ class HostStore(Store):
         return handle
 
     def count_version(self, handle: Any) -> None:
-        """The tensor that was put is unchanged, though its version may be another by now."""
+        """Accept the present version of the tensor that was put: its values are unchanged."""
         with self._locked():
             for leaf in leaves_of(handle):
                 (leaf if isinstance(leaf, OnDevice) else leaf.host_copy()).count_version()
@@ -193,14 +192,13 @@ class HostStore(Store):
         """Free the memory of the tensor that was put: the current stream waits for its copy."""
         with self._locked():
             for leaf in leaves_of(handle):
-                copy = leaf.host_copy() if isinstance(leaf, OnHost) else None
-                if copy is not None and copy.source is not None:
-                    self._transfers[copy.link].wait_for(copy)
-                    self._transfers[copy.link].release(copy)
+                if isinstance(leaf, OnHost):
+                    copy = leaf.host_copy()
+                    self._transfers[copy.link].wait_and_release(copy)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone in the store, seen by no mode and recorded by no graph."""
+        """Hold the lock; no mode sees the ops inside, and autograd does not record them."""
         try:
             with self._lock, raw_memory():
                 yield
@@ -231,7 +229,7 @@ class HostStore(Store):
         layout = layout_of(tensor)
         span, whole = span_of(layout), tensor.untyped_storage().nbytes()
         # A storage may have been resized under its tensor: then there is nothing to copy.
-        if self._is_weight(tensor, key) or whole < self._smallest or span.end > whole:
+        if self._is_weight(tensor, key) or whole < self._options["smallest"] or span.end > whole:
             return None
         stored = self._copies.get(key, ())
         copy = next((each for each in stored if each.serves(tensor, span)), None)
@@ -242,7 +240,7 @@ class HostStore(Store):
 
     def _is_weight(self, tensor: Tensor, key: int) -> bool:
         storage = tensor.untyped_storage()
-        if is_resident(tensor):
+        if _is_resident(tensor):
             self._weights[key] = storage
         return self._weights.get(key) is storage
 
@@ -271,15 +269,13 @@ class HostStore(Store):
         return copy
 
     def _transfers_over(self, link: CudaLink) -> Transfers:
-        transfers = self._transfers.get(link)
-        if transfers is None:
-            in_flight = self._in_flight
+        if link not in self._transfers:
+            in_flight, ahead = self._options["in_flight"], self._options["ahead"]
             if in_flight is None:
                 in_flight = min(link.capacity() // 64, 2 * _GIB)
-            ahead = in_flight if self._ahead is None else self._ahead
-            transfers = Transfers(link, in_flight, ahead, polls=self._polls)
-            self._transfers[link] = transfers
-        return transfers
+            ahead = in_flight if ahead is None else ahead
+            self._transfers[link] = Transfers(link, in_flight, ahead, polls=self._polls)
+        return self._transfers[link]
 
     def _drop_pending(self) -> None:
         # Whoever holds the lock comes here afterwards.
@@ -298,26 +294,22 @@ class HostStore(Store):
         transfers.forget(handle)
         copy.uses -= 1
         if copy.uses == 0:
-            self._forget(copy, transfers)
+            same_storage = self._copies[copy.key]
+            same_storage.remove(copy)
+            if not same_storage:
+                del self._copies[copy.key]
+            transfers.discard_prefetched(copy)
+            if copy.link.usable():
+                transfers.wait_and_release(copy)
+            self._pool.give(copy.buffer, copy.done if copy.last_read is None else copy.last_read)
         transfers.release_sources()
 
-    def _forget(self, copy: HostCopy, transfers: Transfers) -> None:
-        same_storage = self._copies[copy.key]
-        same_storage.remove(copy)
-        if not same_storage:
-            del self._copies[copy.key]
-        transfers.discard_prefetched(copy)
-        if copy.source is not None and copy.link.usable():
-            transfers.wait_for(copy)
-            transfers.release(copy)
-        self._pool.give(copy.buffer, copy.done if copy.last_read is None else copy.last_read)
 
-
-def _checked(**options: int | None) -> dict[str, int | None]:
-    for name, value in options.items():
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} must be a number of bytes, 0 or more, but is {value!r}")
-    return options
+def _is_resident(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf, such as a parameter, or a view of one: a copy frees nothing."""
+    base = view_base(tensor)
+    origin = tensor if base is None else base
+    return is_weight(origin) or isinstance(origin, nn.Parameter)
 
 
 def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
@@ -326,7 +318,7 @@ def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
     Nothing for what stays: parameters; the result of a collective, which may be under way; a jagged
     tensor, which fits others only with the very object that holds its offsets.
     """
-    stays = is_resident(tensor) or hasattr(tensor, "trigger_wait") or tensor.is_nested
+    stays = _is_resident(tensor) or hasattr(tensor, "trigger_wait") or tensor.is_nested
     if stays or not hasattr(tensor, "__tensor_flatten__"):
         return {}, None
     names, context = tensor.__tensor_flatten__()
@@ -338,11 +330,9 @@ def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
     return inner, lambda parts: kind.__tensor_unflatten__(parts | others, context, size, stride)
 
 
-_default_store = cache(HostStore)
-_default_lock = threading.Lock()
+_default = HostStore()
 
 
 def host_store() -> HostStore:
-    """The `HostStore` of this process, with default options. Made on first use."""
-    with _default_lock:  # of two threads that come first, one makes it
-        return _default_store()
+    """The `HostStore` of this process, with default options."""
+    return _default

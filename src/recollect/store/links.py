@@ -47,11 +47,11 @@ class CudaLink:
         return torch.cuda.current_stream(self._device)
 
     def empty(self, size: int) -> Tensor:
-        """So many bytes of the device, for the caller's stream."""
+        """``size`` bytes of device memory, allocated on the caller's stream."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pin(self, size: int) -> Tensor:
-        """So many bytes of pinned host memory; RuntimeError if there are none."""
+        """``size`` bytes of pinned host memory; RuntimeError if they cannot be pinned."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy_out(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:

@@ -22,36 +22,21 @@ from recollect.store.host import host_store
 from recollect.store.protocol import Store, as_store
 from recollect.store.spans import laid_out, shift_of
 
-__all__ = ["Metadata", "OffloadBatch", "OffloadedTensor", "metadata_of"]
-
-#: Shape, strides, dtype and device.
-Metadata = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
-def metadata_of(tensor: torch.Tensor) -> Metadata | None:
-    """The metadata of ``tensor``; None if it is not a plain strided tensor."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _described(value: Any) -> str:
-    metadata = metadata_of(value) if isinstance(value, torch.Tensor) else value
-    if not isinstance(metadata, tuple):
-        return f"{value!r}"
-    shape, _, dtype, device = metadata
-    return f"a tensor of shape {list(shape)}, {dtype}, on {device}"
+__all__ = ["OffloadBatch", "OffloadedTensor"]
 
 
 class OffloadedTensor:
-    """A tensor in a store. Dropped there when nobody holds this any more."""
+    """A tensor in a store, which drops it when this object is freed."""
 
     def __init__(self, store: Store, tensor: torch.Tensor, name: str) -> None:
         self._memory = storage_key(tensor)
         self._address = memory_key(tensor)
         self._storage = None if self._memory is None else ref(tensor.untyped_storage())
-        self.metadata = metadata_of(tensor)
-        self._shift = 0 if self.metadata is None else shift_of(tensor)
+        is_strided = tensor.layout is torch.strided and not tensor.is_nested
+        is_plain = type(tensor) is torch.Tensor and is_strided
+        #: What `get` has to return, and how it lies in memory; None for what is not plain.
+        self._like = (tensor.shape, tensor.dtype, tensor.device) if is_plain else None
+        self._laid = (tensor.stride(), shift_of(tensor)) if is_plain else None
         self._store = store
         #: What to call the store in an error.
         self._name = name
@@ -74,11 +59,7 @@ class OffloadedTensor:
         """The tensor."""
         with unobserved():
             tensor = self._store.get(self.handle)
-        if not self._fits(tensor):
-            raise KeptTensorError(
-                f"get() of {self._name} returned {_described(tensor)} for "
-                f"{_described(self.metadata)}: it has to give back the same tensor"
-            )
+        self._check_fits(tensor)
         # A store may simply hold what it is given.
         if tensor is self._tensor() and self._is_modified():
             raise KeptTensorError(
@@ -88,23 +69,31 @@ class OffloadedTensor:
             )
         return self._laid_out(tensor)
 
-    def _fits(self, tensor: Any) -> bool:
-        if self.metadata is None or not isinstance(tensor, torch.Tensor):
-            return isinstance(tensor, torch.Tensor)
-        shape, _, dtype, device = self.metadata
-        return (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, device)
+    def _check_fits(self, value: Any) -> None:
+        """Refuse what is not a tensor of the shape, dtype and device of the one that was put."""
+        found = None
+        if isinstance(value, torch.Tensor):
+            found = value.shape, value.dtype, value.device
+            if self._like in (None, found):
+                return
+        returned = repr(value) if found is None else _described(*found)
+        put = "a tensor" if self._like is None else _described(*self._like)
+        raise KeptTensorError(
+            f"get() of {self._name} returned {returned} for {put}: it has to give back the same "
+            "tensor"
+        )
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` with the strides and alignment of forward, which a copy may not have.
 
         The last bit of what is computed from it may depend on them.
         """
-        if self.metadata is None or tensor is self._tensor():
+        if self._laid is None or tensor is self._tensor():
             return tensor
-        if tensor.stride() == self.metadata[1] and shift_of(tensor) == self._shift:
+        if (tensor.stride(), shift_of(tensor)) == self._laid:
             return tensor
         with unobserved():
-            return laid_out(tensor, self.metadata[1], self._shift)
+            return laid_out(tensor, *self._laid)
 
     def _is_modified(self) -> bool:
         """Whether the tensor that was put is still there, and was written to."""
@@ -112,7 +101,7 @@ class OffloadedTensor:
         return tensor is not None and version_of(tensor) != self._version
 
     def before_write(self) -> None:
-        """To be called before the memory of the tensor that was put is written to."""
+        """Call this before writing to the memory of the tensor that was put."""
         if self._is_modified():
             return  # too late: `get` says so
         with unobserved():
@@ -122,7 +111,7 @@ class OffloadedTensor:
             self._storage = None
 
     def count_version(self) -> None:
-        """Take the tensor for unchanged, whatever its version."""
+        """Accept the present version of the tensor: its values are unchanged."""
         tensor = self._tensor()
         if tensor is not None:
             self._version = version_of(tensor)
@@ -131,6 +120,10 @@ class OffloadedTensor:
     def __del__(self) -> None:
         if hasattr(self, "handle"):  # the store may have refused the tensor
             self._store.drop(self.handle)
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"a tensor of shape {list(shape)}, {dtype}, on {device}"
 
 
 class _Latest(threading.local):
@@ -191,7 +184,7 @@ class OffloadBatch:
             previous.prefetch()
 
     def prefetch(self) -> None:
-        """Have the tensors that are still needed fetched ahead of time."""
+        """Prefetch the tensors that are still needed."""
         if self._store is None or not self._tensors:
             return
         alive = [each for offloaded in self._tensors if (each := offloaded()) is not None]

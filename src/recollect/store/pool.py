@@ -133,7 +133,9 @@ class PinnedPool:
         """Take ``buffer`` back. It may be written to again after the event ``after``."""
         self.held_bytes -= buffer.size
         if buffer.pinned:
-            self._put_back(buffer.blocks, after)
+            for block in buffer.blocks:
+                block.after = after
+            self._put_back(buffer.blocks)
 
     def trim(self) -> None:
         """Free all blocks that are not in use."""
@@ -142,9 +144,8 @@ class PinnedPool:
             self.pinned_bytes -= size * len(blocks)
         self._free.clear()
 
-    def _put_back(self, blocks: list[Block], after: Any) -> None:
+    def _put_back(self, blocks: list[Block]) -> None:
         for block in blocks:
-            block.after = after
             self._free[block.memory.numel()].append(block)
 
     def _pinned(self, size: int, pin: Callable[[int], Tensor]) -> HostBuffer:
@@ -155,8 +156,7 @@ class PinnedPool:
                 free = self._free.get(each)
                 blocks.append(free.popleft() if free else self._new_block(each, pin))
         except RuntimeError:
-            for block in blocks:
-                self._put_back([block], block.after)
+            self._put_back(blocks)
             raise
         return HostBuffer(blocks, pinned=True)
 
@@ -177,12 +177,11 @@ class PinnedPool:
             raise RuntimeError(f"the limit of {self.limit:,} bytes of pinned memory is reached")
 
     def _warn_once(self, size: int, error: RuntimeError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"recollect keeps {size:,} bytes in host memory that is not pinned: {error}. This is "
-            "correct but slow, since the CPU waits for such copies. Keep less on the host, or "
-            "raise HostStore(pinned_limit=...). This warning comes once.",
-            stacklevel=2,
-        )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"recollect keeps {size:,} bytes in host memory that is not pinned: {error}. This "
+                "is correct but slow, since the CPU waits for such copies. Keep less on the host, "
+                "or raise HostStore(pinned_limit=...). This warning comes once.",
+                stacklevel=2,
+            )

@@ -52,7 +52,7 @@ class Store:
         return copied
 
     def count_version(self, handle: Any) -> None:
-        """The tensor that was put has another version now, but the same values."""
+        """The version of the tensor that was put has changed, but not its values."""
 
 
 class DeviceStore(Store):
@@ -104,12 +104,6 @@ class _Completed(Store):
     """A store of the user's own that does not derive from `Store`."""
 
     def __init__(self, store: Any) -> None:
-        for name in ("put", "get", "drop", "prefetch", "release", "count_version"):
+        for name in ("put", "get", "drop", "prefetch", "release", "before_write", "count_version"):
             if hasattr(store, name):
                 vars(self)[name] = getattr(store, name)
-        self._store = store
-
-    def before_write(self, handle: Any) -> Any:
-        if not hasattr(self._store, "before_write"):
-            return super().before_write(handle)
-        return self._store.before_write(handle)

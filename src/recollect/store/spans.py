@@ -91,7 +91,7 @@ def tensor_on(memory: Tensor, start: int, layout: Layout) -> Tensor:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` with its strides, as far as it has any."""
+    """A copy of ``tensor``, with the same strides if it is strided."""
     with raw_memory():
         if type(tensor) in (Tensor, nn.Parameter) and is_plain_tensor(tensor):
             layout = layout_of(tensor)
@@ -115,13 +115,12 @@ def shift_of(tensor: Tensor) -> int:
 
 
 def laid_out(values: Tensor, stride: tuple[int, ...], shift: int) -> Tensor:
-    """A tensor with the values of another, these strides and, if it can be, this `shift_of`."""
-    steps = zip(values.shape, stride, strict=True)
-    extent = 1 + sum((size - 1) * step for size, step in steps) if values.numel() else 0
-    start = shift // values.element_size() if extent else 0
-    memory = torch.empty(start + extent, dtype=values.dtype, device=values.device)
-    tensor = torch.empty(0, dtype=values.dtype, device=values.device)
-    tensor.set_(memory.untyped_storage(), start, values.shape, stride)
+    """A copy of ``values`` with these strides and, where possible, this alignment (`shift_of`)."""
+    offset = shift // values.element_size() if values.numel() else 0
+    layout = Layout(values.dtype, values.shape, stride, offset)
+    length = span_of(layout).end // values.element_size() if values.numel() else 0
+    memory = torch.empty(length, dtype=values.dtype, device=values.device)
+    tensor = tensor_on(memory, 0, layout)
     # An element that stands for many (stride 0) is written once.
     once = tuple(slice(None) if step else slice(0, 1) for step in stride)
     tensor[once].copy_(values[once])

@@ -18,14 +18,15 @@ import pytest
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import _Run, simulate
-from recollect.planning.solving.liveness import Lives
+from recollect.graph.simulate import simulate
+from recollect.planning.solving.liveness import Liveness
+from tests.graph._reference import Run
 
 __all__ = ["solve_exact"]
 
 #: Solvers stop at a gap that is an absolute number: how much a plain step is to be for that.
 _SCALE = 1e4
-#: A point at which a budget is exceeded is added for each of so many moments at a time.
+#: A point at which a budget is exceeded is added for each of so many events at a time.
 _AT_ONCE = 4
 _HALF = 0.5
 #: What scipy says of a program without solution.
@@ -70,29 +71,29 @@ class _Point:
     """A point of the step.
 
     Args:
-        moment: Its moment.
-        asks: How many asks have been answered by then.
-        op: The op that is running again for the next of them; -1 if it is the moment's own.
+        event: Its event.
+        unpacked: How many saved tensors have been unpacked by then.
+        op: The op that is running again for the next of them; -1 if it is that of the event.
     """
 
     event: int
-    asks: int
+    unpacked: int
     op: int
 
 
-class _Watch(_Run):
-    """A run that notes where the budget is exceeded: by moment, by how much at the worst point."""
+class _Watch(Run):
+    """A run that notes where the budget is exceeded: by event, by how much at the worst point."""
 
     def __init__(self, graph: Graph, kept: frozenset[int], budget: int) -> None:
         super().__init__(graph, Schedule(kept))
         self.exceeded: dict[int, tuple[int, _Point]] = {}
         self._budget = budget
-        self._answered = 0
+        self._unpacked = 0
         self._op = -1
 
     def _unpack(self, value: int, before: int) -> None:
         super()._unpack(value, before)
-        self._answered += 1
+        self._unpacked += 1
 
     def _run_op(self, number: int, before: int) -> None:
         self._op = number
@@ -103,7 +104,7 @@ class _Watch(_Run):
         super()._note(more)
         excess = self.here + self.states + more + self.graph.base - self._budget
         if excess > self.exceeded.get(self.now, (0,))[0]:
-            self.exceeded[self.now] = excess, _Point(self.now, self._answered, self._op)
+            self.exceeded[self.now] = excess, _Point(self.now, self._unpacked, self._op)
 
 
 @dataclass(slots=True)
@@ -130,25 +131,25 @@ class _Model:
     def __init__(self, graph: Graph, budget: int) -> None:
         self._graph = graph
         self._budget = budget
-        self._lives = Lives(graph)
+        self._live = Liveness(graph)
         self._rows = _Rows()
         self._costs: list[float] = []
         self._ops = sorted(n for n in graph.needed if not graph.ops[n].forced)
         self._choices = frozenset(graph.choices)
-        #: The asks in the order in which they are answered.
+        #: The saved tensors in the order in which they are unpacked.
         self._order = [number for event in graph.events for number in event.unpacks]
         #: By value: the ops that may run again and read it.
         self._readers: dict[int, list[int]] = {}
         for number in self._ops:
             for read in set(graph.ops[number].reads):
                 self._readers.setdefault(read, []).append(number)
-        #: By memory of what is kept in any case: until when backward asks for it.
+        #: By storage that is always kept: until when backward needs it.
         self._forced: dict[int, int] = {}
         for number in graph.forced & graph.needed:
             for value in graph.results[number]:
-                memory = graph.values[value].storage
-                end = self._lives.end[value]
-                self._forced[memory] = max(end, self._forced.get(memory, -1))
+                storage = graph.values[value].storage
+                end = self._live.saved_until[value]
+                self._forced[storage] = max(end, self._forced.get(storage, -1))
         #: More than a budget can be exceeded by.
         self._slack = 2.0 * sum(value.nbytes for value in graph.values)
         self._slack += max(op.workspace for op in graph.ops) + sum(op.state for op in graph.ops)
@@ -165,15 +166,15 @@ class _Model:
         self._costs.append(0.0)
         return len(self._costs) - 1
 
-    def _ran_by(self, answered: int) -> dict[int, int]:
-        """By op: the variable that says whether it has run again once so many are answered."""
-        if answered in self._ran:
-            return self._ran[answered]
+    def _ran_by(self, unpacked: int) -> dict[int, int]:
+        """By op: the variable that says whether it has run again once so many are unpacked."""
+        if unpacked in self._ran:
+            return self._ran[unpacked]
         graph = self._graph
-        found = self._ran[answered] = {}
-        wanted = {graph.values[graph.saved[n].value].op for n in self._order[:answered]}
+        found = self._ran[unpacked] = {}
+        wanted = {graph.values[graph.saved[n].value].op for n in self._order[:unpacked]}
         for number in reversed(self._ops):
-            users = [found[user] for user in self._lives.users[number] if user in found]
+            users = [found[user] for user in self._live.users[number] if user in found]
             if number in wanted or users:
                 column = found[number] = self._variable()
                 keep = [(1.0, self._keep[number])] if number in self._keep else []
@@ -194,8 +195,8 @@ class _Model:
         if point in self._points:
             return False
         self._points.add(point)
-        before = self._ran_by(point.asks)
-        after = before if point.op < 0 else self._ran_by(point.asks + 1)
+        before = self._ran_by(point.unpacked)
+        after = before if point.op < 0 else self._ran_by(point.unpacked + 1)
         ran = {n: column for n, column in after.items() if n < point.op}
         ran |= {n: column for n, column in before.items() if n >= point.op}
         room = float(self._budget - self._fixed(point))
@@ -219,9 +220,9 @@ class _Model:
         graph, now = self._graph, point.event
         total = graph.base + sum(m.nbytes for m in graph.storages if m.born <= now <= m.dies)
         for number, end in self._forced.items():
-            memory = graph.storages[number]
-            if memory.born <= now <= end and now > memory.dies:
-                total += memory.nbytes
+            storage = graph.storages[number]
+            if storage.born <= now <= end and now > storage.dies:
+                total += storage.nbytes
         if point.op < 0:
             return total + graph.events[now].during
         made = sum(graph.values[value].nbytes for value in graph.results[point.op])
@@ -230,9 +231,9 @@ class _Model:
     def _is_free(self, value: int, now: int) -> bool:
         """Whether it makes no difference then if a value is kept."""
         number = self._graph.values[value].storage
-        memory = self._graph.storages[number]
-        is_natural = now <= max(memory.dies, self._forced.get(number, -1))
-        return is_natural or now < memory.born or self._lives.counts[number] != value
+        storage = self._graph.storages[number]
+        is_natural = now <= max(storage.dies, self._forced.get(number, -1))
+        return is_natural or now < storage.born or self._live.counted[number] != value
 
     def _there(self, value: int, point: _Point, ran: dict[int, int]) -> list[tuple[float, int]]:
         """The bytes of a value that are there, kept or made again."""
@@ -244,17 +245,17 @@ class _Model:
             here += kept
         if each.op in ran:
             here.append((1.0, ran[each.op]))
-        if self._lives.end[value] >= point.event:
+        if self._live.saved_until[value] >= point.event:
             return [(float(each.nbytes), column) for _, column in here]
         column = -1
         for user in self._readers.get(value, ()):
             if user not in self._runs:
-                continue  # for nothing that is asked for
+                continue  # backward does not need it
             if user == point.op and any(value == old for old, _ in self._graph.ops[user].writes):
                 continue
             will_run = (-1.0, self._runs[user])
             has_run = [(1.0, ran[user])] if user in ran else []
-            is_held = self._lives.horizon[user] >= point.event
+            is_held = self._live.inputs_until[user] >= point.event
             column = self._variable() if column < 0 else column
             if here:
                 less = [(-1.0, each) for _, each in here]

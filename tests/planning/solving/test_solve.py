@@ -12,7 +12,7 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.chain import Chain
-from recollect.planning.solving.linearization import Line
+from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.solve import Solver
 from tests._support import sampled
 from tests.planning import _graphs as graphs
@@ -128,7 +128,7 @@ def test_near_the_best_of_all(seed):
 
 def test_layers_that_are_alike_are_solved_once():
     def options(layers):
-        return len(Chain(Line(graphs.decoder(layers)))._segments._options)
+        return len(Chain(Linearization(graphs.decoder(layers)))._segments._options)
 
     assert options(6) == options(9)
 

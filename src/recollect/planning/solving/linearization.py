@@ -1,25 +1,27 @@
-"""The ops that may run again in a row, and what crosses each place at which the row can be cut.
+"""The ops that may be recomputed in a row, and the values that cross each place to cut the row at.
 
-If all that crosses a place is kept, whatever is asked for of what is made behind the place is made
-again from there, and backward of what is behind it is over before that of what is in front begins.
-So the row falls into segments that have to do with each other by the bytes they hold alone.
+If all values that cross a place are kept, later ops are recomputed from there, and their backward
+is over before that of earlier ops begins. So the row falls into segments that depend on each other
+only by the bytes that they hold, and the dynamic program (`chain`) can solve them one by one.
+
+Place n is the boundary before the n-th op of the row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from recollect.graph.graph import Graph
 
-__all__ = ["Crossing", "Line", "far_readers"]
+__all__ = ["Crossing", "Linearization", "far_readers"]
 
-#: With so many ops any place is as good as another.
+#: With so few ops every place is tried.
 _FEW = 24
-#: Ops that cannot be kept and would run again on both sides of a place.
-_MOST_LEAKS = 12
-#: How much longer than others a segment may be.
+#: The most ops that cannot be kept and would be recomputed on both sides of a place.
+_MOST_UNKEEPABLE = 12
+#: How much longer than the average a segment may be.
 _UNEVEN = 8
 
 
@@ -28,107 +30,105 @@ class Crossing:
     """What crosses a place.
 
     Args:
-        values: What is made in front of it and read or asked for behind.
-        asked: Those of them that are asked for behind.
-        kept: The ops to keep for all of them to be there.
-        asked_kept: The same for those that are asked for.
-        leaks: The ops in front that run again behind: they cannot be kept.
+        values: The values that are made before it, and read or saved by ops behind it.
+        saved: Those of them that are saved behind it.
+        kept: The ops to keep for all of them to be available.
+        saved_kept: The same for those that are saved.
+        unkeepable: The ops before it that are recomputed behind it as well, as they cannot be kept.
     """
 
     values: tuple[int, ...]
-    asked: frozenset[int]
+    saved: frozenset[int]
     kept: frozenset[int]
-    asked_kept: frozenset[int]
-    leaks: tuple[int, ...]
+    saved_kept: frozenset[int]
+    unkeepable: tuple[int, ...]
 
 
-class Line:
-    """The row of a graph, with ``pins`` kept in any case."""
+class Linearization:
+    """The row of a graph, with ``pins`` always kept."""
 
     def __init__(self, graph: Graph, pins: frozenset[int] = frozenset()) -> None:
         self.graph = graph
-        self.free = graph.forced | pins
+        self.always_kept = graph.forced | pins
         self.ops = sorted(graph.needed)
         self.position = {op: n for n, op in enumerate(self.ops)}
-        self._find_bytes()
-        self._find_asks()
+        self._find_fixed()
+        self._find_saved()
         self._find_reads()
-        self.load = self._loads()
+        self._bytes_across = self._find_bytes_across()
         self._crossings: dict[int, Crossing] = {}
 
-    def _find_bytes(self) -> None:
-        """What is allocated in backward whatever the plan, with what others hold of the region."""
+    def _find_fixed(self) -> None:
+        """The bytes in backward that no schedule changes, with those that others hold."""
         graph = self.graph
-        gone = [0] * (len(graph.events) + 1)
-        for memory in graph.storages:
-            if memory.dies >= graph.turn:
-                gone[memory.dies] += memory.nbytes
-        self.before, self.during = [], []
-        left = sum(gone)
+        freed = [0] * (len(graph.events) + 1)
+        for storage in graph.storages:
+            if storage.dies >= graph.turn:
+                freed[storage.dies] += storage.nbytes
+        self.fixed_before, self.fixed_during = [], []
+        left = sum(freed)
         for number, event in enumerate(graph.events):
-            self.before.append(event.before + left)
-            self.during.append(event.during + left)
-            left -= gone[number]
+            self.fixed_before.append(event.before + left)
+            self.fixed_during.append(event.during + left)
+            left -= freed[number]
 
-    def _find_asks(self) -> None:
+    def _find_saved(self) -> None:
         graph, count = self.graph, len(self.graph.saved)
         end = len(graph.events)
-        #: By ask: the moment in which it is made, and whose it is.
-        self.asked_at = [end] * count
+        #: By saved tensor: the event at which it is unpacked.
+        self.unpacked_at = [end] * count
         for now, event in enumerate(graph.events):
             for number in event.unpacks:
-                self.asked_at[number] = now
+                self.unpacked_at[number] = now
         ran = [0] * len(graph.ops)
         for now, event in enumerate(graph.events[: graph.turn]):
             if event.op >= 0:
                 ran[event.op] = now
         self.ran = ran
         ran_needed = [ran[op] for op in self.ops]
+        #: By saved tensor: the position of the op that saved it. By position: the saved tensors.
         self.place = [0] * count
-        self.asks_of: list[list[int]] = [[] for _ in self.ops]
-        self.last_ask = [-1] * len(graph.values)
+        self.saved_by: list[list[int]] = [[] for _ in self.ops]
+        #: By value: the position of the last op that saved it.
+        self.last_saved = [-1] * len(graph.values)
         first = [end] * (len(self.ops) + 1)
         for number, saved in enumerate(graph.saved):
             made = self.position[graph.values[saved.value].op]
             place = max(made, bisect_right(ran_needed, saved.event) - 1)
             self.place[number] = place
-            self.asks_of[place].append(number)
-            self.last_ask[saved.value] = max(self.last_ask[saved.value], place)
-            first[place + 1] = min(first[place + 1], self.asked_at[number])
-        #: By place: the last moment in which something is asked for by what is behind it.
+            self.saved_by[place].append(number)
+            self.last_saved[saved.value] = max(self.last_saved[saved.value], place)
+            first[place + 1] = min(first[place + 1], self.unpacked_at[number])
+        #: By place: the last event that unpacks a tensor that was saved behind it.
         self.busy_until = [-1] * (len(self.ops) + 1)
         for number, place in enumerate(self.place):
-            self.busy_until[place] = max(self.busy_until[place], self.asked_at[number])
+            self.busy_until[place] = max(self.busy_until[place], self.unpacked_at[number])
         for place in reversed(range(len(self.ops))):
             self.busy_until[place] = max(self.busy_until[place : place + 2])
-        #: By place: when backward of what is in front of it begins.
-        self.begins = first
+        #: By place: the event at which backward of the ops before it begins.
+        self.backward_begins = first
         for place in range(len(self.ops)):
             first[place + 1] = min(first[place], first[place + 1])
 
     def _find_reads(self) -> None:
         graph = self.graph
-        #: By value: the last op of the row that would read it again.
+        #: By value: the position of the last op that reads it if it is recomputed.
         self.last_read = [-1] * len(graph.values)
         for place, op in enumerate(self.ops):
-            if op not in self.free:
+            if op not in self.always_kept:
                 for read in graph.ops[op].reads:
                     self.last_read[read] = place
 
-    def _loads(self) -> list[int]:
+    def _find_bytes_across(self) -> list[int]:
         """By place: the bytes that cross it."""
         changes = [0] * (len(self.ops) + 2)
         for place, op in enumerate(self.ops):
             for value in self.graph.results[op]:
-                last = max(self.last_read[value], self.last_ask[value])
+                last = max(self.last_read[value], self.last_saved[value])
                 if last > place:
                     changes[place + 1] += self.graph.values[value].nbytes
                     changes[last + 1] -= self.graph.values[value].nbytes
-        loads, total = [], 0
-        for change in changes[:-1]:
-            total += change
-            loads.append(total)
-        return loads
+        return list(accumulate(changes[:-1]))
 
     def crossing(self, place: int) -> Crossing:
         """What crosses a place."""
@@ -137,13 +137,13 @@ class Line:
         return self._crossings[place]
 
     def find_crossings(self, places: list[int]) -> None:
-        """Find what crosses some places, in one go along the row."""
+        """Find what crosses some places, in one pass along the row."""
         alive: dict[int, int] = {}
         wanted = set(places)
         for place in range(len(self.ops) + 1):
             if place:
                 for value in self.graph.results[self.ops[place - 1]]:
-                    last = max(self.last_read[value], self.last_ask[value])
+                    last = max(self.last_read[value], self.last_saved[value])
                     if last >= place:
                         alive[value] = last
             if place in wanted:
@@ -151,33 +151,35 @@ class Line:
                 self._crossings[place] = self._crossing(place, tuple(sorted(alive)))
 
     def _crossing(self, place: int, values: tuple[int, ...]) -> Crossing:
-        asked = frozenset(value for value in values if self.last_ask[value] >= place)
-        kept, leaks = self._available(values)
-        asked_kept, _ = self._available(tuple(sorted(asked)))
-        return Crossing(values, asked, kept, asked_kept, leaks)
+        saved = frozenset(value for value in values if self.last_saved[value] >= place)
+        kept, unkeepable = self._available(values)
+        saved_kept, _ = self._available(tuple(sorted(saved)))
+        return Crossing(values, saved, kept, saved_kept, unkeepable)
 
     def _available(self, values: tuple[int, ...]) -> tuple[frozenset[int], tuple[int, ...]]:
-        """What to keep for values to be had, and which ops run again for that."""
+        """The ops to keep for values to be available, and those to recompute for that."""
         graph = self.graph
         kept: set[int] = set()
-        leaks: set[int] = set()
+        unkeepable: set[int] = set()
         wanted = list(values)
-        while wanted and len(leaks) <= _MOST_LEAKS:  # with more, a place is not used
+        while wanted and len(unkeepable) <= _MOST_UNKEEPABLE:  # with more, a place is not used
             op = graph.values[wanted.pop()].op
-            if graph.ops[op].can_keep or op in self.free:
+            if graph.ops[op].can_keep or op in self.always_kept:
                 kept.add(op)
-            elif op not in leaks:
-                leaks.add(op)
+            elif op not in unkeepable:
+                unkeepable.add(op)
                 wanted += graph.ops[op].reads
-        return frozenset(kept), tuple(sorted(leaks))
+        return frozenset(kept), tuple(sorted(unkeepable))
 
     def cuts(self, most: int) -> tuple[list[int], list[int]]:
-        """Places to cut at, both ends included: good ones, and all that are worth a try."""
+        """Places to cut at, both ends included: at most ``most`` good ones, and all candidates."""
         count = len(self.ops)
         inner = list(range(1, count))
         fine = self._valleys(inner) if count > _FEW else inner
         self.find_crossings([0, *fine, count])
-        fine = [place for place in fine if len(self._crossings[place].leaks) <= _MOST_LEAKS]
+        fine = [
+            place for place in fine if len(self._crossings[place].unkeepable) <= _MOST_UNKEEPABLE
+        ]
         orderly = [place for place in fine if self._is_orderly(place)]
         fine = orderly if 4 * len(orderly) >= len(fine) else fine
         good = self._valleys(fine) if count > _FEW else fine
@@ -188,18 +190,18 @@ class Line:
         return [0, *good, count], [0, *fine, count]
 
     def _is_orderly(self, place: int) -> bool:
-        """Whether backward is done with what is behind before it comes to what is in front."""
-        return self.busy_until[place] < self.begins[place]
+        """Whether backward of the ops behind is over before that of the ops before begins."""
+        return self.busy_until[place] < self.backward_begins[place]
 
     def _is_even(self, places: list[int]) -> bool:
-        """Whether no segment is much longer than others: it would take long to look at."""
+        """Whether no segment is much longer than others: it would take long to solve."""
         ends = [0, *places, len(self.ops)]
         longest = max(last - first for first, last in pairwise(ends))
         return longest * len(ends) <= _UNEVEN * len(self.ops)
 
     def _valleys(self, places: list[int]) -> list[int]:
-        """Those that less crosses than their neighbours, or as much."""
-        load = [self.load[place] for place in places]
+        """The places that no more bytes cross than their neighbours."""
+        load = [self._bytes_across[place] for place in places]
         ends = [1 << 80]
         around = zip(ends + load[:-1], load, load[1:] + ends, strict=True)
         return [
@@ -210,14 +212,14 @@ class Line:
 
 
 def far_readers(graph: Graph) -> frozenset[int]:
-    """Ops such as a stack of all that was made: kept, they free what they read."""
-    line = Line(graph)
+    """Ops such as a stack of results from the whole row: keeping them frees what they read."""
+    line = Linearization(graph)
     window = 3 * max(16, round(len(line.ops) ** 0.5))
     far: dict[int, list[int]] = {}
     for place, op in enumerate(line.ops):
-        for read in () if op in line.free else graph.ops[op].reads:
+        for read in () if op in line.always_kept else graph.ops[op].reads:
             made = line.position[graph.values[read].op]
-            if place - made > window and line.last_ask[read] <= made + window:
+            if place - made > window and line.last_saved[read] <= made + window:
                 far.setdefault(read, []).append(op)
     saved: dict[int, int] = {}
     for read, readers in far.items():

@@ -1,4 +1,7 @@
-"""The cheapest mixture of given columns that stays within limits: a linear program, a small one."""
+"""A small linear program: the cheapest mixture of given columns that stays within limits.
+
+The lower bound needs its dual prices (`prices`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ _MOST_PIVOTS = 500
 def best_mixture(
     costs: Sequence[float], rows: Sequence[Sequence[float]], limits: Sequence[float]
 ) -> tuple[float, list[float], list[float]]:
-    """Weights that add up to one, of the least cost; that cost; and what each limit is worth.
+    """The least cost of a mixture, its weights, which add up to one, and the price of each limit.
 
     Args:
         costs: By column.
-        rows: By limit, what each column takes of it. The first column is within all limits.
-        limits: What may be taken.
+        rows: By limit, the amount of each column. The first column is within all limits.
+        limits: The most of each amount.
     """
     first = costs[0]
     table = [[each - row[0] for each in row[1:]] for row in rows]
@@ -40,7 +43,7 @@ def best_mixture(
 
 
 def _improve(table: list[list[float]], gains: list[float], basis: list[int]) -> None:
-    """The simplex method, on a table whose last column is what is left of the limits."""
+    """The simplex method, on a table whose last column is the rest of each limit."""
     for pivot in range(_MOST_PIVOTS):
         column = _entering(gains, careful=pivot > _MOST_PIVOTS // 2)
         if column < 0:
@@ -60,7 +63,7 @@ def _improve(table: list[list[float]], gains: list[float], basis: list[int]) -> 
 
 
 def _entering(gains: list[float], *, careful: bool) -> int:
-    """The column that gains most; the first that gains anything, which never goes in circles."""
+    """The column that gains most; or the first that gains anything, which avoids cycles."""
     scale = max(abs(gain) for gain in gains) or 1.0
     best, found = -_NOTHING * scale, -1
     for column, gain in enumerate(gains[:-1]):

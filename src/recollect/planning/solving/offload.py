@@ -1,10 +1,10 @@
-"""What of a schedule to send to the host instead of keeping it.
+"""Offloading: candidates in which part of the kept values goes to the host.
 
-A copy costs nothing as long as there is enough to compute beside it. What was made first is asked
-for last: it has the longest time to leave and to come back, and is the longest in the way. So of
-all that a schedule keeps, the first go to the host, as many as the link can take while forward
-lasts. They come back as backward frees the memory of what was made last, early enough to be there
-when they are asked for.
+A copy costs no time as long as it overlaps with computation. The values that are made first are
+unpacked last: they have the longest time to be copied out and back, and take memory for the longest
+time. So the first values that a schedule keeps are offloaded, as many as the link can take during
+forward. They are fetched as backward frees the memory of the last, early enough to be there when
+they are unpacked.
 """
 
 from __future__ import annotations
@@ -20,48 +20,51 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import uses_under
 from recollect.planning.solving.pool import Pool, Solution
 
-__all__ = ["send_away"]
+__all__ = ["add_offload"]
 
-#: What is tried: of what the link can take, the share that is sent; of that, the share that may be
-#: fetched ahead; and how much earlier than needed fetching begins, as a multiple of what it takes.
-_Ways = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-_FIRST: _Ways = (1.0, 0.6), (0.06, 0.12, 0.3), (1.2, 3.0)
-_THEN: _Ways = (1.1, 0.95, 0.8, 0.3), (0.03, 0.09, 0.2, 0.5), (1.0, 1.5, 5.0)
-#: How many of the dearest ops are tried that a solution makes again.
+#: Values to try: the share of the bytes that the link can take; the share of these that may be
+#: fetched ahead; and how early fetching begins, as a multiple of the time that it takes.
+_Grid = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+_COARSE: _Grid = (1.0, 0.6), (0.06, 0.12, 0.3), (1.2, 3.0)
+_FINE: _Grid = (1.1, 0.95, 0.8, 0.3), (0.03, 0.09, 0.2, 0.5), (1.0, 1.5, 5.0)
+#: For large steps: the values that are best most often, so that more solutions get a try.
+_COARSE_FEW: _Grid = (1.0,), (0.06, 0.3), (1.2,)
+_FINE_FEW: _Grid = (0.95, 0.6), (0.03, 0.2), (1.0,)
+_FEW_TRIES = 400
+#: How many of the recomputed ops that take longest are tried to be kept.
 _FILLERS = 24
-#: A result that is so much smaller than the largest is not worth the copy.
+#: A result that is this many times smaller than the largest is not worth a copy.
 _SMALL = 64
 
 
-def send_away(graph: Graph, pool: Pool, tries: int) -> None:
-    """Add to a pool what comes of its solutions if part of what they keep goes to the host."""
-    sender = _Sender(graph)
-    here = pool.frontier()
-    _try_ways(sender, pool, here, _FIRST, tries // 2)
-    # Where that was of use, other ways may be of more.
-    better = [solution for solution in pool.frontier() if solution.schedule.away]
-    _try_ways(sender, pool, better, _THEN, tries - tries // 2)
+def add_offload(graph: Graph, pool: Pool, tries: int) -> None:
+    """Add variants of the solutions of a pool that offload part of what they keep."""
+    variants = _Variants(graph)
+    coarse, fine = (_COARSE, _FINE) if tries >= _FEW_TRIES else (_COARSE_FEW, _FINE_FEW)
+    _try_grid(variants, pool, pool.frontier(), coarse, tries // 2)
+    # Where that helped, other values may help more.
+    offloading = [solution for solution in pool.frontier() if solution.schedule.away]
+    _try_grid(variants, pool, offloading, fine, tries - tries // 2)
     _fill(graph, pool, tries // 2)
 
 
-def _try_ways(
-    sender: _Sender, pool: Pool, solutions: list[Solution], ways: _Ways, tries: int
+def _try_grid(
+    variants: _Variants, pool: Pool, solutions: list[Solution], grid: _Grid, tries: int
 ) -> None:
     if not solutions:
         return
     limit = pool.count + tries
-    variants = math.prod(map(len, ways))
-    count = max(1, min(len(solutions), tries // variants))
+    count = max(1, min(len(solutions), tries // math.prod(map(len, grid))))
     step = (len(solutions) - 1) / max(1, count - 1)
     for number in sorted({round(n * step) for n in range(count)}):
-        for schedule in sender.variants(solutions[number].schedule, ways):
+        for schedule in variants.of(solutions[number].schedule, grid):
             if pool.count >= limit:
                 return
             pool.try_out(schedule)
 
 
 def _fill(graph: Graph, pool: Pool, tries: int) -> None:
-    """Of what solutions that send something make again, keep one more: there may be room for it."""
+    """Keep one more op in solutions that offload: there may be room for it."""
     limit = pool.count + tries
     for solution in [each for each in pool.frontier() if each.schedule.away]:
         schedule = solution.schedule
@@ -79,27 +82,30 @@ def _fill(graph: Graph, pool: Pool, tries: int) -> None:
             pool.try_out(replace(schedule, kept=schedule.kept | {number}))
 
 
-class _Sender:
+class _Variants:
+    """Makes variants of schedules that offload."""
+
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._choices = frozenset(graph.choices)
-        #: When each moment ends in the plain step, and by ask: when it is asked, when it ends.
+        #: By event: when it ends in the plain step. By op: its event. By saved tensor: the events
+        #: that unpack and free it.
         self._clock = list(accumulate(event.seconds for event in graph.events))
-        self._made = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
-        self._asked = [0] * len(graph.saved)
-        self._ends = [len(graph.events)] * len(graph.saved)
+        self._ran = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
+        self._unpacks = [0] * len(graph.saved)
+        self._frees = [len(graph.events)] * len(graph.saved)
         for number, event in enumerate(graph.events):
             for saved in event.unpacks:
-                self._asked[saved] = number
+                self._unpacks[saved] = number
             for saved in event.frees:
-                self._ends[saved] = number
+                self._frees[saved] = number
 
-    def variants(self, schedule: Schedule, ways: _Ways) -> Iterator[Schedule]:
-        """The schedule with some of what it keeps sent away, in several ways."""
-        shares, aheads, leads = ways
-        # Plain is among the solutions, and has what no plan can keep.
+    def of(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
+        """The schedule with some of the kept values offloaded."""
+        shares, aheads, leads = grid
+        # The plain step keeps results that no plan can keep.
         kept = (schedule.kept | schedule.away) & self._choices
-        ops = self._worth_it(Schedule(kept))
+        ops = self._worth_a_copy(Schedule(kept))
         capacity = self._capacity(ops)
         for share in shares:
             away = frozenset(ops[: round(capacity * share)])
@@ -109,12 +115,12 @@ class _Sender:
     def _fetched(
         self, schedule: Schedule, aheads: tuple[float, ...], leads: tuple[float, ...]
     ) -> Iterator[Schedule]:
-        """Ways to fetch what ``schedule`` sends away."""
+        """The schedule with several limits and begins of fetching ahead."""
         link = self._graph.link
         assert link is not None
         sizes = [self._size(op) for op in schedule.away]
         sent, largest = sum(sizes), max(sizes)
-        needed = self._first_need(schedule)
+        needed = self._first_unpack(schedule)
         for ahead in sorted({max(round(sent * share), largest) for share in aheads}):
             for lead in leads:
                 start = self._clock[needed] - lead * ahead / link.in_rate
@@ -122,49 +128,49 @@ class _Sender:
                 yield Schedule(schedule.kept, schedule.away, sent, ahead, begin)
 
     def _capacity(self, ops: list[int]) -> int:
-        """How many of ``ops`` can be copied out while forward lasts."""
+        """How many of ``ops`` can be copied out during forward."""
         link = self._graph.link
         assert link is not None
-        end = self._clock[max(self._made.values())]
+        end = self._clock[max(self._ran.values())]
         clock = 0.0
         for count, op in enumerate(ops):
-            clock = max(clock, self._clock[self._made[op]]) + self._size(op) / link.out_rate
+            clock = max(clock, self._clock[self._ran[op]]) + self._size(op) / link.out_rate
             if clock > end:
                 return count
         return len(ops)
 
-    def _first_need(self, schedule: Schedule) -> int:
-        """The moment at which the first of what was sent away is asked for."""
+    def _first_unpack(self, schedule: Schedule) -> int:
+        """The first event that unpacks an offloaded value."""
         values = self._graph.values
-        asked = [
-            self._asked[number]
+        unpacks = [
+            self._unpacks[number]
             for number, saved in enumerate(self._graph.saved)
             if values[saved.value].op in schedule.away
         ]
-        return min(asked, default=len(self._clock) - 1)
+        return min(unpacks, default=len(self._clock) - 1)
 
     def _tickets_left(self, schedule: Schedule, event: int) -> int:
-        """How many asks for what is not on the device the engine counts at a moment."""
+        """How many saved tensors that are not on the device the engine counts at an event."""
         graph = self._graph
         here = schedule.kept | graph.forced
-        ends = [
-            self._ends[number]
+        frees = [
+            self._frees[number]
             for number, saved in enumerate(graph.saved)
             if graph.values[saved.value].op not in here
         ]
-        return max((n + 1 for n, end in enumerate(ends) if end >= event), default=0)
+        return max((n + 1 for n, end in enumerate(frees) if end >= event), default=0)
 
-    def _worth_it(self, schedule: Schedule) -> list[int]:
-        """What is kept to some purpose and can be sent, in the order of forward."""
+    def _worth_a_copy(self, schedule: Schedule) -> list[int]:
+        """The kept ops that backward needs and that are worth offloading, in order."""
         graph = self._graph
-        asked = {saved.value for saved in graph.saved}
+        saved = {tensor.value for tensor in graph.saved}
         uses = uses_under(graph, schedule)
         found = [
             op
             for op in sorted(schedule.kept)
             if graph.ops[op].can_send
             and not graph.ops[op].forced
-            and any(value in asked or uses[value] for value in graph.results[op])
+            and any(value in saved or uses[value] for value in graph.results[op])
         ]
         largest = max((self._size(op) for op in found), default=0)
         return [op for op in found if self._size(op) * _SMALL >= largest]

@@ -1,20 +1,24 @@
-"""The schedules that are known for a graph, each simulated; of them, those none is better than."""
+"""The known schedules of a graph with their simulated peaks and times, and the frontier of these.
+
+All stages of the solver add to one pool, so a budget gets the best of all that was ever tried.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate
+from recollect.graph.simulate import Outcome, simulate, simulate_if
 
-__all__ = ["Pool", "Solution"]
+__all__ = ["Pool", "Solution", "best_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A schedule and what it comes to."""
+    """A schedule and its outcome."""
 
     schedule: Schedule
     outcome: Outcome
@@ -25,20 +29,36 @@ class Pool:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._known: dict[Schedule, Outcome] = {}
+        self._known: dict[Schedule, Outcome | None] = {}
         self._peaks: list[int] = []
         self._best: list[Solution] = []
-        #: How often a step was simulated.
+        #: How many schedules were tried.
         self.count = 0
 
-    def try_out(self, schedule: Schedule) -> Outcome:
-        """Simulate a schedule, and remember it if it is of use."""
+    def evaluate(self, schedule: Schedule) -> Outcome:
+        """Simulate a schedule, and remember it."""
         outcome = self._known.get(schedule)
         if outcome is None:
-            outcome = self._known[schedule] = simulate(self._graph, schedule)
-            self.count += 1
-            self._add(Solution(schedule, outcome))
+            outcome = simulate(self._graph, schedule)
+            self._remember(schedule, outcome)
         return outcome
+
+    def try_out(self, schedule: Schedule) -> Outcome | None:
+        """The same, or None if a known schedule is certain to be better."""
+        if schedule not in self._known:
+            outcome = simulate_if(self._graph, schedule, self._is_useful)
+            self._remember(schedule, outcome)
+        return self._known[schedule]
+
+    def _remember(self, schedule: Schedule, outcome: Outcome | None) -> None:
+        self._known[schedule] = outcome
+        self.count += 1
+        if outcome is not None:
+            self._add(Solution(schedule, outcome))
+
+    def _is_useful(self, peak: int, seconds: float) -> bool:
+        at = bisect_right(self._peaks, peak)
+        return not at or self._best[at - 1].outcome.seconds > seconds
 
     def _add(self, solution: Solution) -> None:
         peak, seconds = solution.outcome.peak, solution.outcome.seconds
@@ -55,10 +75,19 @@ class Pool:
         self._peaks[start:stop] = [peak]
 
     def under(self, budget: int) -> Solution | None:
-        """The quickest that stays within a budget."""
+        """The quickest solution within a budget."""
         at = bisect_right(self._peaks, budget)
         return self._best[at - 1] if at else None
 
     def frontier(self) -> list[Solution]:
-        """All that none is better than, ascending in bytes."""
+        """The solutions that no other dominates, in ascending bytes."""
         return list(self._best)
+
+
+def best_of(solutions: Iterable[Solution]) -> list[Solution]:
+    """The solutions that no other dominates, in ascending bytes."""
+    found: list[Solution] = []
+    for each in sorted(solutions, key=lambda each: (each.outcome.peak, each.outcome.seconds)):
+        if not found or each.outcome.seconds < found[-1].outcome.seconds:
+            found.append(each)
+    return found

@@ -1,9 +1,9 @@
-"""A step with a price for memory in place of a budget: the cheapest choice is a minimum cut.
+"""The cheapest schedule if memory has a price per byte and event: a minimum cut.
 
-Each op whose result backward needs is kept or recomputed. Recomputing takes its seconds, and
-whatever it reads. In the network, an edge from the source to an op is the price of keeping its
-results, an edge from the op to the sink its seconds, and an edge from an op to one that it reads
-from cannot be cut.
+The lower bound needs it: at given prices, no schedule costs less than this cut. Each op whose
+result backward needs is kept or recomputed. Recomputing takes its seconds and needs its inputs. In
+the network, an edge from the source to an op is the price of keeping its results, an edge from the
+op to the sink its seconds, and an edge from an op to one that it reads from cannot be cut.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from recollect.graph.flow import Network
-from recollect.planning.solving.liveness import Lives, Span
+from recollect.planning.solving.liveness import Liveness, Span
 
 __all__ = ["Cut", "Relaxation"]
 
-#: How many ends of a value's life are told apart, one for each group of its readers.
+#: The most live ranges of a value that differ in their end, one for each group of its readers.
 _MOST_LEVELS = 16
 
 
@@ -28,23 +28,21 @@ class Cut:
     """The cheapest choice at some prices.
 
     Args:
-        cost: In seconds, including what is paid for the link and for memory above the least.
+        cost: In seconds, including the price of the link and of memory above the least.
         seconds: Of recomputation.
-        sent: Bytes that go to the host.
-        memory: By moment, a lower bound on the bytes that are allocated.
-        again: The ops that are recomputed.
+        sent: Bytes that are offloaded.
+        memory: By event, a lower bound on the allocated bytes.
     """
 
     cost: float
     seconds: float
     sent: int
     memory: list[int]
-    again: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """Of a byte at all the moments before one, and of a byte that goes to the host."""
+    """Of a byte, summed over all events before each, and of a byte that is offloaded."""
 
     before: list[float]
     send: float
@@ -52,13 +50,13 @@ class _Prices:
 
 @dataclass(slots=True)
 class _Item:
-    """A value that can be there in backward without being recomputed, for a price.
+    """A live range of a value, which has a price.
 
     Args:
-        nbytes: Its size.
-        spans: When it is held, if kept.
-        can_send: Whether it can go to the host instead.
-        less: What is paid for already: the same value, held for a shorter time.
+        nbytes: The size of the value.
+        spans: When keeping it takes memory.
+        can_send: Whether it can be offloaded instead.
+        less: A shorter live range of the value, which is paid for already.
         edge: The edge of the network that is cut if the price is paid.
     """
 
@@ -69,12 +67,12 @@ class _Item:
     edge: int = -1
 
     def price(self, prices: _Prices) -> float:
-        """What has to be paid in addition to ``less``."""
+        """The price in addition to that of ``less``."""
         paid = 0.0 if self.less is None else self.less.whole(prices)
         return max(0.0, self.whole(prices) - paid)
 
     def whole(self, prices: _Prices) -> float:
-        """The price of keeping or sending it, whichever is lower."""
+        """The price of keeping or offloading it, whichever is lower."""
         kept = self._kept(prices.before)
         return min(kept, self.nbytes * prices.send) if self.can_send else kept
 
@@ -82,7 +80,7 @@ class _Item:
         return self.nbytes * sum([before[high + 1] - before[low] for low, high in self.spans])
 
     def take(self, prices: _Prices, change: list[int]) -> int:
-        """Add to ``change`` when it is held; the bytes that go to the host instead."""
+        """Add its bytes to ``change``; return the bytes that are offloaded instead."""
         sent = self.take_whole(prices, change, 1)
         return sent if self.less is None else sent - self.less.take_whole(prices, change, -1)
 
@@ -100,13 +98,13 @@ class Relaxation:
     """The choices of a schedule, with the rules of `simulate` as far as a cut expresses them.
 
     Args:
-        lives: When which bytes are allocated.
-        offload: Whether values can go to the host.
+        live: The live ranges of the step.
+        offload: Whether values can be offloaded.
     """
 
-    def __init__(self, lives: Lives, *, offload: bool = False) -> None:
-        self._lives = lives
-        self._graph = lives.graph
+    def __init__(self, live: Liveness, *, offload: bool = False) -> None:
+        self._live = live
+        self._graph = live.graph
         self._offload = offload
         #: Edges with prices, with seconds, and without limit.
         self._network = Network()
@@ -116,7 +114,7 @@ class Relaxation:
         ops = self._graph.ops
         numbers = [n for n in sorted(self._graph.needed) if not ops[n].forced]
         self._nodes = {number: self._network.node() for number in numbers}
-        #: By value: the nodes that read it, with the moment until which it is held for each.
+        #: By value: the nodes that read it, with the event until which it is held for each.
         self._readers: dict[int, list[tuple[int, int]]] = {}
         for number in numbers:
             self._add(number)
@@ -125,24 +123,26 @@ class Relaxation:
                 self._add_readers(number, value)
 
     def _add(self, number: int) -> None:
-        graph, lives, node = self._graph, self._lives, self._nodes[number]
+        graph, live, node = self._graph, self._live, self._nodes[number]
         op = graph.ops[number]
         edge = self._network.edge(node, 1)
-        self._seconds.append((edge, op.seconds + graph.rerun_cost))
+        self._seconds.append((edge, graph.rerun_seconds[number]))
         for read in op.reads:
             maker = graph.values[read].op
-            # What backward asks for anyway, and for long enough, costs its reader nothing.
-            is_there = lives.is_asked[maker] and lives.end[read] >= lives.horizon[number]
+            # A value that a saved tensor holds anyway, and for long enough, costs a reader nothing.
+            is_there = (
+                live.is_unpacked[maker] and live.saved_until[read] >= live.inputs_until[number]
+            )
             if maker in self._nodes and not is_there:
-                self._readers.setdefault(read, []).append((lives.horizon[number], node))
-        if not lives.is_asked[number]:
+                self._readers.setdefault(read, []).append((live.inputs_until[number], node))
+        if not live.is_unpacked[number]:
             return
         if not self._is_choice(number):
             self._fixed.append(self._network.edge(0, node))
             return
         for value in graph.results[number]:
-            if lives.end[value] >= 0:
-                item = self._item(value, lives.end[value])
+            if live.saved_until[value] >= 0:
+                item = self._item(value, live.saved_until[value])
                 item.edge = self._network.edge(0, node)
                 self._items.append(item)
 
@@ -154,21 +154,21 @@ class Relaxation:
 
     def _item(self, value: int, end: int, less: _Item | None = None) -> _Item:
         each = self._graph.values[value]
-        spans = self._lives.held(value, end)
+        spans = self._live.added_by(value, end)
         return _Item(each.nbytes, spans, self._can_send(each.op), less)
 
     def _add_readers(self, number: int, value: int) -> None:
-        """Edges from the readers of a value to the op that makes it.
+        """Add edges from the readers of a value to the op that makes it.
 
         The longer the value is held for a reader, the higher the price, and nothing is paid twice:
-        readers enter at one level for each end, and each level leads to the next below.
+        there is one level for each end of a live range, and each leads to the next shorter one.
         """
         network, node = self._network, self._nodes[number]
         readers = _rounded(self._readers.get(value, ()))
         if not self._is_choice(number):
             self._fixed += [network.edge(reader, node) for _, reader in readers]
             return
-        end = self._lives.end[value]
+        end = self._live.saved_until[value]
         less = self._item(value, end) if end >= 0 else None
         below = -1
         for end in sorted({end for end, _ in readers}):
@@ -183,11 +183,11 @@ class Relaxation:
 
     @property
     def most(self) -> float:
-        """The seconds that recomputation takes at most."""
+        """The seconds of recomputation if nothing is kept."""
         return sum(each for _, each in self._seconds)
 
     def solve(self, events: Sequence[float], send: float = math.inf) -> Cut:
-        """The cheapest choice at a price for a byte at each moment, and for a byte that is sent."""
+        """The cheapest choice at prices for a byte at each event, and for a byte offloaded."""
         prices = _Prices([0.0, *accumulate(events)], send)
         network = self._network
         cost = self._fill(prices)
@@ -196,10 +196,9 @@ class Relaxation:
         seconds = sum([each for edge, each in self._seconds if is_cut[edge // 2]])
         change = [0] * (len(events) + 1)
         sent = sum([i.take(prices, change) for i in self._items if is_cut[i.edge // 2]])
-        again = frozenset(number for number, node in self._nodes.items() if beyond[node] >= 0)
         held = accumulate(change)
-        memory = [least + more for least, more in zip(self._lives.least, held, strict=False)]
-        return Cut(cost, seconds, sent, memory, again)
+        memory = [least + more for least, more in zip(self._live.least, held, strict=False)]
+        return Cut(cost, seconds, sent, memory)
 
     def _fill(self, prices: _Prices) -> float:
         room = self._network.room
@@ -215,7 +214,7 @@ class Relaxation:
 
 
 def _rounded(readers: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Moments and nodes, with some moments earlier so that there are not too many."""
+    """Events and nodes, with some events earlier so that there are few different ones."""
     ends = sorted({end for end, _ in readers})
     if len(ends) <= _MOST_LEVELS:
         return readers

@@ -1,8 +1,8 @@
-"""Small changes to a schedule, one after the other, each judged by the simulator.
+"""Local search: small changes to known schedules, each simulated.
 
-The segments of a row are judged one by one, and what they keep is the best at some price. What is
-left to gain: the bytes that fit in nevertheless, two ops where one is better, and, for the lowest
-peak, what is there in the busiest moment.
+The dynamic program (`chain`) solves segments one by one, at one price per byte. The search gains
+what is left: values that fit into the rest of the budget, an op kept in place of another, and a
+lower peak by changes near the event with the peak.
 """
 
 from __future__ import annotations
@@ -12,103 +12,109 @@ from random import Random
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.planning.solving.linearization import Line
+from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.pool import Pool, Solution
 
 __all__ = ["Search"]
 
-#: With fewer simulations left than that it is not worth to look for what to exchange.
+#: With fewer simulations left than this, no exchange is looked for.
 _FEW = 4
-#: How many ops to drop and to keep instead are looked at.
-_SOME = 60
-#: How many solutions are spliced in, and the part of a budget by which to exceed it is slight.
+#: The most ops to drop, and to keep in their place, in an exchange.
+_CANDIDATES = 60
+#: How many solutions are spliced in; and the part of a budget by which exceeding it is slight.
 _SPLICES = 3
 _SLIGHT = 0.002
 
 
-class _State:
-    """What is kept, and what runs again because of that, as one or the other changes."""
+class _Recomputation:
+    """The ops that are kept and recomputed, updated as one op is kept or dropped.
 
-    def __init__(self, reads: list[tuple[int, ...]], cost: list[float], asked: list[int]) -> None:
+    Args:
+        reads: By op: the ops whose results it reads.
+        cost: By op: the seconds to recompute it.
+        saved: The ops whose results backward unpacks.
+    """
+
+    def __init__(self, reads: list[tuple[int, ...]], cost: list[float], saved: list[int]) -> None:
         self._reads = reads
         self._cost = cost
-        self._asked = asked
+        self._saved = saved
         self.kept: set[int] = set()
         self.again: set[int] = set()
-        #: How many want what an op makes.
-        self._wanted: list[int] = []
+        #: By op: how many recomputed ops and saved tensors need its results.
+        self._users: list[int] = []
 
-    def set(self, kept: frozenset[int], forced: frozenset[int]) -> None:
-        """Keep these."""
-        self.kept = set(kept | forced)
+    def set(self, kept: frozenset[int]) -> None:
+        """Keep these ops."""
+        self.kept = set(kept)
         self.again = set()
-        self._wanted = [0] * len(self._reads)
-        for op in self._asked:
-            self._want(op)
+        self._users = [0] * len(self._reads)
+        for op in self._saved:
+            self._add_user(op)
 
-    def _want(self, op: int) -> float:
-        """One more wants what an op makes; the seconds that takes."""
+    def _add_user(self, op: int) -> float:
+        """Add a user of an op; return the seconds that this costs."""
         seconds = 0.0
         stack = [op]
         while stack:
             op = stack.pop()
-            self._wanted[op] += 1
-            if self._wanted[op] == 1 and op not in self.kept:
+            self._users[op] += 1
+            if self._users[op] == 1 and op not in self.kept:
                 self.again.add(op)
                 seconds += self._cost[op]
                 stack += self._reads[op]
         return seconds
 
-    def _give_up(self, op: int) -> float:
-        """One less does; the seconds that saves."""
+    def _remove_user(self, op: int) -> float:
+        """Remove a user of an op; return the seconds that this saves."""
         seconds = 0.0
         stack = [op]
         while stack:
             op = stack.pop()
-            self._wanted[op] -= 1
-            if not self._wanted[op] and op in self.again:
+            self._users[op] -= 1
+            if not self._users[op] and op in self.again:
                 self.again.discard(op)
                 seconds += self._cost[op]
                 stack += self._reads[op]
         return seconds
 
     def keep(self, op: int) -> float:
-        """Keep an op; the seconds that saves."""
+        """Keep an op; return the seconds that this saves."""
         self.kept.add(op)
         if op not in self.again:
             return 0.0
         self.again.discard(op)
-        return self._cost[op] + sum(self._give_up(read) for read in self._reads[op])
+        return self._cost[op] + sum(self._remove_user(read) for read in self._reads[op])
 
     def drop(self, op: int) -> float:
-        """Do not keep an op; the seconds that costs."""
+        """Do not keep an op; return the seconds that this costs."""
         self.kept.discard(op)
-        if not self._wanted[op]:
+        if not self._users[op]:
             return 0.0
         self.again.add(op)
-        return self._cost[op] + sum(self._want(read) for read in self._reads[op])
+        return self._cost[op] + sum(self._add_user(read) for read in self._reads[op])
 
     def gain(self, op: int) -> float:
-        """The seconds that it would save to keep an op."""
+        """The seconds that keeping an op would save."""
         seconds = self.keep(op)
         self.drop(op)
         return seconds
 
     def loss(self, op: int) -> float:
-        """The seconds that it would cost not to keep an op."""
+        """The seconds that dropping an op would cost."""
         seconds = self.drop(op)
         self.keep(op)
         return seconds
 
-    def is_useful(self, op: int) -> bool:
-        """Whether anybody wants what an op makes."""
-        return self._wanted[op] > 0
+    def is_used(self, op: int) -> bool:
+        """Whether backward needs the results of an op."""
+        return self._users[op] > 0
 
 
 class Search:
-    """Adds to a pool what it finds."""
+    """Adds better schedules to a pool."""
 
-    def __init__(self, graph: Graph, pool: Pool, line: Line) -> None:
+    def __init__(self, graph: Graph, pool: Pool, line: Linearization) -> None:
         self._graph = graph
         self._pool = pool
         self._line = line
@@ -117,38 +123,39 @@ class Search:
             () if op.forced else tuple(dict.fromkeys(values[read].op for read in op.reads))
             for op in graph.ops
         ]
-        cost = [op.seconds + graph.rerun_cost for op in graph.ops]
-        self._state = _State(reads, cost, sorted({values[saved.value].op for saved in graph.saved}))
+        saved = sorted({values[tensor.value].op for tensor in graph.saved})
+        self._state = _Recomputation(reads, graph.rerun_seconds, saved)
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
         self._choices = frozenset(self._order)
 
-    def _load(self, schedule: Schedule) -> frozenset[int]:
-        """Begin at a schedule; what it keeps to any purpose."""
-        self._state.set(schedule.kept & self._choices, self._graph.forced)
-        useful = [op for op in schedule.kept & self._choices if self._state.is_useful(op)]
-        return frozenset(useful)
+    def _load(self, kept: frozenset[int]) -> frozenset[int]:
+        """Start from a schedule; return the kept ops that backward needs."""
+        kept &= self._choices
+        self._state.set(kept | self._graph.forced)
+        return frozenset(op for op in kept if self._state.is_used(op))
 
-    # --- the least seconds within a budget --------------------------------------------------------
+    # --- less time within a budget ----------------------------------------------------------------
 
-    def quicken(self, budget: int, tries: int) -> None:
-        """Better the best that is known within a budget, with so many simulations."""
+    def speed_up(self, budget: int, tries: int) -> None:
+        """Improve the quickest schedule within a budget, in at most ``tries`` simulations."""
         start = self._pool.under(budget)
         if start is None or start.schedule.away:
             return
         limit = self._pool.count + tries
-        kept = self._fill(self._load(start.schedule), budget, limit)
+        kept = self._fill(self._load(start.schedule.kept), budget, limit)
         while self._pool.count + _FEW < limit:
             found = self._exchange(kept, budget, limit)
             if found is None:
                 return
-            kept = self._fill(self._load(Schedule(found)), budget, limit)
+            kept = self._fill(self._load(found), budget, limit)
 
     def _fits(self, kept: frozenset[int], budget: int) -> bool:
-        return self._pool.try_out(Schedule(kept)).peak <= budget
+        outcome = self._pool.try_out(Schedule(kept))
+        return outcome is not None and outcome.peak <= budget
 
     def _fill(self, kept: frozenset[int], budget: int, limit: int) -> frozenset[int]:
-        """Keep more, as long as it fits, the best first."""
+        """Keep more ops as long as they fit, those first that save most per byte."""
         for op, _ in self._gains(self._state.again & self._choices):
             if self._pool.count >= limit:
                 break
@@ -158,31 +165,31 @@ class Search:
         return kept
 
     def _gains(self, ops: Iterable[int]) -> list[tuple[int, float]]:
-        """The seconds that it would save to keep each, the most per byte first."""
+        """The seconds that keeping each op would save, the most per byte first."""
         found = [(op, self._state.gain(op)) for op in sorted(ops)]
         found.sort(key=lambda each: -each[1] / (self._size[each[0]] + 1))
         return found
 
     def _exchange(self, kept: frozenset[int], budget: int, limit: int) -> frozenset[int] | None:
         """Keep one op instead of another."""
-        seconds = self._pool.try_out(Schedule(kept)).seconds
+        seconds = self._pool.evaluate(Schedule(kept)).seconds
         for _, drop, op in self._exchanges(kept):
             if self._pool.count >= limit:
                 return None
             changed = kept - {drop} | {op}
             outcome = self._pool.try_out(Schedule(changed))
-            # The two may have to do with each other: what was worked out for each is a guess.
-            if outcome.peak <= budget and outcome.seconds < seconds:
+            # The two may depend on each other: the gain of each alone is an estimate.
+            if outcome and outcome.peak <= budget and outcome.seconds < seconds:
                 return changed
         return None
 
     def _exchanges(self, kept: frozenset[int]) -> list[tuple[float, int, int]]:
-        """What saves time if it fits, that which saves bytes as well first."""
+        """Exchanges that save time, ordered by seconds per additional byte."""
         state, size = self._state, self._size
-        others = self._gains(state.again & self._choices)[:_SOME]
+        others = self._gains(state.again & self._choices)[:_CANDIDATES]
         losses = [(state.loss(op) / (size[op] + 1), op) for op in kept]
         found = []
-        for _, drop in sorted(losses)[:_SOME]:
+        for _, drop in sorted(losses)[:_CANDIDATES]:
             known = set(state.again)
             loss = state.drop(drop)
             new = self._gains((state.again - known - {drop}) & self._choices)
@@ -196,13 +203,13 @@ class Search:
         return found
 
     def splice(self, budget: int, tries: int) -> None:
-        """Take one end of a row as it is best within a budget, the rest as if there were more."""
+        """Join one end of the best schedule within a budget to the rest of one with more memory."""
         start = self._pool.under(budget)
         if start is None or start.schedule.away:
             return
         limit = self._pool.count + tries
         kept, order = start.schedule.kept & self._choices, self._order
-        for each in self._worth_while(start, budget)[:_SPLICES]:
+        for each in self._steepest(start, budget)[:_SPLICES]:
             others = each.schedule.kept & self._choices
             for ops in (order, order[::-1]):
                 low, high = 0, len(order)
@@ -214,24 +221,24 @@ class Search:
                     else:
                         low = middle + 1
 
-    def _worth_while(self, start: Solution, budget: int) -> list[Solution]:
-        """Of what takes more memory, that which saves most for it."""
+    def _steepest(self, start: Solution, budget: int) -> list[Solution]:
+        """The solutions over the budget, those first that save most seconds per byte."""
 
-        def worth(each: Solution) -> float:
+        def slope(each: Solution) -> float:
             saved = start.outcome.seconds - each.outcome.seconds
             return saved / (each.outcome.peak - budget + _SLIGHT * budget)
 
         found = [each for each in self._pool.frontier() if each.outcome.peak > budget]
-        return sorted([each for each in found if not each.schedule.away], key=worth, reverse=True)
+        return sorted([each for each in found if not each.schedule.away], key=slope, reverse=True)
 
-    # --- anything ---------------------------------------------------------------------------------
+    # --- random changes ---------------------------------------------------------------------------
 
-    def wander(self, tries: int, part: float = 1.0) -> None:
-        """Change what is known at random, here and there, and see; the same at every call.
+    def perturb(self, tries: int, part: float = 1.0) -> None:
+        """Change known schedules at random, always by the same numbers.
 
         Args:
-            tries: How many simulations.
-            part: Of the range of peaks that are known, from the lowest, where to begin.
+            tries: The most simulations.
+            part: The part of the range of peaks, from the lowest, that is changed.
         """
         draw = Random(0)
         limit = self._pool.count + tries
@@ -244,11 +251,11 @@ class Search:
             if self._pool.count >= limit:
                 return
             if not start.away:
-                kept = self._load(start)
+                kept = self._load(start.kept)
                 self._pool.try_out(Schedule(self._changed(kept, draw)))
 
     def _changed(self, kept: frozenset[int], draw: Random) -> frozenset[int]:
-        """Decides again about some ops that are near to each other."""
+        """Keep or drop up to four ops that are near each other."""
         count = len(self._order)
         middle = draw.randrange(count)
         reach = min(count, draw.choice((3, 6, 12, 24)))
@@ -256,26 +263,27 @@ class Search:
         near = self._order[start : start + reach]
         return kept.symmetric_difference(draw.sample(near, min(reach, draw.randint(1, 4))))
 
-    # --- the lowest peak --------------------------------------------------------------------------
+    # --- a lower peak -----------------------------------------------------------------------------
 
-    def lower(self, tries: int) -> None:
-        """Look for a lower peak than is known, with so many simulations."""
+    def lower_peak(self, tries: int) -> None:
+        """Lower the lowest known peak, in at most ``tries`` simulations."""
         limit = self._pool.count + tries
-        while self._pool.count < limit and self._lower_once(limit):
+        while self._pool.count < limit and self._lower_peak_once(limit):
             pass
 
-    def _lower_once(self, limit: int) -> bool:
+    def _lower_peak_once(self, limit: int) -> bool:
         best = self._pool.frontier()[0]
-        kept = self._load(best.schedule)
+        kept = self._load(best.schedule.kept)
         for changed in self._changes(kept, best.outcome.busiest):
             if self._pool.count >= limit:
                 return False
-            if self._pool.try_out(Schedule(changed)).peak < best.outcome.peak:
+            outcome = self._pool.try_out(Schedule(changed))
+            if outcome is not None and outcome.peak < best.outcome.peak:
                 return True
         return False
 
     def _changes(self, kept: frozenset[int], busiest: int) -> Iterator[frozenset[int]]:
-        """Schedules that differ in one or two ops, those near to a moment of backward first."""
+        """Schedules that differ in one or two ops, those near an event of backward first."""
         near = self._near(busiest)
         for op in near:
             yield kept ^ {op}
@@ -285,8 +293,10 @@ class Search:
                 yield kept ^ {op, other}
 
     def _near(self, event: int) -> list[int]:
-        """All choices, those first that are asked for about then."""
-        begins = self._line.begins
-        place = next((n for n, at in enumerate(begins) if at <= event), len(begins))
+        """All choices, those first whose backward is near an event."""
+        backward_begins = self._line.backward_begins
+        place = next(
+            (n for n, at in enumerate(backward_begins) if at <= event), len(backward_begins)
+        )
         position = self._line.position
         return sorted(self._choices, key=lambda op: (abs(position[op] + 1 - place), op))

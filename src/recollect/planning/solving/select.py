@@ -1,9 +1,9 @@
-"""Keep or recompute, at a price for memory: the cheapest choice, exactly.
+"""Keep or recompute, at one price per byte: the cheapest choice, exactly.
 
-An op whose result is wanted is kept, which costs its bytes times the price, or recomputed, which
-costs its seconds and wants what it reads. With a given price that is a minimum cut. The choices
-that are best at some price are the corners of the convex hull of all choices; `corners` finds them
-by solving at the price at which two known ones draw level.
+This gives the candidates of a segment. An op whose result is needed is kept, at its bytes times the
+price, or recomputed, which takes its seconds and needs its inputs. At a given price that is a
+minimum cut. The choices that are best at some price are the corners of the convex hull of all
+choices; `corners` finds them by solving at the price at which two known ones cost the same.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from recollect.graph.flow import Network
 
 __all__ = ["Piece", "corners", "reruns"]
 
-#: Capacities are whole numbers, so that what is full is full.
+#: Capacities are integers, so that rounding cannot leave residual capacity.
 _UNIT = 1e13
 _NO_LIMIT = 1 << 100
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Ops among which to choose, by their number here.
+    """Ops to choose from, by their number here.
 
     Args:
-        seconds: What each takes to run again.
-        nbytes: What each costs to keep; None if it cannot be.
-        is_free: Whether each is there in any case.
-        reads: The ops whose results each reads.
-        outside: The things outside that each reads.
-        prices: The bytes of the things outside.
-        asked: The ops whose results are wanted.
+        seconds: By op: the time to recompute it.
+        nbytes: By op: the bytes to keep it; None if it cannot be kept.
+        is_free: By op: whether it is kept in any case.
+        reads: By op: the ops whose results it reads.
+        outside: By op: the inputs from outside that it reads.
+        prices: The bytes of the inputs from outside.
+        saved: The ops whose results backward unpacks.
     """
 
     seconds: Sequence[float]
@@ -41,13 +41,13 @@ class Piece:
     reads: Sequence[Sequence[int]]
     outside: Sequence[Sequence[int]]
     prices: Sequence[int]
-    asked: frozenset[int]
+    saved: frozenset[int]
 
 
 def reruns(piece: Piece, kept: frozenset[int]) -> set[int]:
-    """The ops that run again if ``kept`` are kept."""
+    """The ops that are recomputed if ``kept`` are kept."""
     found: set[int] = set()
-    wanted = list(piece.asked)
+    wanted = list(piece.saved)
     while wanted:
         op = wanted.pop()
         if op not in found and op not in kept and not piece.is_free[op]:
@@ -81,35 +81,35 @@ def corners(piece: Piece, most: int) -> list[frozenset[int]]:
 
 def _costs(piece: Piece, kept: frozenset[int]) -> tuple[int, float]:
     again = reruns(piece, kept)
-    things = {thing for op in again for thing in piece.outside[op]}
-    nbytes = sum(piece.nbytes[op] or 0 for op in kept) + sum(piece.prices[t] for t in things)
+    inputs = {number for op in again for number in piece.outside[op]}
+    nbytes = sum(piece.nbytes[op] or 0 for op in kept) + sum(piece.prices[n] for n in inputs)
     return nbytes, sum(piece.seconds[op] for op in again)
 
 
 def _at_price(piece: Piece, price: float) -> frozenset[int]:
-    """What to keep, where a byte costs so many seconds."""
+    """The ops to keep if a byte costs ``price`` seconds."""
     ops = [op for op, is_free in enumerate(piece.is_free) if not is_free]
     network = Network()
-    # An op is wanted on the source's side of the first, and runs again on that of the second.
-    wanted = {op: network.node() for op in ops}
+    # An op is needed if the first node is on the side of the source, recomputed if the second is.
+    needed = {op: network.node() for op in ops}
     again = {op: network.node() for op in ops}
-    things = [network.node() for _ in piece.prices]
+    inputs = [network.node() for _ in piece.prices]
     for op in ops:
         nbytes = piece.nbytes[op]
-        network.edge(wanted[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
+        network.edge(needed[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
         network.edge(again[op], 1, _whole(piece.seconds[op]))
         for read in piece.reads[op]:
-            if read in wanted:
-                network.edge(again[op], wanted[read], _NO_LIMIT)
-        for thing in piece.outside[op]:
-            network.edge(again[op], things[thing], _NO_LIMIT)
-        if op in piece.asked:
-            network.edge(0, wanted[op], _NO_LIMIT)
-    for thing, nbytes in zip(things, piece.prices, strict=True):
-        network.edge(thing, 1, _whole(price * nbytes))
+            if read in needed:
+                network.edge(again[op], needed[read], _NO_LIMIT)
+        for number in piece.outside[op]:
+            network.edge(again[op], inputs[number], _NO_LIMIT)
+        if op in piece.saved:
+            network.edge(0, needed[op], _NO_LIMIT)
+    for node, nbytes in zip(inputs, piece.prices, strict=True):
+        network.edge(node, 1, _whole(price * nbytes))
     network.fill()
     near = network.levels()
-    return frozenset(op for op in ops if near[wanted[op]] >= 0 > near[again[op]])
+    return frozenset(op for op in ops if near[needed[op]] >= 0 > near[again[op]])
 
 
 def _whole(seconds: float) -> int:

@@ -1,10 +1,10 @@
-"""The solver: what to keep for a step to stay within a budget and take the least time (P4).
+"""The solver: what to keep so that a step fits into a budget and takes the least time (P4).
 
 1. The ops that may be recomputed are put in a row, which is cut where few bytes cross
-   (`linearization`). Each segment has options: choices that are best at some price for memory
-   (`select`, `segments`). A dynamic program picks cuts and options for all budgets (`chain`).
-2. The simulator judges them, and small changes improve them (`search`).
-3. If offload is allowed, some of what is kept goes to the host (`offload`).
+   (`linearization`). Each segment gets candidates, which are best at some price per byte (`select`,
+   `segments`). A dynamic program picks cuts and candidates for all budgets (`chain`).
+2. These are simulated, and local search improves them (`search`).
+3. If offload is allowed, some of the kept values are offloaded (`offload`).
 
 All of this depends on the graph alone, and makes one pool of solutions (`pool`). The answer for a
 budget is the best of the pool, so more memory never costs time.
@@ -18,37 +18,37 @@ from itertools import combinations
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.planning.solving.chain import Chain
-from recollect.planning.solving.linearization import Line, far_readers
-from recollect.planning.solving.offload import send_away
+from recollect.planning.solving.linearization import Linearization, far_readers
+from recollect.planning.solving.offload import add_offload
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search
 
 __all__ = ["Solution", "Solver"]
 
-#: The budgets for which solutions are bettered.
+#: The budgets for which the search speeds solutions up.
 _BUDGETS = 40
-#: For the search: ops simulated in all, twice as many if a step has few; and the most simulations,
-#: in all and by op to choose.
+#: The work of the search: ops and events to simulate in all, twice as many for a small step; and
+#: the most simulations, in all and for each op to choose.
 _WORK = 1_000_000
-_FEW = 4_000
+_SMALL_STEP = 4_000
 _TRIES = 3_000
-_TRIES_OF_EACH = 100
-#: The least simulations that are spent on what to send to the host.
-_SENDINGS = 240
-#: The part of the range of budgets that is looked at most closely.
+_TRIES_PER_CHOICE = 100
+#: The least simulations for offload.
+_OFFLOAD_TRIES = 120
+#: The lower part of the range of budgets, which gets most random changes.
 _LOW = 0.1
-#: With more choices than that, one way to put them in a row has to do.
-_MANY = 1_500
+#: With more choices than this, only one linearization is tried.
+_MANY_CHOICES = 1_500
 
 
 class Solver:
-    """Finds what to keep in a graph.
+    """Finds schedules for a graph.
 
     Args:
         graph: The step.
-        offload: Whether results may go to the host, if the graph has a way there.
-        rough: Whether a tenth of the work will do: what the dynamic program finds, and the least.
-        progress: Told how much of the work is done, from 0 to 1.
+        offload: Whether results may be offloaded, if the graph has a link to the host.
+        rough: Skip most of the search, and take about a tenth of the time.
+        progress: Called with the part of the work that is done, from 0 to 1.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Solver:
         return self._solutions().under(budget)
 
     def frontier(self) -> list[Solution]:
-        """All solutions that no other is better than: ascending peaks, descending seconds."""
+        """All solutions that no other dominates: ascending peaks, descending seconds."""
         return self._solutions().frontier()
 
     def _solutions(self) -> Pool:
@@ -92,34 +92,34 @@ class Solver:
         choices = frozenset(graph.choices)
         pool.try_out(Schedule(choices))
         if not graph.needed <= choices | graph.forced:
-            # Results that no plan can keep are there if there is no plan.
+            # The plain step keeps results that no plan can keep.
             pool.try_out(Schedule(frozenset(range(len(graph.ops)))))
         work = max(1, len(graph.ops) + len(graph.events))
-        affordable = (2 * _WORK if work <= _FEW else _WORK) // work
-        tries = min(_TRIES, affordable, _TRIES_OF_EACH * len(choices))
+        affordable = (2 * _WORK if work <= _SMALL_STEP else _WORK) // work
+        tries = min(_TRIES, affordable, _TRIES_PER_CHOICE * len(choices))
         if 2 ** len(choices) <= tries:
             _try_all(pool, graph.choices)
         elif choices:
             self._explore(pool, choices, tries, max(40, min(100, _WORK // work)))
         if self._offload and choices:
             self._tell(0.9)
-            send_away(graph, pool, max(tries, _SENDINGS))
+            add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
         graph = self._graph
         families = [frozenset[int]()]
         if pins := far_readers(graph) & choices:
-            # Without them no two segments are alike: that takes long, and seldom gains anything.
-            families = [*families, pins] if len(choices) <= _MANY else [pins]
+            # Unless they are kept, no two segments are equal: that takes long, and seldom pays.
+            families = [*families, pins] if len(choices) <= _MANY_CHOICES else [pins]
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
-            _sample(pool, Chain(Line(graph, pins)), choices, samples)
+            _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
         self._tell(0.8)
         if self._is_rough:
-            Search(graph, pool, Line(graph)).lower(tries // 10)
+            Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
         else:
-            _better(graph, pool, tries)
+            _improve(graph, pool, tries)
 
 
 def _try_all(pool: Pool, choices: list[int]) -> None:
@@ -129,7 +129,7 @@ def _try_all(pool: Pool, choices: list[int]) -> None:
 
 
 def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> None:
-    """Try out answers for all budgets."""
+    """Try about ``most`` solutions of the dynamic program, evenly spread."""
     count = len(chain)
     step = max(1.0, (count - 1) / max(1, most - 1))
     chosen = {min(count - 1, round(n * step)) for n in range(min(most, count))} | {0, count - 1}
@@ -137,23 +137,23 @@ def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> Non
         pool.try_out(Schedule(chain.kept(number) & choices))
 
 
-def _better(graph: Graph, pool: Pool, tries: int) -> None:
-    search = Search(graph, pool, Line(graph))
-    # With few tries to spend there is one round, and fewer budgets that get enough of them.
+def _improve(graph: Graph, pool: Pool, tries: int) -> None:
+    search = Search(graph, pool, Linearization(graph))
+    # With few tries there is one round, with fewer budgets.
     rounds = 2 if tries >= 1000 else 1
     budgets = max(10, min(_BUDGETS, tries // 10))
     for _ in range(rounds):
-        search.lower(tries // (4 * rounds))
+        search.lower_peak(tries // (4 * rounds))
         found = pool.frontier()
         low, high = found[0].outcome.peak, found[-1].outcome.peak
         for number in range(budgets):
-            # The lower the budget, the more a byte is worth, and the closer they are.
+            # The lower the budget, the more a byte is worth: low budgets are closer together.
             budget = low + round((high - low) * (number / (budgets - 1)) ** 2)
-            search.quicken(budget, tries // (2 * rounds * budgets))
-        search.wander(tries // (4 * rounds))
+            search.speed_up(budget, tries // (2 * rounds * budgets))
+        search.perturb(tries // (4 * rounds))
     if rounds > 1:
-        # Where memory is least, most is left to gain.
-        search.wander(tries // 2, _LOW)
+        # Most is left to gain at low budgets.
+        search.perturb(tries // 2, _LOW)
     low = pool.frontier()[0].outcome.peak
     search.splice(low, tries // 20)
-    search.quicken(low, tries // 10)
+    search.speed_up(low, tries // 10)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from recollect._torch.dynamo import inductor_region_key
+from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import OpOverload
-from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.pytree import tree_map_only
 from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
 from recollect.errors import KeptTensorError
 from recollect.rerun.selective.labels import Labels
@@ -22,32 +23,29 @@ from recollect.state.rng import RngState
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 from recollect.store.spans import laid_out
 
-__all__ = ["KeptCall", "Kept", "Ledger", "map_only"]
+__all__ = ["Kept", "KeptCall", "Ledger", "map_only"]
 
 
 def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
     """``function`` applied to each of ``kinds`` in the results of an op.
 
-    Ops usually return tuples, for which `tree_map_only` is slow.
+    Ops usually return a tensor or a tuple, for which `tree_map_only` is slow.
     """
-    if type(results) is not tuple:
-        return tree_map_only(kinds, function, results)
-    return tuple(
-        [
-            function(each) if isinstance(each, kinds) else map_only(kinds, function, each)
-            for each in results
-        ]
-    )
+    if isinstance(results, kinds):
+        return function(results)
+    if type(results) is tuple:
+        return tuple([map_only(kinds, function, each) for each in results])
+    return tree_map_only(kinds, function, results)
 
 
 class Kept:
-    """A tensor kept from forward, with the version it had."""
+    """A tensor kept from forward, with the version it had; None if it may be changed in place."""
 
     __slots__ = ("val", "version")
 
-    def __init__(self, detached: torch.Tensor) -> None:
+    def __init__(self, detached: torch.Tensor, allow_mutation: bool) -> None:
         self.val = detached
-        self.version = version_of(detached)
+        self.version = None if allow_mutation else version_of(detached)
 
     @property
     def memory(self) -> int | None:
@@ -61,10 +59,9 @@ class Kept:
         self.val = laid_out(val, val.stride(), 0) if is_plain_tensor(val) else val.clone()
         self.version = version_of(self.val)
 
-    def get(self, *, allow_mutation: bool) -> torch.Tensor:
+    def get(self) -> torch.Tensor:
         """The tensor, unless it was changed in place."""
-        is_counted = self.version is not None
-        if is_counted and self.val._version != self.version and not allow_mutation:
+        if self.version is not None and self.val._version != self.version:
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(self.val.shape)} that the policy keeps was changed in place "
@@ -84,7 +81,7 @@ class KeptCall:
     #: Why it is kept; filled in by whoever observes the region.
     reason = ""
     #: The steps that changed the results in place afterwards.
-    changes: Sequence[int] = ()
+    changes: tuple[int, ...] = ()
 
     def __init__(self, results: Any, inputs: tuple[Any, ...], rng: RngState | None) -> None:
         #: What the op returned, with `Kept` or `OffloadedTensor` in place of tensors.
@@ -95,40 +92,31 @@ class KeptCall:
         #: Where the op left the random streams, if it drew from them.
         self.rng = rng
 
-    def before_write(self, tensor: torch.Tensor, memory: int | None) -> bool:
-        """Prepare for a write to ``tensor``, in ``memory``: whether a result is in there."""
-        if memory is None:
-            return False
-        leaves = [self.results] if type(self.results) is Kept else tree_leaves(self.results)
-        places = [x for x in leaves if isinstance(x, _PLACES) and x.memory == memory]
-        for place in places:
+    def before_write(self, memory: int) -> bool:
+        """Prepare for a write to ``memory``: whether a result is in there."""
+        places: list[Any] = []
+        map_only(_PLACES, places.append, self.results)
+        written = [place for place in places if place.memory == memory]
+        for place in written:
             place.before_write()
-        return bool(places)
+        return bool(written)
 
-    def take(self, *, allow_mutation: bool) -> Any:
+    def read(self) -> Any:
+        """What the op returned."""
+        return map_only(_PLACES, lambda place: place.get(), self.results)
+
+    def take(self) -> Any:
         """What the op returned, handed out for good."""
-        out = self.read(allow_mutation=allow_mutation)
+        out = self.read()
         self.results, self.is_consumed = None, True
         return out
 
-    def read(self, *, allow_mutation: bool = False) -> Any:
-        """What the op returned."""
-        results = self.results
-        if type(results) is Kept:
-            return results.get(allow_mutation=allow_mutation)
-        if type(results) is OffloadedTensor:
-            return results.get()
-
-        def give(place: Any) -> Any:
-            return place.get(allow_mutation=allow_mutation) if type(place) is Kept else place.get()
-
-        return map_only(_PLACES, give, results)
-
 
 class Ledger:
-    """The calls of a region's ops."""
+    """The calls of a region's ops. ``allow_mutation``: kept results may be changed in place."""
 
-    def __init__(self, offload_batch: OffloadBatch) -> None:
+    def __init__(self, offload_batch: OffloadBatch, *, allow_mutation: bool = False) -> None:
+        self.allow_mutation = allow_mutation
         #: The ops of all calls, in order, by their `key_of`.
         self.sequence: list[Any] = []
         #: By step.
@@ -157,6 +145,26 @@ class Ledger:
         """A recomputation ends."""
         with self._lock:
             self.recomputations -= 1
+
+    def keep(
+        self,
+        step: int,
+        out: Any,
+        inputs: tuple[Any, ...] = (),
+        rng: RngState | None = None,
+        *,
+        offloads: bool = False,
+    ) -> KeptCall:
+        """Keep ``out``, the results of the call in ``step``."""
+
+        def hold(tensor: torch.Tensor) -> Kept | OffloadedTensor:
+            detached = detach_below_autograd(tensor)
+            if offloads:
+                return self.offload_batch.put(detached)
+            return Kept(detached, self.allow_mutation)
+
+        entry = self.entries[step] = KeptCall(map_only(torch.Tensor, hold, out), inputs, rng)
+        return entry
 
     @staticmethod
     def key_of(op: Any, args: tuple[Any, ...]) -> Any:

@@ -23,7 +23,7 @@ from recollect._torch.tensors import version_of
 from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
 from recollect.policy.op_info import OpInfo, known_ops, op_info
-from recollect.rerun.selective.labels import Labels, Made, differ, note_results
+from recollect.rerun.selective.labels import Labels, differ
 from recollect.rerun.selective.ledger import KeptCall, Ledger
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
@@ -48,25 +48,30 @@ class RecomputeMode(DispatchMode):
     ``once``: refuse to recompute a second time; otherwise the kept ops are then run again.
     """
 
-    def __init__(
-        self, ledger: Ledger, allow_cache_entry_mutation: bool = False, *, once: bool = True
-    ) -> None:
+    def __init__(self, ledger: Ledger, *, once: bool = True) -> None:
         super().__init__()
         self.ledger = ledger
-        self.allow_cache_entry_mutation = allow_cache_entry_mutation
         self._once = once
         #: Whether the streams are those of forward, and to be moved past what is not run again.
         self._restores_rng = False
         #: Present in a recomputation whose arguments are known.
         self._labels: Labels | None = None
 
-    def _start(self) -> None:
+    def for_rerun(self, values: Iterable[Any], *, restores_rng: bool) -> RecomputeMode:
+        """A mode of its own for one recomputation: several may run at once, in threads.
+
+        ``values``: the arguments of the region.
+        """
+        mode = RecomputeMode(self.ledger, once=self._once)
+        mode._restores_rng = restores_rng
+        mode._labels = self.ledger.labels.for_rerun(values)
+        self.ledger.offload_batch.announce()
+        return mode
+
+    def __enter__(self) -> RecomputeMode:
         #: The backward for which this runs.
         self._backward = current_graph_task()
-        self._made: Made = {}
         self._sequence = self.ledger.sequence
-        #: The kept results, by step.
-        self._entries: dict[int, KeptCall] = {}
         #: How many ops have run; whether they were those of forward, one by one; and what was
         #: handed out on that condition.
         self._steps = 0
@@ -76,23 +81,9 @@ class RecomputeMode(DispatchMode):
         self._left: dict[Any, deque[int]] = {}
         #: Entries that were handed out and whose results were changed in place in forward.
         self._changed: list[KeptCall] = []
-
-    def for_rerun(self, values: Iterable[Any], *, restores_rng: bool) -> RecomputeMode:
-        """A mode of its own for one recomputation: several may run at once, in threads.
-
-        ``values``: the arguments of the region.
-        """
-        mode = RecomputeMode(self.ledger, self.allow_cache_entry_mutation, once=self._once)
-        mode._restores_rng = restores_rng
-        mode._labels = self.ledger.labels.for_rerun(values)
-        self.ledger.offload_batch.announce()
-        return mode
-
-    def __enter__(self) -> RecomputeMode:
-        self._start()
         # Of two that run at once, in threads, the second recomputes everything.
-        if self.ledger.begin_recompute() or self._once:
-            self._entries = self.ledger.entries
+        is_first = self.ledger.begin_recompute()
+        self._entries = self.ledger.entries if is_first or self._once else {}
         super().__enter__()
         return self
 
@@ -107,34 +98,34 @@ class RecomputeMode(DispatchMode):
         if info.is_ignored or (info.is_cast and is_weight(args[0])):
             out = info.call(*args, **kwargs) if kwargs else info.call(*args)
             if info.is_ignored and self._labels is not None and isinstance(out, _Tensor):
-                self._labels.label_alias(out, args[0], self._made)
+                self._labels.label_alias(out, args[0])
             return out
         step = self._steps
         if self._is_in_step and step < len(self._sequence) and self._sequence[step] is func:
             self._steps = step + 1
         else:
             step = self._find(func, args)
-        label, inputs = None, ()
-        if self._labels is not None:
-            inputs = self._labels.inputs(id(func), args, kwargs, self._made)
+        labels, label, inputs = self._labels, None, ()
+        if labels is not None:
+            inputs = labels.inputs(id(func), args, kwargs)
             label = None if None in inputs else hash(inputs)
         entry = self._entries.get(step)
-        if entry is not None:
-            entry = self._checked(info, entry, inputs, args, kwargs)
-        if entry is not None:
+        if entry is not None and self._fits(info, entry, inputs, args, kwargs):
             out = self._hand_out(info, entry)
-            if label is None and self._labels is not None:
+            if label is None and labels is not None:
                 # Inputs of unknown origin are the same, if all ops are.
                 call = tree_map_only(_Tensor, _Weak, (args, kwargs or {}, out))
                 self._guesses.append((info, call))
             label = entry.label
         else:
             out = info.call(*args, **kwargs) if kwargs else info.call(*args)
-        if type(out) is _Tensor:
-            self._made[id(out)] = ref(out), label
-        else:
-            note_results(self._made, out, label)
+        if labels is not None and type(out) is _Tensor:
+            labels.made[id(out)] = ref(out), label
+        elif labels is not None:
+            labels.note_results(out, label)
         return out
+
+    # --- which call of forward is it? -------------------------------------------------------------
 
     def _find(self, func: Any, args: _Args) -> int:
         """The step in which forward made the call that is about to run, if it is not plainly next.
@@ -147,10 +138,15 @@ class RecomputeMode(DispatchMode):
             if step < len(self._sequence) and self._sequence[step] == key:
                 self._steps = step + 1
                 return step
-            self._left = _by_key(self._sequence, step)
+            for later in range(step, len(self._sequence)):
+                self._left.setdefault(self._sequence[later], deque()).append(later)
         left = self._left.get(key)
         if not left and self._is_own():
-            raise self._not_found(func, key)
+            count = self._sequence.count(key)
+            call = f"{func} invocation index {count}" if count else f"{func}"
+            raise KeptTensorError(
+                f"{call} encountered during backward but not found in storage. {_CAUSE}"
+            )
         self._is_in_step = False
         if was_in_step and self._is_own() and not self._guessed_right():
             raise KeptTensorError(
@@ -159,32 +155,27 @@ class RecomputeMode(DispatchMode):
             )
         return left.popleft() if left else _NONE
 
-    def _not_found(self, func: Any, key: Any) -> KeptTensorError:
-        count = self._sequence.count(key)
-        call = f"{func} invocation index {count}" if count else f"{func}"
-        return KeptTensorError(
-            f"{call} encountered during backward but not found in storage. {_CAUSE}"
-        )
+    def _is_own(self) -> bool:
+        """Whether forward must have run the op that is running: it is not of a backward inside."""
+        return self.ledger.is_complete and current_graph_task() == self._backward
 
-    def _checked(
-        self, info: OpInfo, entry: KeptCall, inputs: _Args, args: _Args, kwargs: Any
-    ) -> KeptCall | None:
-        """``entry``, if it is to be handed out. None: the op has to be run."""
+    # --- may it have what was kept? ---------------------------------------------------------------
+
+    def _fits(self, info: OpInfo, entry: KeptCall, inputs: _Args, args: _Args, kwargs: Any) -> bool:
+        """Whether ``entry`` is to be handed out; otherwise the op has to be run."""
         if entry.is_consumed or self._labels is None:
-            return entry if self._once or not entry.is_consumed else None
+            return self._once or not entry.is_consumed
         if not self._is_in_step:
-            return None
-        if entry.inputs == inputs:
-            return entry
-        if None in inputs and not differ(entry.inputs, inputs):
-            return entry
+            return False
+        if entry.inputs == inputs or (None in inputs and not differ(entry.inputs, inputs)):
+            return True
         if info.is_random:
-            return None
+            return False
         # The inputs may be the same all the same, computed in another way. And a choice stands,
         # however its scores come out now.
         is_same = _same(info.call(*args, **(kwargs or {})), entry.read())
         if is_same or (info.kept_by_default is not None and not self._is_another(entry, inputs)):
-            return entry
+            return True
         raise KeptTensorError(
             f"{info.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
         )
@@ -192,15 +183,6 @@ class RecomputeMode(DispatchMode):
     def _is_another(self, entry: KeptCall, inputs: _Args) -> bool:
         """Whether ``inputs`` are those of another call: calls have changed places."""
         return any(each.inputs == inputs for each in self._entries.values() if each is not entry)
-
-    def _guessed_right(self) -> bool:
-        """Whether all that was handed out on a condition is what would have been computed."""
-        guesses, self._guesses = self._guesses, []
-        return all(_holds(info, call) for info, call in guesses)
-
-    def _is_own(self) -> bool:
-        """Whether forward must have run the op that is running: it is not of a backward inside."""
-        return self.ledger.is_complete and current_graph_task() == self._backward
 
     def _hand_out(self, info: OpInfo, entry: KeptCall) -> Any:
         if entry.is_consumed:
@@ -212,12 +194,14 @@ class RecomputeMode(DispatchMode):
         if entry.rng is not None and self._restores_rng:
             write_rng(entry.rng)
         try:
-            out = entry.take(allow_mutation=self.allow_cache_entry_mutation)
+            out = entry.take()
         except KeptTensorError as error:
             raise KeptTensorError(f"{error} The op is {info.op}{_where()}.") from None
         if entry.changes:
             self._changed.append(entry)
         return out
+
+    # --- did it run what forward ran? -------------------------------------------------------------
 
     def check_end(self) -> None:
         """Refuse a recomputation that ran fewer ops than what was handed out relies on."""
@@ -240,6 +224,11 @@ class RecomputeMode(DispatchMode):
         if self._is_in_step:
             return step < self._steps
         return step not in self._left.get(self._sequence[step], ())
+
+    def _guessed_right(self) -> bool:
+        """Whether all that was handed out on a condition is what would have been computed."""
+        guesses, self._guesses = self._guesses, []
+        return all(_holds(info, call) for info, call in guesses)
 
 
 class _Weak:
@@ -268,14 +257,6 @@ def _holds(info: OpInfo, call: Any) -> bool:
     except ReferenceError:
         return False
     return _same(info.call(*args, **kwargs), out)
-
-
-def _by_key(sequence: list[Any], start: int) -> dict[Any, deque[int]]:
-    """The steps from ``start`` on, by what is called in them."""
-    steps: dict[Any, deque[int]] = {}
-    for step in range(start, len(sequence)):
-        steps.setdefault(sequence[step], deque()).append(step)
-    return steps
 
 
 def _same(a: Any, b: Any) -> bool:

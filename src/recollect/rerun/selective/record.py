@@ -1,6 +1,11 @@
 """The mode under which forward runs: keeps the results that the policy says to keep (R4).
 
 For each op it writes into the ledger which op was called and, if it is kept, what it returned.
+
+A tensor gets its name after the op has run, and often by way of a view: ``recollect.tag(linear(x),
+"q")`` names a view of a product, and the product itself is gone. Its storage is not. So where there
+are rules about names, each call is remembered by the storages of its results until the region ends,
+with what it takes to keep it after all.
 """
 
 from __future__ import annotations
@@ -15,15 +20,14 @@ from recollect._torch.autograd import is_weight
 from recollect._torch.dynamo import is_compiling
 from recollect._torch.modes import DispatchMode, detach_below_autograd, raw_memory
 from recollect._torch.ops import op_name
-from recollect._torch.tensors import storage_key
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import is_plain_tensor, storage_key
 from recollect.observer import observing
 from recollect.policy.op_info import OpInfo
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import OpRuling, Ruling
-from recollect.rerun.selective.labels import Made, note_results
-from recollect.rerun.selective.ledger import Kept, KeptCall, Ledger, map_only
-from recollect.rerun.selective.nameable import HELD, Nameable, NameableResults
+from recollect.rerun.selective.ledger import KeptCall, Ledger, map_only
 from recollect.rerun.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
 
@@ -34,11 +38,7 @@ _Args = tuple[Any, ...]
 
 
 class RecordMode(DispatchMode):
-    """Runs in forward.
-
-    ``as_torch``: without our own defaults and warnings. ``allow_mutation``: kept results may be
-    changed in place.
-    """
+    """Runs in forward. ``as_torch``: without our own defaults and warnings."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class RecordMode(DispatchMode):
         ledger: Ledger,
         *,
         as_torch: bool = False,
-        allow_mutation: bool = False,
         ac_graph_id: int | None = None,
     ) -> None:
         super().__init__()
@@ -57,22 +56,24 @@ class RecordMode(DispatchMode):
         self._rulebook = self._policy.rulebook
         self._as_torch = as_torch
         self._known = self._rulebook.known
-        self._protects_kept = not as_torch and not allow_mutation
+        #: Whether kept results are copied before the region changes them in place.
+        self._protects_kept = not as_torch and not ledger.allow_mutation
         self._observer = observing.observer
         #: Whether there is an observer or a compiler.
         self._is_watched = self._observer is not None
         self._tracer: Tracer | None = None
         self._used = False
-        self._is_bound = False
-        self._stops_early = False
+        #: Whether a recomputation ends with the last saved tensor; None: nobody notes those.
+        self._stops_early: bool | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Free what is needed during forward only."""
         self._policy.function, self._policy.values = None, ()
-        self._made: Made = {}
-        #: Present if there are rules about names.
-        self._nameable: NameableResults | None = None
+        self.ledger.labels.made = {}
+        #: Present if there are rules about names. By key of a storage: that, weakly, and the call
+        #: that filled it, `_HELD`, or None if its results cannot be kept.
+        self._nameable: dict[int, tuple[Any, Any]] | None = None
 
     @property
     def storage(self) -> dict[Any, list[Any]]:
@@ -89,9 +90,8 @@ class RecordMode(DispatchMode):
     ) -> None:
         """Say what will run. The hook from `noting` is then called for each saved tensor.
 
-        ``values``: the arguments. ``stops_early``: the recomputation ends with the last of them.
+        ``values``: the arguments. ``stops_early``: a recomputation ends with the last of them.
         """
-        self._is_bound = True
         self._policy.function = function
         self._policy.values = values
         self._stops_early = stops_early
@@ -123,7 +123,7 @@ class RecordMode(DispatchMode):
             self._policy.__enter__()
             if self._rulebook.names:
                 self._policy.keep = self._keep_named
-                self._nameable = NameableResults()
+                self._nameable = {}
         super().__enter__()
         return self
 
@@ -134,7 +134,7 @@ class RecordMode(DispatchMode):
         try:
             if exc[0] is None:
                 self._check_rules()
-                if self._is_bound:
+                if self._stops_early is not None:
                     self.ledger.end_forward(stops_early=self._stops_early)
                 self.ledger.is_complete = True
         finally:
@@ -144,7 +144,8 @@ class RecordMode(DispatchMode):
         """Report rules that match nothing."""
         if self._tracer is not None and not self._tracer.traces:
             return
-        self._policy.check_rules(map(op_name, self.ledger.ops()), warns=not self._as_torch)
+        if self._rulebook.unmatched or self._rulebook.names:
+            self._policy.check_rules(map(op_name, self.ledger.ops()), warns=not self._as_torch)
         if self._tracer is not None:
             self._tracer.check_modules()
 
@@ -160,100 +161,98 @@ class RecordMode(DispatchMode):
         ledger = self.ledger
         if ledger.recomputations:
             return out
-        step = len(ledger.sequence)
+        labels = ledger.labels
+        inputs = labels.inputs(id(func), args, kwargs)
+        if op.may_be_kept or self._nameable is not None:
+            self._decide(op, out, args, kwargs, inputs)
         ledger.sequence.append(func)
-        ruling, is_kept = op.ruling, op.is_kept
-        if op.is_per_call:
-            ruling = self._policy.decide_call(op, out, args, kwargs)
-            is_kept = ruling.keeps
-        made = self._made
-        inputs = ledger.labels.inputs(id(func), args, kwargs, made)
-        if is_kept:
-            self._keep(ruling, out, inputs, step)
-        if self._nameable is not None and not op.is_view:
-            can_be_kept = op.info.can_be_kept
-            call = Nameable(step, out, inputs, None, ruling.rank) if can_be_kept else None
-            self._nameable.note(out, HELD if is_kept else call)
         if type(out) is _Tensor:
-            made[id(out)] = ref(out), hash(inputs)
+            labels.made[id(out)] = ref(out), hash(inputs)
         else:
-            note_results(made, out, hash(inputs))
+            labels.note_results(out, hash(inputs))
         return out
 
     def _run_with_care(self, op: OpRuling, args: _Args, kwargs: Any) -> Any:
         """Run an op that is not plain; or any, under a compiler or an observer."""
-        info = op.info
+        info, ledger = op.info, self.ledger
         if self._tracer is not None:
             return self._tracer.run(info, args, kwargs or {})
         if info.is_ignored:
             return self._run_ignored(info, args, kwargs)
-        if self.ledger.recomputations or (info.is_cast and is_weight(args[0])):
+        if ledger.recomputations or (info.is_cast and is_weight(args[0])):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if not info.is_plain:
+        if info.writes or info.writes_unseen:
             self._before_write(info.written(args, kwargs or {}))
-        out, rng = self._run_noting_rng(op, args, kwargs)
-        step = len(self.ledger.sequence)
-        self.ledger.sequence.append(self.ledger.key_of(info.op, args))
-        ruling = self._policy.decide_call(op, out, args, kwargs)
-        can_be_kept = info.can_be_kept and not _draws(info, args, kwargs)
-        inputs = self.ledger.labels.inputs(id(info.op), args, kwargs, self._made)
-        entry = None
-        if can_be_kept and ruling.keeps:
-            entry = self._keep(ruling, out, inputs, step, rng)
-        if self._nameable is not None and not info.is_alias:
-            call = Nameable(step, out, inputs, rng, ruling.rank) if can_be_kept else None
-            self._nameable.note(out, call if entry is None else HELD)
-        note_results(self._made, out, hash(inputs))
-        if self._observer is not None:
-            self._observer.decided(info.op, out, ruling, entry)
+        if info.is_random:
+            out, rng = self._run_noting_rng(op, args, kwargs)
+        else:
+            out, rng = op.call(*args, **kwargs) if kwargs else op.call(*args), None
+        inputs = ledger.labels.inputs(id(info.op), args, kwargs)
+        self._decide(op, out, args, kwargs, inputs, rng)
+        ledger.sequence.append(ledger.key_of(info.op, args))
+        ledger.labels.note_results(out, hash(inputs))
         return out
 
     def _run_ignored(self, info: OpInfo, args: _Args, kwargs: Any) -> Any:
         """Run an op that is not counted: it detaches a tensor, or reads its metadata."""
         out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         if isinstance(out, _Tensor):
-            self.ledger.labels.label_alias(out, args[0], self._made)
+            self.ledger.labels.label_alias(out, args[0])
         return out
 
     def _run_noting_rng(
         self, op: OpRuling, args: _Args, kwargs: Any
     ) -> tuple[Any, RngState | None]:
-        """Run an op; the random state after it, if it drew and may be kept."""
+        """Run an op that may draw; the random state after it, if it did and may be kept."""
         may_be_kept = op.rules or op.ruling.keeps or self._rulebook.names
-        before = read_rng() if op.info.is_random and may_be_kept else None
+        before = read_rng() if may_be_kept else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         if before is None:
             return out, None
         after = read_rng()
         return out, None if same_rng(before, after) else after
 
-    def _before_write(self, tensors: list[_Tensor]) -> None:
-        """Copy kept results that the op which is about to run writes to."""
-        for tensor in tensors:
-            memory = storage_key(tensor)
-            for entry in self.ledger.entries.values() if self._protects_kept else ():
-                if entry.before_write(tensor, memory):
-                    entry.changes = [*entry.changes, len(self.ledger.sequence)]
-            if self._nameable is not None:
-                self._nameable.before_write(memory)
+    def _decide(
+        self,
+        op: OpRuling,
+        out: Any,
+        args: _Args,
+        kwargs: Any,
+        inputs: _Args,
+        rng: RngState | None = None,
+    ) -> None:
+        """Keep the results of a call, or remember them until they get a name."""
+        step, info = len(self.ledger.sequence), op.info
+        ruling = self._policy.decide_call(op, out, args, kwargs) if op.rules else op.ruling
+        can_be_kept = info.can_be_kept and not _draws_elsewhere(info, args, kwargs)
+        entry = None
+        if can_be_kept and ruling.keeps:
+            entry = self._keep(ruling, step, out, inputs, rng)
+        if self._nameable is not None and not info.is_alias:
+            call: Any = None if entry is None else _HELD
+            if can_be_kept and entry is None:
+                call = _Nameable(step, out, inputs, rng, ruling.rank)
+            for each in (out,) if type(out) is _Tensor else tree_leaves(out):
+                key = storage_key(each) if isinstance(each, _Tensor) else None
+                if key is not None:
+                    self._nameable[key] = ref(each.untyped_storage()), call
+        if self._observer is not None:
+            self._observer.decided(info.op, out, ruling, entry)
 
     def _keep(
-        self,
-        ruling: Ruling,
-        out: Any,
-        inputs: tuple[Any, ...],
-        step: int,
-        rng: RngState | None = None,
+        self, ruling: Ruling, step: int, out: Any, inputs: _Args, rng: RngState | None
     ) -> KeptCall:
-        """Keep the results of a call."""
-        offload_batch = self.ledger.offload_batch
-        hold: Any = offload_batch.put if ruling.offloads or offload_batch.chosen else Kept
-        if type(out) is _Tensor:
-            results = hold(detach_below_autograd(out))
-        else:
-            results = map_only(_Tensor, lambda each: hold(detach_below_autograd(each)), out)
-        entry = self.ledger.entries[step] = KeptCall(results, inputs, rng)
-        return entry
+        offloads = ruling.offloads or self.ledger.offload_batch.chosen
+        return self.ledger.keep(step, out, inputs, rng, offloads=offloads)
+
+    def _before_write(self, tensors: list[_Tensor]) -> None:
+        """Copy kept results that the op which is about to run writes to."""
+        for memory in filter(None, map(storage_key, tensors)):
+            for entry in self.ledger.entries.values() if self._protects_kept else ():
+                if entry.before_write(memory):
+                    entry.changes += (len(self.ledger.sequence),)
+            if self._nameable is not None and memory in self._nameable:
+                self._nameable[memory] = self._nameable[memory][0], None  # too late for a name
 
     # --- for each name ----------------------------------------------------------------------------
 
@@ -262,24 +261,83 @@ class RecordMode(DispatchMode):
         if self.ledger.recomputations:
             return
         assert self._nameable is not None
-        call = self._nameable.source(tensor)
-        if call is HELD or (call is not None and (call.is_kept or call.rank < ruling.rank)):
-            return  # held anyway, or recomputed by an earlier rule
+        key = storage_key(tensor)
+        call = None
+        if key is not None:
+            storage, call = self._nameable.get(key, (None, None))
+            if storage is None or storage() is not tensor.untyped_storage():
+                return  # held from outside of the region
+        if call is _HELD or (call is not None and call.rank < ruling.rank):
+            return  # kept by another rule, or recomputed by an earlier one
+        if call is not None and call.step in self.ledger.entries:
+            return  # kept by another name
         with raw_memory():
             out = None if call is None else call.out()
-            if out is None:
+            if call is None or out is None:
                 raise ValueError(
                     f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it "
                     "was changed in place, drawn from a torch.Generator of your own, or is no "
                     "plain strided tensor. Name the result of another op."
                 )
-            entry = self._keep(ruling, out, call.inputs, call.step, call.rng)
-        call.is_kept = True
+            entry = self._keep(ruling, call.step, out, call.inputs, call.rng)
         if self._observer is not None:
             self._observer.decided(self.ledger.op_at(call.step), out, ruling, entry)
 
 
-def _draws(info: OpInfo, args: _Args, kwargs: Any) -> bool:
+class _Nameable:
+    """A call whose results may get a name, and do not live longer for it.
+
+    Only the largest result counts: the others are usually small (a mean, a variance, the logarithm
+    of a sum), and are held.
+    """
+
+    __slots__ = ("_layout", "_results", "_storage", "inputs", "rank", "rng", "step")
+
+    def __init__(self, step: int, out: Any, inputs: _Args, rng: RngState | None, rank: int) -> None:
+        self.step = step
+        self.inputs = inputs
+        self.rng = rng
+        #: The rank of the rule by which the results are not kept.
+        self.rank = rank
+        largest: Any = out
+        #: If there are several results: all, with `_LARGEST` in place of the largest.
+        self._results: Any = None
+        if not isinstance(out, _Tensor):
+            plain = [x for x in tree_leaves(out) if isinstance(x, _Tensor) and is_plain_tensor(x)]
+            largest = max(plain, key=_Tensor.numel, default=None)
+            self._results = map_only(
+                _Tensor, lambda x: _LARGEST if x is largest else detach_below_autograd(x), out
+            )
+        #: The storage of the largest, weakly, and its layout.
+        self._storage: ref[torch.UntypedStorage] | None = None
+        if largest is not None and is_plain_tensor(largest):
+            self._storage = ref(largest.untyped_storage())
+            layout = largest.storage_offset(), largest.shape, largest.stride()
+            self._layout = largest.dtype, largest.device, layout
+
+    def out(self) -> Any:
+        """What the op returned; None if it is gone."""
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            return None
+        dtype, device, layout = self._layout
+        largest = torch.empty(0, dtype=dtype, device=device).set_(storage, *layout)
+        if self._results is None:
+            return largest
+        return map_only(_Largest, lambda _: largest, self._results)
+
+
+class _Largest:
+    """In place of the largest result of a call."""
+
+
+_LARGEST = _Largest()
+
+#: In place of a call: a rule keeps its results.
+_HELD = object()
+
+
+def _draws_elsewhere(info: OpInfo, args: _Args, kwargs: Any) -> bool:
     """Whether the op draws from a generator of the user's, or its own, which has to move on."""
     is_given = info.is_random and bool(kwargs) and kwargs.get("generator") is not None
     return is_given or info.uses_library_rng(args)

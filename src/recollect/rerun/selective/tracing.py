@@ -10,19 +10,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import Tensor
-
 from recollect._torch.dynamo import tag_recompute_nodes, traced_graph, traced_modules, traced_tag
-from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import OpOverload
-from recollect._torch.pytree import tree_map_only
 from recollect.checks.names import names_in_memory
-from recollect.policy.decisions import CheckpointPolicy
 from recollect.policy.op_info import OpInfo, op_info
-from recollect.policy.patterns import fits, listed
 from recollect.policy.policy_call import PolicyCall
+from recollect.policy.rules import CheckpointPolicy, fits, listed
 from recollect.policy.rulings import Ruling
-from recollect.rerun.selective.ledger import Kept, KeptCall, Ledger
+from recollect.rerun.selective.ledger import Ledger
 
 __all__ = ["Tracer"]
 
@@ -54,7 +49,9 @@ class Tracer:
         if not info.is_ignored:
             ruling = self._decide(info, out, args, kwargs)
             decision, rank = ruling.decision, ruling.rank
-            self._keep(info.op, out, args)
+            ledger = self._ledger
+            ledger.keep(len(ledger.sequence), out)
+            ledger.sequence.append(ledger.key_of(info.op, args))
         if graph is not None:
             self.traces = True
             added = len(graph.nodes) - before
@@ -86,12 +83,6 @@ class Tracer:
             for rank, rule in modules.items():
                 self._policy.inside[rank] = sum(map(rule.covers, paths))
         return self._policy.decide(info, out, args, kwargs)
-
-    def _keep(self, op: Any, out: Any, args: tuple[Any, ...]) -> None:
-        ledger = self._ledger
-        results = tree_map_only(Tensor, lambda tensor: Kept(detach_below_autograd(tensor)), out)
-        ledger.entries[len(ledger.sequence)] = KeptCall(results, (), None)
-        ledger.sequence.append(ledger.key_of(op, args))
 
     def _tag_named(self, nodes: list[Any]) -> None:
         """If the op names a tensor, keep the result of the op that computed it."""

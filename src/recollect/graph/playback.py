@@ -1,0 +1,385 @@
+"""Plays a step under a schedule, in bytes and seconds: what the replay engine does with tensors.
+
+By the same rules (`release`):
+
+1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, or until
+   the limit on copies in flight is reached. The rest is freed after its last use in forward.
+2. Backward unpacks a saved tensor. If it is not there, the ops that lead to it from held values run
+   again, in the order of forward.
+3. Tensors are fetched from the host in the reverse order of offloading, as `OffloadBatch` does
+   under a plan, at most so many bytes in advance.
+
+Copies overlap with computation, one at a time in each direction. The allocator counts memory when
+work is issued, far ahead of the device. So the engine cannot wait until a copy is done: the plan
+tells it after which op the copy will be done, as simulated here, and the device waits if it is not.
+
+The schedule leaves most events alone. Only those are played at which something is recomputed,
+released or copied; for the others, the changes of memory are added up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
+
+from recollect.graph.graph import FREE, OP, UNPACK, Action, Graph
+from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
+from recollect.graph.schedule import Schedule
+
+__all__ = ["Note", "Playback", "results_of"]
+
+#: The memory while an op runs again, or once a tensor is fetched: the event; the bytes by which
+#: memory has changed since it began; fixed bytes; the bytes that were recomputed or fetched; and
+#: the time.
+Note = tuple[int, int, int, int, float]
+
+
+def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
+    """The values that ops make."""
+    results = graph.results
+    return {value for op in ops for value in results[op]}
+
+
+class Playback:
+    """One step. Its attributes tell what happened in it."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph = graph
+        tables = self.tables = graph.tables
+        kept = schedule.kept | graph.forced
+        here = results_of(graph, kept)
+        self.away = results_of(graph, schedule.away - kept)
+        #: The values that are not recomputed.
+        self.held = here | self.away if self.away else here
+        self.is_ticket = [value not in here for value in tables.saved]
+        #: The saved tensors that are not kept here, in the order of forward.
+        self.tickets = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
+        needs = find_needs(graph, [tables.saved[n] for n in self.tickets], self.held)
+        #: What backward has recomputed or fetched, in bytes.
+        self.working = WorkingSet[int](needs.uses)
+        #: The kept values that others are recomputed from, with the first ticket that needs each.
+        self.order = [each for each in needs.order if each[0] in here]
+        self.again = needs.again
+        #: Bytes of generator states, which are held until the end.
+        self.states = sum([graph.ops[op].state for op in needs.again])
+        #: By value: how many tensors of it autograd has unpacked, and still holds.
+        self.given = [0] * len(graph.values)
+        self.dead = [False] * len(graph.saved)
+        #: The time, and how many events are over.
+        self.clock = 0.0
+        self.over = 0
+        self.rerun = 0.0
+        self.waits = 0.0
+        self._find_costs(schedule)
+        self._plan_copies(schedule)
+        self._hold(kept)
+        #: The phase of an event; the bytes by which memory has changed in it; the bytes that are
+        #: there and were recomputed or fetched, and how many when it began.
+        self.phase = 0
+        self.change = 0
+        self.made = self.made_before = 0
+        #: By event: ``change`` and ``clock`` once all is unpacked.
+        self.unpacked: dict[int, int] = {}
+        self.clocks: dict[int, float] = {}
+        self.notes: list[Note] = []
+
+    def _find_costs(self, schedule: Schedule) -> None:
+        """The costs of a whole engine, or of modules, which are spent all over the step.
+
+        They are counted first, to hide no copy. The seconds of ops that run again come on top,
+        except in modules, whose costs include them.
+        """
+        graph = self.graph
+        if schedule.modules:
+            self.seconds = [0.0] * len(graph.ops)
+            self.rerun = sum(graph.module_costs.get(each, 0.0) for each in schedule.modules)
+            self.clock = self.rerun
+        else:
+            self.seconds = graph.rerun_seconds
+            self.clock = graph.engine_cost
+
+    def _plan_copies(self, schedule: Schedule) -> None:
+        graph = self.graph
+        self.limit = schedule.limit
+        self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
+        self.begin = len(graph.saved) if schedule.begin is None else schedule.begin
+        #: The copies to the host that are in flight.
+        self.leaving: deque[tuple[int, int, float]] = deque()
+        self.leaving_bytes = 0
+        self.out_clock = self.in_clock = 0.0
+        self.fetched: dict[int, float] = {}
+        self.ahead_bytes = 0
+        self.wanted: deque[int] = deque()
+        self.has_begun = False
+        self.arrivals: list[tuple[int, int]] = []
+        self.last_op = graph.last_op
+        #: The values to offload, by the last op of their function.
+        self.sent: dict[int, list[int]] = {}
+        for value in sorted(self.away):
+            if self.working.uses[value]:
+                op = graph.values[value].op
+                self.sent.setdefault(max(op, graph.ops[op].last), []).append(value)
+
+    def _hold(self, kept: Iterable[int]) -> None:
+        """Find until when the storages of forward are held."""
+        storages, values, holds = self.graph.storages, self.graph.values, self.tables.holds
+        #: By storage: how many hold it until something happens in backward or on the link.
+        self.holders: dict[int, int] = {}
+        held = [value for value, _ in self.order]
+        for value in (*held, *(value for sent in self.sent.values() for value in sent)):
+            number = values[value].storage
+            self.holders[number] = self.holders.get(number, 0) + 1
+        #: By storage that is held for longer than in the plain forward: the last event at which
+        #: anybody else holds it.
+        ends = self.ends = {number: storages[number].dies for number in self.holders}
+        for op in kept:
+            for number, end in holds[op]:
+                if end > ends.get(number, -1):
+                    ends[number] = end
+        #: By event: the bytes by which the schedule changes memory before it; and those of values
+        #: that are recomputed or fetched.
+        self.changes = [0] * (len(self.graph.events) + 2)
+        self.changes_made = self.changes[:]
+        for number, end in ends.items():
+            storage = storages[number]
+            self.changes[storage.dies + 1] += storage.nbytes
+            if number not in self.holders:
+                self.changes[end + 1] -= storage.nbytes
+
+    def forward(self) -> None:
+        """Play forward."""
+        tables, is_ticket = self.tables, self.is_ticket
+        if self.sent:
+            actions = [a for a in tables.actions if a[1] == OP or is_ticket[a[2]]]
+        else:
+            actions = [a for a in tables.of_saved if is_ticket[a[2]]]
+        turn = bisect_left(actions, (2 * self.graph.turn,))
+        self._play(actions[:turn])
+        self.left = actions[turn:]
+
+    def backward(self) -> None:
+        """Play what follows forward."""
+        self._play(self.left)
+        self._begin_phase(2 * len(self.graph.events))
+
+    def _play(self, actions: Iterable[Action]) -> None:
+        for phase, kind, number in actions:
+            if phase != self.phase:
+                self._begin_phase(phase)
+            if kind == UNPACK:
+                self._unpack(self.tables.saved[number])
+            elif kind == FREE:
+                self._free(number)
+            else:
+                self._end_op(number)
+        self._begin_phase(self.phase)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _begin_phase(self, phase: int) -> None:
+        """Add up what has changed in the phase before."""
+        event = (self.phase + 1) // 2
+        self.clocks[event] = self.clock
+        if self.change or self.made != self.made_before:
+            self.changes[event] += self.change
+            self.changes_made[event] += self.made - self.made_before
+            if self.phase % 2 == 0:
+                self.unpacked[event] = self.change
+            self.change = 0
+            self.made_before = self.made
+        self.phase = phase
+        over = (phase + 1) // 2
+        if over > self.over:
+            # One after the other: the last digit depends on the order.
+            self.clock = reduce(add, self.tables.event_seconds[self.over : over], self.clock)
+            self.over = over
+
+    def _note(self, more: int) -> None:
+        """Note the memory while an op runs again, with ``more`` fixed bytes."""
+        self.notes.append((self.phase // 2, self.change, more, self.made, self.clock))
+
+    def _drop(self, storage: int) -> None:
+        """Release a storage; it is freed when nobody else holds it."""
+        self.holders[storage] -= 1
+        if self.holders[storage]:
+            return
+        nbytes = self.graph.storages[storage].nbytes
+        after = self.ends[storage] + 1  # the first event at which nobody else does
+        if after <= (self.phase + 1) // 2:
+            self.change -= nbytes
+        else:
+            self.changes[after] -= nbytes
+
+    def _shrink(self, value: int) -> None:
+        nbytes = self.tables.nbytes[value]
+        self.change -= nbytes
+        self.made -= nbytes
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _unpack(self, value: int) -> None:
+        """Autograd unpacks a saved tensor that is not kept."""
+        working = self.working
+        if value not in working.here:
+            self._release_held()
+            if len(self.tickets) <= self.begin:
+                self._begin()
+            if value in self.away:
+                self._fetch_now(value)
+            else:
+                working.uses[value] += 1  # not to be released before it is unpacked
+                for op in missing_ops(self.graph, value, working.here, self.held):
+                    self._run_op(op)
+                working.uses[value] -= 1
+        self.given[value] += 1
+        working.give(value)
+
+    def _free(self, saved: int) -> None:
+        """Autograd has freed a saved tensor that is not kept."""
+        self.dead[saved] = True
+        value = self.tables.saved[saved]
+        if self.given[value]:
+            self.given[value] -= 1
+            if not self.given[value] and value not in self.working.here:
+                self._shrink(value)
+
+    def _release_held(self) -> None:
+        tickets = self.tickets
+        while tickets and self.dead[tickets[-1]]:
+            tickets.pop()
+        for value in pop_unneeded(self.order, len(tickets)):
+            self._drop(self.graph.values[value].storage)
+
+    def _run_op(self, number: int) -> None:
+        """Run an op again."""
+        tables, working, given = self.tables, self.working, self.given
+        here, nbytes = working.here, tables.nbytes
+        op = self.graph.ops[number]
+        reads = op.reads
+        if self.away:
+            for read in reads:
+                if read in self.away and read not in here:
+                    self._fetch_now(read)
+        was_here = [read for read in reads if read in here]
+        written = tables.written[number]
+        if written:
+            for old in written:
+                if working.use_up(old) and old in was_here:
+                    self._shrink(old)  # it is overwritten
+                    was_here.remove(old)
+            reads = tuple(read for read in reads if read not in written)
+        results = tables.results[number]
+        self.change += tables.made[number]
+        self.made += tables.made[number]
+        self._note(tables.before[self.phase // 2] + op.workspace)
+        seconds = self.seconds[number]
+        self.clock += seconds
+        self.rerun += seconds
+        working.end_op(reads, results)
+        freed = sum([nbytes[value] for value, _ in results if value not in here])
+        freed += sum(
+            [nbytes[value] for value in was_here if value not in here and not given[value]]
+        )
+        self.change -= freed
+        self.made -= freed
+
+    # --- the host ---------------------------------------------------------------------------------
+
+    def _end_op(self, number: int) -> None:
+        """An op of forward has run."""
+        if number in self.sent:
+            self._send(self.sent[number])
+        if self.leaving and self._can_arrive_after(number):
+            self._let_arrive(number)
+
+    def _send(self, numbers: Iterable[int]) -> None:
+        link = self.graph.link
+        assert link is not None
+        for number in numbers:
+            value = self.graph.values[number]
+            self.clock += self.graph.offload_cost
+            start = max(self.clock, self.out_clock)
+            self.out_clock = start + value.nbytes / link.out_rate
+            self.leaving.append((value.storage, value.nbytes, self.out_clock))
+            self.leaving_bytes += value.nbytes
+
+    def _can_arrive_after(self, number: int) -> bool:
+        """Whether the engine can be told: only at the end of a function, by an op with a key."""
+        op = self.graph.ops[number]
+        return op.last <= number and (bool(op.key) or number == self.last_op)
+
+    def _let_arrive(self, op: int) -> None:
+        """After ``op``: free what is copied by now, and the oldest if too much is in flight.
+
+        At the end of forward, everything.
+        """
+        before = len(self.leaving)
+        while len(self.leaving) > 1 and self.leaving_bytes > self.limit:
+            self._arrive()
+        while self.leaving and (self.leaving[0][2] <= self.clock or op == self.last_op):
+            self._arrive()
+        if len(self.leaving) < before:
+            self.arrivals.append((op, before - len(self.leaving)))
+
+    def _arrive(self) -> None:
+        """Wait for the oldest copy to the host, and free its storage."""
+        storage, nbytes, done = self.leaving.popleft()
+        self._wait(done)
+        self.leaving_bytes -= nbytes
+        self._drop(storage)
+
+    def _wait(self, until: float) -> None:
+        if until > self.clock:
+            self.waits += until - self.clock
+            self.clock = until
+
+    def _begin(self) -> None:
+        """Start to fetch ahead."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        if not self.sent:
+            return
+        self.wanted = deque(self._fetch_order())
+        self._fetch_ahead()
+
+    def _fetch_order(self) -> list[int]:
+        """The offloaded values, in the reverse of the order in which they were offloaded."""
+        return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op][::-1]]
+
+    def _fetch_ahead(self) -> None:
+        while self.wanted:
+            value = self.wanted[0]
+            nbytes = self.graph.values[value].nbytes
+            if self.ahead_bytes and self.ahead_bytes + nbytes > self.ahead:
+                return
+            self.wanted.popleft()
+            if self.working.uses[value] and value not in self.working.here:
+                self._fetch(value)
+                self.ahead_bytes += nbytes
+
+    def _fetch(self, value: int) -> None:
+        link = self.graph.link
+        assert link is not None
+        nbytes = self.graph.values[value].nbytes
+        self.in_clock = max(self.clock, self.in_clock) + nbytes / link.in_rate
+        self.fetched[value] = self.in_clock
+        self.change += nbytes
+        self.made += nbytes
+
+    def _fetch_now(self, value: int) -> None:
+        """Fetch an offloaded value, and wait for it."""
+        nbytes = self.graph.values[value].nbytes
+        if value in self.fetched:
+            self.ahead_bytes -= nbytes
+        else:
+            if value in self.wanted:
+                self.wanted.remove(value)
+            self._fetch(value)
+        self._wait(self.fetched.pop(value))
+        self.working.here[value] = 0
+        self._fetch_ahead()
+        self._note(self.tables.before[self.phase // 2])

@@ -1,0 +1,1 @@
+"""One line in the training frameworks: `integrations.transformers` and `integrations.lightning`."""

@@ -1,0 +1,101 @@
+"""A byte budget for the ``Trainer`` of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+try:
+    from lightning.pytorch import Callback, LightningModule
+except ImportError as error:
+    raise ImportError(
+        "recollect.integrations.lightning needs lightning: pip install 'recollect[lightning]'"
+    ) from error
+
+from recollect.modules import copy_signature, unwrap_module
+from recollect.planning.api import fit, lazy_runner
+from recollect.planning.budget import check_budget
+from recollect.planning.runner import Runner
+
+__all__ = ["Fit"]
+
+_STEP = "training_step"
+
+
+class Fit(Callback):
+    """Keeps the training steps of a Lightning ``Trainer`` within a budget of memory.
+
+    The plan is made from the trainer's own first step; see `recollect.fit`. With automatic
+    optimization all of ``training_step`` is planned, the loss too. With manual optimization, where
+    it runs backward itself, say which module it calls.
+
+    Args:
+        budget: As of `recollect.fit`: ``"22GiB"``, or ``"auto"`` for what the device has.
+        module: The name of the module to plan, such as ``"model"``, in place of ``training_step``.
+        options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
+
+    Example::
+
+        trainer = Trainer(callbacks=[Fit("22GiB")])
+        trainer.fit(module, loader)
+    """
+
+    def __init__(
+        self, budget: float | str = "auto", *, module: str | None = None, **options: Any
+    ) -> None:
+        check_budget(budget)
+        self._budget = budget
+        self._module = module
+        self._options = options
+        self._runner: Runner | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Fit the module."""
+        if self._module is not None:
+            fit(self._found(pl_module), budget=self._budget, **self._options)
+            return
+        if not pl_module.automatic_optimization:
+            names = ", ".join(repr(name) for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"Fit: {type(pl_module).__name__} has manual optimization, and training_step runs "
+                "backward itself. Say which of its modules is to be planned: "
+                f"Fit(budget, module=...), one of {names}"
+            )
+        runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
+        pl_module.training_step = _planned(runner, pl_module.training_step)
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Leave the module as it was."""
+        if self._module is not None:
+            unwrap_module(self._found(pl_module))
+        elif self._runner is not None:
+            vars(pl_module).pop(_STEP, None)
+            self._runner.unwrapped(pl_module)
+            self._runner = None
+
+    def on_exception(
+        self, trainer: Any, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """The same, after an error."""
+        self.on_train_end(trainer, pl_module)
+
+    def _found(self, pl_module: LightningModule) -> nn.Module:
+        assert self._module is not None
+        try:
+            found: nn.Module = pl_module.get_submodule(self._module)
+        except AttributeError:
+            names = ", ".join(repr(name) for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"Fit: module={self._module!r} is none of the modules of "
+                f"{type(pl_module).__name__}: {names}"
+            ) from None
+        return found
+
+
+def _planned(runner: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        return runner(step, args, kwargs)
+
+    return copy_signature(step, training_step)

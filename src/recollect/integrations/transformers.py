@@ -1,0 +1,75 @@
+"""A byte budget for the ``Trainer`` of transformers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "recollect.integrations.transformers needs transformers and accelerate: "
+        "pip install 'recollect[transformers]'"
+    ) from error
+
+from recollect.modules import OPTIONS, unwrap_module
+from recollect.planning.api import fit
+from recollect.planning.budget import check_budget
+from recollect.planning.runner import Runner
+
+__all__ = ["FitCallback"]
+
+_log = logging.getLogger("recollect")
+
+
+class FitCallback(TrainerCallback):
+    """Keeps the training steps of a ``Trainer`` within a budget of memory.
+
+    The plan is made from the trainer's own first step; see `recollect.fit`. Gradient checkpointing
+    of the model is switched off while it trains: the plan takes its place.
+
+    Args:
+        budget: As of `recollect.fit`: ``"22GiB"``, or ``"auto"`` for what the device has.
+        options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[FitCallback("22GiB")])
+        trainer.train()
+    """
+
+    def __init__(self, budget: float | str = "auto", **options: Any) -> None:
+        check_budget(budget)
+        self._budget = budget
+        self._options = options
+        self._was_checkpointing = False
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        """Fit the model, once the trainer has prepared it."""
+        assert model is not None
+        if isinstance(vars(model).get(OPTIONS), Runner):
+            unwrap_module(model)  # an earlier training that was interrupted
+        if getattr(model, "is_gradient_checkpointing", False):
+            _log.info("gradient checkpointing is off while the model trains under a budget")
+            _switch(model, "gradient_checkpointing_disable")
+            self._was_checkpointing = True
+        fit(model, budget=self._budget, **self._options)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        """Leave the model as it was."""
+        assert model is not None
+        unwrap_module(model)
+        if self._was_checkpointing:
+            _switch(model, "gradient_checkpointing_enable")
+            self._was_checkpointing = False
+
+
+def _switch(model: Any, name: str) -> None:
+    getattr(model, name)()

@@ -1,0 +1,136 @@
+"""Refuses to plan for models that are trained by several processes, where a plan would do harm.
+
+To make a plan, each process runs as many steps as it needs. If a step communicates, the processes
+get out of step: they hang, or add up values of different steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recollect._torch.modes import DispatchMode
+from recollect._torch.modules import known_class
+from recollect.policy.op_info import op_info
+from recollect.replay.recording import Recording
+
+__all__ = ["check_not_distributed", "collectives_refused", "communicating_op"]
+
+_BEFORE = (
+    "Make the plan before: plan = recollect.plan(model, batch, budget), plan.apply(model), and "
+    "then {then}. Its budget counts whole parameters and gradients"
+)
+_REGIONS = (
+    "Checkpoint parts of the model in place of a plan, with recollect.checkpointed or "
+    "recollect.install()"
+)
+
+
+def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
+    """Refuse a model whose step communicates: one that is wrapped, sharded or parallelized."""
+    fsdp1 = known_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    fsdp2 = known_class("torch.distributed.fsdp", "FSDPModule")
+    for path, module in model.named_modules():
+        what = f"its {path}" if path else "it"
+        if isinstance(module, DistributedDataParallel):
+            _check_not_static(module)
+            inner = ".".join(("model", *([path] if path else []), "module"))
+            raise ValueError(
+                f"model: {what} is wrapped in DistributedDataParallel, whose buckets and "
+                "collectives are no part of a plan. Plan for what it wraps: "
+                f"recollect.plan({inner}, batch, budget), and plan.apply({inner})"
+            )
+        if fsdp1 is not None and isinstance(module, fsdp1):
+            raise ValueError(
+                f"model: {what} is wrapped in FullyShardedDataParallel, which gathers its "
+                "parameters from all processes in every step. "
+                f"{_BEFORE.format(then='FullyShardedDataParallel(model)')}. {_REGIONS}"
+            )
+        if fsdp2 is not None and isinstance(module, fsdp2):
+            raise ValueError(
+                f"model: {what} is sharded by fully_shard, which gathers its parameters from all "
+                f"processes in every step. {_BEFORE.format(then='fully_shard(model)')}. {_REGIONS}"
+            )
+    kind = known_class("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters():
+        if kind is not None and isinstance(parameter, kind):
+            raise ValueError(
+                f"model: its {name} is a DTensor, a part of which is in each process. Plans are "
+                f"for models whose parameters are plain tensors. {_REGIONS}"
+            )
+    for wrapper in _wrappers_of(model) if runs_steps else ():
+        _check_not_static(wrapper)
+
+
+def _check_not_static(wrapper: DistributedDataParallel) -> None:
+    """Refuse a wrapper that counts every backward of its parameters, whoever runs it."""
+    if wrapper.static_graph:
+        raise ValueError(
+            "model: it is wrapped in DistributedDataParallel with static_graph=True, which takes "
+            "the backwards of planning for steps of its own, and would never reduce a gradient "
+            f"again. {_BEFORE.format(then='DistributedDataParallel(model, static_graph=True)')}"
+        )
+
+
+def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers of ``model``, or of what it is a part of. It does not refer to them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    own = {id(parameter) for parameter in model.parameters()}
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [each for each in found if any(id(one) in own for one in each.parameters())]
+
+
+@contextmanager
+def collectives_refused() -> Iterator[None]:
+    """A context that raises at its end if there was communication with other processes."""
+    if not _has_peers():
+        yield
+        return
+    watch = _CollectiveWatch()
+    with watch:
+        yield
+    if watch.first is not None:
+        raise ValueError(
+            f"model: its step communicates with other processes ({watch.first}). Each process "
+            "would run it as often as its own plan takes, and wait for the others forever, or mix "
+            "their values with those of other steps. Plan for a part that does not communicate; or "
+            "make the plan in a group of one process, plan.save(path), and "
+            f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
+        )
+
+
+def communicating_op(recording: Recording) -> str | None:
+    """The first op of a forward that communicates with other processes, if there are any."""
+    if not _has_peers():
+        return None
+    infos = (op_info(op.op) for op in recording.graph.ops)
+    return next((info.name for info in infos if info.communicates), None)
+
+
+class _CollectiveWatch(DispatchMode):
+    """Notes the first op that communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        info = op_info(func)
+        if info.communicates and self.first is None:
+            self.first = info.name
+        return info.call(*args, **(kwargs or {}))
+
+
+def _has_peers() -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size() > 1 and dist.get_backend() != "fake"

@@ -1,0 +1,103 @@
+"""Makes a plan from a step that the user's own loop ran (P8): ``fit(model, budget=...)``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from recollect.checks.place import warn_user
+from recollect.errors import InfeasibleBudget, PlanWarning
+from recollect.graph.graph import Graph
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
+from recollect.planning.budget import resolve_budget
+from recollect.planning.distributed import communicating_op
+from recollect.planning.live import LiveStep
+from recollect.planning.model_state import ModelState
+from recollect.planning.plan import Plan
+from recollect.planning.planner import Offload, Planner, silent
+from recollect.planning.prices import measured_link
+from recollect.planning.record import bytes_by_module, simulated_profile
+from recollect.planning.sampling import now
+from recollect.planning.trial import Progress
+from recollect.replay.recording import Recording
+from recollect.report.units import bytes_text
+
+__all__ = ["LazyPlan"]
+
+_log = logging.getLogger("recollect")
+
+
+@dataclass(frozen=True)
+class LazyPlan:
+    """What `fit` was given without a batch. Called with a traced step, it makes the plan."""
+
+    budget: float | str
+    offload: Offload
+    progress: Progress
+
+    def __call__(
+        self, model: nn.Module, live: LiveStep, signature: Any, state: ModelState
+    ) -> Plan | None:
+        """The plan; None if there can be none, which a warning says."""
+        talks = communicating_op(live.recording)
+        if talks is not None:
+            warn_user(
+                f"model: its forward communicates with other processes ({talks}), and a plan of "
+                "one process may run such operations again when another does not. It runs without "
+                "a plan from now on. Fit a part that does not communicate",
+                PlanWarning,
+            )
+            return None
+        start = now()
+        link = measured_link(live.device) if self.offload else None
+        graph = replace(live.graph(), base=live.later_base(model), link=link)
+        recording = live.recording
+        profile = simulated_profile(
+            graph, bytes_by_module(recording), recording.reason, can_run=False
+        )
+        planner = Planner.of_traced(
+            model,
+            profile,
+            state,
+            signature,
+            live.gradients,
+            offload=link is not None,
+            progress=self.progress,
+        )
+        try:
+            plan = planner.plan_for(self.budget)
+        except InfeasibleBudget as error:
+            warn_user(f"{error}. Training goes on with the least", PlanWarning)
+            budget = resolve_budget(self.budget, planner.plain_peak, live.device)
+            plan = planner.least_plan(budget)
+        self._compare_first(graph, recording, plan)
+        slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
+        _log.info(
+            "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
+            bytes_text(plan.plain_peak),
+            bytes_text(plan.predicted_peak),
+            100 * slower,
+            now() - start,
+        )
+        _log.debug("%s", plan)
+        return plan
+
+    def _compare_first(self, graph: Graph, recording: Recording, plan: Plan) -> None:
+        """Warn if the steps before there was a plan have exceeded the budget."""
+        kept = frozenset(op.number for op in recording.graph.ops if op.planned is not None)
+        peak = simulate(graph, Schedule(kept)).peak
+        if peak > plan.budget >= plan.predicted_peak:
+            warn_user(
+                f"the training steps before there was a plan took about {bytes_text(peak)}, more "
+                f"than the budget of {bytes_text(plan.budget)}: only what the modules in "
+                "nn.ModuleList and nn.Sequential return was kept, and the rest recomputed. Those "
+                "that follow are within the budget",
+                PlanWarning,
+            )
+
+    def __reduce__(self) -> Any:
+        return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable

@@ -1,0 +1,252 @@
+"""Traces a training step while the user's loop runs it (P8).
+
+Nothing runs twice, and none of the user's code sees an extra call: forward is recorded with little
+kept, and a `TraceMode` stays on this thread's stack while the loop computes its loss and runs
+backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakSet, finalize, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
+from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import local_tensors
+from recollect.graph.graph import Graph, Link
+from recollect.planning.build import build_graph
+from recollect.planning.prices import Prices
+from recollect.planning.record import traced_hooks
+from recollect.planning.step import device_of, storage_sizes
+from recollect.planning.trace import TraceMode
+from recollect.planning.watch import when_backward_reaches
+from recollect.replay.engine import observe_region, obstacle_around
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
+
+__all__ = ["LiveStep", "obstacle_to_tracing"]
+
+#: After how many backwards elsewhere a step is given up whose output somebody just keeps.
+_PATIENCE = 3
+
+
+class _Active(threading.local):
+    #: The step that this thread traces: one at a time, or they would see each other.
+    step: LiveStep | None = None
+
+
+_active = _Active()
+
+
+def obstacle_to_tracing() -> str | None:
+    """Why no step can be traced now, if so.
+
+    The trace outlives the call of forward. A mode that is on the stack now may be left before, and
+    would then take the trace for itself.
+    """
+    if dispatch_modes_active():
+        return "it is inside of a dispatch mode"
+    if _active.step is not None:
+        return "a step of another model is being traced"
+    return obstacle_around()
+
+
+class _Waits:
+    """Alive for as long as backward may reach the output of a forward."""
+
+
+class LiveStep:
+    """One training step of the user's loop, from a forward to the end of its backward.
+
+    Args:
+        model: The model whose forward it is.
+        base: The bytes that are allocated before it, which CUDA's allocator knows better.
+        link: The link to the host, if results may be offloaded.
+        on_end: Called when backward has ended.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: int = 0,
+        link: Link | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.device = device_of(model)
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        #: The bytes of gradients that are there before it.
+        self.gradients = _gradient_bytes(model)
+        self._base = base
+        if self.device.type == "cuda":
+            self._base = torch.cuda.memory_allocated(self.device)
+        self._link = link
+        self._on_end = on_end
+        self._prices = Prices(self.device, once=True)
+        self._trace = TraceMode(self._prices)
+        self._thread = threading.get_ident()
+        self._recording: Recording | None = None
+        self._waits: Callable[[], Any] = lambda: None
+        #: Whether its backward has ended.
+        self.is_over = False
+        #: The optimizers that have made a step since its forward, and whether one has.
+        self.has_updated = False
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._is_reached = False
+        #: How many backwards have ended that were not its own.
+        self._missed = 0
+        self._stop_waiting: Callable[[], None] = lambda: None
+
+    def forward(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        by: NamedSchedule | None = None,
+        blocks: Iterable[nn.Module] = (),
+    ) -> Any:
+        """Call the forward of the model, with results kept by a schedule, or at ``blocks``."""
+        trace = self._trace
+        _active.step = self
+        _watched_by_optimizers(self)
+        trace.__enter__()
+        hooks = partial(traced_hooks, trace, lambda remat: remat.unpack)
+        try:
+            output, self._recording = observe_region(function, args, kwargs, hooks, by, blocks)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            trace.count_ops = None
+        trace.note_output(output)
+        # Nothing of the process may hold this object: its thread or its model may be gone first.
+        weak = ref(self)
+        self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
+        finalize(self, self._stop_waiting)
+        waits = _Waits()
+        self._waits = ref(waits, lambda _: _call(weak, LiveStep._dropped))
+        when_backward_reaches(output, partial(self._reached, waits))
+        return output
+
+    def _dropped(self) -> None:
+        """Nothing leads to the output of forward any more."""
+        if not self._is_reached:
+            self.close()
+
+    def _reached(self, _: _Waits) -> None:
+        """Backward has reached the output of forward; perhaps in a thread of autograd's."""
+        if any(mode is self._trace for mode in dispatch_modes()):
+            self._is_reached = True
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self.is_over = self._trace.is_paused = True
+
+    def _after_backward(self) -> None:
+        """A backward is over, or has failed: perhaps that of this step."""
+        is_inside = current_graph_task() != -1  # of another one
+        if is_inside or threading.get_ident() != self._thread:
+            return
+        if not self._is_reached:
+            self._missed += 1
+            if self._missed >= _PATIENCE:
+                self.close()
+            return
+        on_end, is_over = self._on_end, self.is_over
+        self.close()
+        if is_over and on_end is not None:
+            on_end()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its backward may still come."""
+        return not self.is_over and (self._is_reached or self._waits() is not None)
+
+    def close(self) -> None:
+        """Stop tracing. In another thread than it began in, its mode stays, and sees nothing."""
+        self._trace.is_paused = True
+        self._stop_waiting()
+        self._is_reached, self._waits, self._on_end = False, lambda: None, None
+        if threading.get_ident() == self._thread:
+            leave_dispatch_mode(self._trace)
+        if _active.step is self:
+            _active.step = None
+
+    # --- the result -------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> Recording:
+        """What forward did."""
+        assert self._recording is not None
+        return self._recording
+
+    def graph(self) -> Graph:
+        """The graph of the step, once it is over."""
+        self._prices.settle()
+        return build_graph(
+            self._trace.finish(),
+            self.recording,
+            base=self._base,
+            on_device=self.device.type == "cuda",
+            link=self._link,
+        )
+
+    def later_base(self, model: nn.Module) -> int:
+        """The bytes that are allocated before a later step like it, which may begin now."""
+        gradients = _gradient_bytes(model)
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
+        states = [state for each in self._optimizers for state in each.state.values()]
+        leaves = [leaf for state in states for leaf in tree_leaves(state)]
+        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return _local_bytes([*model.parameters(), *model.buffers(), *held]) + self.gradients
+
+    def noticed(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        groups = optimizer.param_groups
+        if any(id(each) in self._parameters for group in groups for each in group["params"]):
+            self.has_updated = True
+            self._optimizers.add(optimizer)
+
+
+#: The steps that want to know of optimizers.
+_watching: WeakSet[LiveStep] = WeakSet()
+_is_registered = False
+
+
+def _watched_by_optimizers(step: LiveStep) -> None:
+    """Have ``step`` notice the steps of optimizers."""
+    # One hook, which stays: torch goes through all hooks while one is called, and none may leave.
+    global _is_registered  # noqa: PLW0603 - once in a process
+    if not _is_registered:
+        _is_registered = True
+        register_optimizer_step_post_hook(_after_update)
+    _watching.add(step)
+
+
+def _after_update(optimizer: Optimizer, *_: Any) -> None:
+    for step in [*_watching]:
+        step.noticed(optimizer)
+
+
+def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:
+    step = weak()
+    if step is not None:
+        method(step)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return _local_bytes(each.grad for each in model.parameters() if each.grad is not None)
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of ``tensors``, in the parts that this process has."""
+    return sum(storage_sizes(each for tensor in tensors for each in local_tensors(tensor)))

@@ -1,0 +1,134 @@
+"""Running a model with some of its modules checkpointed as a whole (P7).
+
+A planned model may meet batches for which it runs otherwise. So a module is wrapped for as long as
+the plan is applied, and is a region while the schedule in effect says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from recollect._torch.modules import sharded_part
+from recollect.checks.place import warn_user
+from recollect.errors import PlanWarning
+from recollect.modules import OPTIONS, unwrap_module, wrap_module
+from recollect.options import DEFAULTS, Options
+from recollect.region import run_region
+
+__all__ = [
+    "ENGINES",
+    "ModuleRegion",
+    "callable_paths",
+    "run_modules",
+    "unwrap_modules",
+    "wrap_modules",
+]
+
+#: The engines that can run a module as a whole, and the options of a region for each.
+ENGINES = {"rerun": DEFAULTS, "replay": Options(engine="replay")}
+#: The same, where what is recomputed is compared with forward by its values.
+CHECKED = {"rerun": Options(determinism_check="values"), "replay": ENGINES["replay"]}
+
+
+class _InEffect(threading.local):
+    #: The modules that this thread checkpoints, with the options of their regions.
+    modules: Mapping[str, Options] = {}
+
+
+_in_effect = _InEffect()
+
+
+class ModuleRegion:
+    """Called in the place of the forward of the module at ``path``."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._was_warned = False
+
+    def __call__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        modules = _in_effect.modules
+        options = modules.get(self.path)
+        if options is None or torch.compiler.is_dynamo_compiling():
+            return function(*args, **kwargs)
+        part = _sharded_part(function)
+        if part is not None:
+            # To run it again communicates. The plan of another process may not have that.
+            self._warn(part)
+            return function(*args, **kwargs)
+        # Modules inside are part of this region, and run again with it.
+        _in_effect.modules = {}
+        try:
+            return run_region(function, args, kwargs, options)
+        finally:
+            _in_effect.modules = modules
+
+    def _warn(self, part: str) -> None:
+        if not self._was_warned:
+            self._was_warned = True
+            warn_user(
+                f"the plan is not in effect for {self.path}, and the step may exceed its budget: "
+                f"it has {part}, and had none when it was planned",
+                PlanWarning,
+            )
+
+
+def _sharded_part(function: Callable[..., Any]) -> str | None:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None  # without looking at every parameter
+    module = getattr(function, "__self__", None)
+    return sharded_part(module) if isinstance(module, nn.Module) else None
+
+
+def run_modules(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    engines: Mapping[str, str],
+    *,
+    is_checked: bool = False,
+) -> Any:
+    """Call the forward of a model with modules checkpointed that are wrapped.
+
+    ``engines``: by path of a module. ``is_checked``: compare values, at the cost of time.
+    """
+    options = CHECKED if is_checked else ENGINES
+    before = _in_effect.modules
+    _in_effect.modules = {path: options[engine] for path, engine in engines.items()}
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _in_effect.modules = before
+
+
+def callable_paths(model: nn.Module) -> set[str]:
+    """The modules that can be checkpointed: not the model itself, nor lists of modules."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return {name for name, each in model.named_modules() if name and not isinstance(each, lists)}
+
+
+def wrap_modules(model: nn.Module, paths: Iterable[str]) -> None:
+    """Have the modules at ``paths`` be regions where `run_modules` says so."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {id(modules[path]): (path, modules[path]) for path in paths if path in modules}
+    for path, module in found.values():
+        if OPTIONS in vars(module):
+            raise ValueError(
+                f"model: its {path} is checkpointed already, and the plan checkpoints it too: "
+                "recollect.unwrap it first"
+            )
+    for path, module in found.values():
+        wrap_module(module, ModuleRegion(path))
+
+
+def unwrap_modules(model: nn.Module) -> None:
+    """Undo `wrap_modules`."""
+    for module in [*model.modules()]:
+        if isinstance(vars(module).get(OPTIONS), ModuleRegion):
+            unwrap_module(module)

@@ -1,0 +1,108 @@
+"""The planned step: what steps that the loop runs are compared with, and run by (P6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import simulate
+from recollect.planning.model_state import ModelState
+from recollect.replay.named_schedule import NamedSchedule
+
+__all__ = ["PlannedStep", "with_gradients", "with_larger_batch"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlannedStep:
+    """The schedules of a plan, and the step that they are for; see `Plan`."""
+
+    budget: int
+    predicted_peak: int
+    predicted_time: float
+    plain_peak: int
+    schedule: NamedSchedule
+    state: ModelState
+    signature: tuple[Any, ...]
+    base: int
+    made: tuple[tuple[str, int], ...]
+    alternatives: tuple[NamedSchedule, ...] = ()
+    #: How many ops of each name each module has, to find similar ones for those of other steps.
+    op_counts: tuple[tuple[str, int], ...] = ()
+    stopped: str | None = None
+    excess: float = 0.0
+    measured_peak: int | None = None
+    output_bytes: int | None = None
+    gradients: int = 0
+    #: The recorded step; None if the plan was loaded or copied.
+    graph: Graph | None = field(default=None, compare=False)
+
+    @property
+    def needed_schedule(self) -> NamedSchedule | None:
+        """What the planned step runs by; None if it fits without."""
+        return None if self.plain_peak <= self.budget else self.schedule
+
+    @property
+    def least(self) -> NamedSchedule:
+        """The schedule of the least peak, for steps of which nothing is known."""
+        return self.alternatives[-1] if self.alternatives else self.schedule
+
+    def least_with(self, gradients: int) -> NamedSchedule:
+        """The same, for the planned step with so many bytes of gradients there before it."""
+        if self.graph is None or not self.alternatives:
+            return self.least
+        graph = with_gradients(self.graph, gradients)
+        return min(self.alternatives, key=lambda e: simulate(graph, e.schedule_in(graph)).peak)
+
+    @property
+    def link(self) -> Link | None:
+        """The link to the host, if results may be offloaded."""
+        return None if self.graph is None else self.graph.link
+
+    def with_costs(self, graph: Graph) -> Graph:
+        """The graph of another step, with the costs of the engine as they were measured."""
+        if self.graph is None:
+            return graph
+        names = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
+        return replace(graph, **{name: getattr(self.graph, name) for name in names})
+
+    def has_room_for(self, forwards: int) -> bool:
+        """Whether the budget has room for what so many forwards hold at once."""
+        return self.base + forwards * (self.predicted_peak - self.base) <= self.budget
+
+
+# --- the graph of other steps, roughly ------------------------------------------------------------
+
+
+def with_gradients(graph: Graph, nbytes: int) -> Graph:
+    """The graph of a step that adds its gradients to ``nbytes`` of them that are there before."""
+    events = [
+        replace(event, before=event.before - kept, during=event.during - kept)
+        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+    ]
+    return replace(graph, events=events, base=graph.base + nbytes)
+
+
+def with_larger_batch(graph: Graph, times: int) -> Graph:
+    """The graph of a step whose activations, and their gradients, are larger."""
+    events = [
+        replace(
+            event,
+            before=kept + times * (event.before - kept),
+            during=kept + times * (event.during - kept),
+        )
+        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+    ]
+    return replace(
+        graph,
+        values=[replace(value, nbytes=times * value.nbytes) for value in graph.values],
+        storages=[replace(each, nbytes=times * each.nbytes) for each in graph.storages],
+        events=events,
+    )
+
+
+def _kept_to_the_end(graph: Graph) -> list[int]:
+    """By event: the fixed bytes before it that stay until the end of the step: gradients."""
+    befores = [event.before for event in reversed(graph.events)]
+    return [*accumulate(befores, min)][::-1]

@@ -1,0 +1,253 @@
+"""Which modules to checkpoint as a whole, while everything else runs plain (P4).
+
+An engine that decides op by op has to watch every op. Where a step is bound by launching kernels,
+that costs more than running a few modules twice, and a module costs what was measured for its kind.
+So the choice is a knapsack: free enough bytes, for the least seconds. Modules contain modules; one
+that is checkpointed takes the place of those inside. The next choice is always the one that frees
+most bytes for a second, and of equal ones that which runs first: backward comes to it last, when
+little else is left in memory. The simulator says how many of these choices a budget takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+
+from recollect.graph.graph import Graph, Value
+from recollect.graph.schedule import Schedule
+from recollect.planning.solving.pool import Pool, Solution
+
+__all__ = [
+    "ModuleSolver",
+    "ModuleCandidate",
+    "block_paths",
+    "find_units",
+    "kind_of",
+    "module_schedule",
+]
+
+#: A module with more than this part of all saved bytes is no use: backward needs it all at once.
+_TOO_LARGE = 0.5
+#: How many choices, from none to all, are simulated for the frontier.
+_SAMPLES = 24
+#: How many modules are left out again, one by one, to see whether a budget is still kept.
+_SPARED = 30
+#: What rounding may have added to a bound.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCandidate:
+    """A module that can be checkpointed.
+
+    Args:
+        path: Its name in the model.
+        first: The number of its first op.
+        count: How many ops it has.
+        freed: The bytes of saved tensors that are freed if it is checkpointed.
+        seconds: What its ops take.
+    """
+
+    path: str
+    first: int
+    count: int
+    freed: int
+    seconds: float
+
+
+def _prefixes(path: str) -> list[str]:
+    """The module itself and the modules around it: ``a.0.b`` is in ``a.0`` and in ``a``."""
+    parts = path.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))] if path else []
+
+
+def kind_of(path: str) -> str:
+    """What modules have in common that differ in their numbers."""
+    return re.sub(r"\d+", "*", path)
+
+
+def find_units(graph: Graph, paths: Collection[str]) -> list[ModuleCandidate]:
+    """The modules of ``paths`` that free something, in the order of forward."""
+    ops = graph.ops
+    inside: dict[str, list[int]] = {}
+    for number, op in enumerate(ops):
+        for path in _prefixes(op.path):
+            if path in paths:
+                inside.setdefault(path, []).append(number)
+    freed = _freed(graph, inside)
+    most = _TOO_LARGE * sum({v.storage: v.nbytes for v in _saved_values(graph)}.values())
+    found = [
+        ModuleCandidate(
+            path, numbers[0], len(numbers), freed[path], sum(ops[n].seconds for n in numbers)
+        )
+        for path, numbers in inside.items()
+        if 0 < freed[path] <= most and not any(ops[n].forced for n in numbers)
+    ]
+    return sorted(found, key=lambda unit: (unit.first, -unit.count))
+
+
+def _saved_values(graph: Graph) -> list[Value]:
+    return [graph.values[saved.value] for saved in graph.saved]
+
+
+def _freed(graph: Graph, inside: Iterable[str]) -> dict[str, int]:
+    """By module: the bytes of the saved tensors that its ops make and only its ops read."""
+    freed = dict.fromkeys(inside, 0)
+    readers = _readers(graph)
+    seen: set[int] = set()
+    for saved in graph.saved:
+        value = graph.values[saved.value]
+        if value.storage in seen:
+            continue
+        seen.add(value.storage)
+        around = _prefixes(graph.ops[value.op].path)
+        for path in readers.get(saved.value, ()):
+            around = [each for each in around if path == each or path.startswith(f"{each}.")]
+        for path in around:
+            if path in freed:
+                freed[path] += value.nbytes
+    return freed
+
+
+def _readers(graph: Graph) -> dict[int, set[str]]:
+    """By value: the modules whose ops read it."""
+    found: dict[int, set[str]] = {}
+    for op in graph.ops:
+        for value in op.reads:
+            found.setdefault(value, set()).add(op.path)
+    return found
+
+
+def block_paths(graph: Graph, paths: Collection[str]) -> tuple[str, ...]:
+    """The blocks of a model: the outermost modules of ``paths`` with a number for a name."""
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        around = [path for path in _prefixes(op.path) if path in paths]
+        numbered = [path for path in around if path.rpartition(".")[2].isdecimal()]
+        found |= dict.fromkeys(numbered[:1])
+    return tuple(found)
+
+
+def module_schedule(graph: Graph, modules: Iterable[tuple[str, str]]) -> Schedule:
+    """The schedule that checkpoints ``modules``, each given with its engine."""
+    chosen = tuple(modules)
+    paths = {path for path, _ in chosen}
+    homes = {
+        path: next((p for p in _prefixes(path) if p in paths), "")
+        for path in {op.path for op in graph.ops}
+    }
+    home = [homes[op.path] for op in graph.ops]
+    kept = {number for number, path in enumerate(home) if not path}
+    for number, op in enumerate(graph.ops):
+        # What goes from one module to another is an argument, which is held.
+        makers = (graph.values[value].op for value in op.reads)
+        kept.update(maker for maker in makers if home[maker] != home[number])
+    return Schedule(frozenset(n for n in kept if graph.ops[n].can_keep), modules=chosen)
+
+
+class ModuleSolver:
+    """Finds modules to checkpoint in a graph whose `Graph.module_costs` are known."""
+
+    def __init__(self, graph: Graph, units: Iterable[ModuleCandidate]) -> None:
+        self._graph = graph
+        self._engines = _cheapest(graph.module_costs)
+        self._units = {unit.path: unit for unit in units if unit.path in self._engines}
+        self._pool = Pool(graph)
+
+    def solve(self, budget: int) -> Solution | None:
+        """The quickest solution that stays within ``budget`` bytes, if there is one."""
+        low, high = 0, len(self._choices)
+        while low < high:  # the more is checkpointed, the lower the peak
+            middle = (low + high) // 2
+            if self._try(self._choices[middle]) <= budget:
+                high = middle
+            else:
+                low = middle + 1
+        if low < len(self._choices):
+            self._spare(self._choices[low], budget)
+        return self._pool.under(budget)
+
+    def frontier(self) -> list[Solution]:
+        """Solutions that no other is better than: ascending peaks, descending seconds."""
+        last = len(self._choices) - 1
+        for number in sorted({round(last * n / (_SAMPLES - 1)) for n in range(_SAMPLES)}):
+            if number >= 0:
+                self._try(self._choices[number])
+        return self._pool.frontier()
+
+    def _try(self, paths: Iterable[str]) -> int:
+        modules = [(path, self._engines[path]) for path in paths]
+        return self._pool.evaluate(module_schedule(self._graph, modules)).peak
+
+    def _spare(self, paths: tuple[str, ...], budget: int) -> None:
+        """Leave out modules that the budget does not need, the most costly first."""
+        for path in sorted(paths, key=self._cost, reverse=True)[:_SPARED]:
+            fewer = tuple(each for each in paths if each != path)
+            if fewer and self._try(fewer) <= budget:
+                paths = fewer
+
+    def _cost(self, path: str) -> float:
+        return self._graph.module_costs[path, self._engines[path]]
+
+    @cached_property
+    def _choices(self) -> list[tuple[str, ...]]:
+        """What is checkpointed after each choice: ever more bytes are freed."""
+        units = self._units
+        around = {path: [each for each in _prefixes(path)[:-1] if each in units] for path in units}
+        within: dict[str, list[str]] = {path: [] for path in units}
+        for path, outer in around.items():
+            for each in outer:
+                within[each].append(path)
+        chosen: set[str] = set()
+
+        def gain(path: str) -> tuple[float, float]:
+            """The bytes that it frees, and its cost, beyond those of the modules inside."""
+            inner = [each for each in within[path] if each in chosen]
+            freed = units[path].freed - sum(units[each].freed for each in inner)
+            return freed, self._cost(path) - sum(map(self._cost, inner))
+
+        def entry(path: str) -> tuple[float, int, str]:
+            freed, cost = gain(path)
+            return -freed / max(cost, 1e-9), units[path].first, path
+
+        heap = [entry(path) for path in units]
+        heapify(heap)
+        found: list[tuple[str, ...]] = []
+        while heap:
+            known = heappop(heap)
+            path = known[2]
+            if path in chosen or any(each in chosen for each in around[path]):
+                continue
+            now = entry(path)
+            if now != known:  # modules inside have been chosen since
+                heappush(heap, now)
+                continue
+            if gain(path)[0] <= 0:
+                continue
+            chosen.difference_update(within[path])
+            chosen.add(path)
+            found.append(tuple(sorted(chosen, key=lambda each: units[each].first)))
+        return found
+
+    def bound(self, budget: int) -> float:
+        """Seconds that no choice of modules within ``budget`` can be below.
+
+        At the peak of the plain step, at least the bytes have to be freed that it has too many.
+        Whatever is chosen, a byte costs no less than with the module that frees most for a second.
+        """
+        plain = self._pool.evaluate(Schedule(frozenset(range(len(self._graph.ops)))))
+        rates = [self._cost(path) / unit.freed for path, unit in self._units.items()]
+        too_many = max(0, plain.peak - budget)
+        return self._graph.plain_seconds + (1 - _ROUNDING) * too_many * min(rates, default=0.0)
+
+
+def _cheapest(costs: Mapping[tuple[str, str], float]) -> dict[str, str]:
+    """By module: the engine that costs least."""
+    found: dict[str, str] = {}
+    for (path, engine), cost in costs.items():
+        if path not in found or cost < costs[path, found[path]]:
+            found[path] = engine
+    return found

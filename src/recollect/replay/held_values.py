@@ -1,0 +1,194 @@
+"""What one call of a region holds from forward to backward, on the device or in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from recollect._torch.autograd import without_graph
+from recollect._torch.tensors import memory_key, version_of
+from recollect.checks.changed_input import source_changed
+from recollect.graph.release import find_needs
+from recollect.replay.recorded_graph import (
+    Layout,
+    RecordedGraph,
+    RecordedValue,
+    copy_of_storage,
+    is_whole,
+    view_of,
+)
+from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
+
+__all__ = ["HeldTensor", "HeldValues", "Ticket", "hold_for_good"]
+
+#: Stands in the autograd graph for a saved tensor: the tensor if it is held, its version, and if it
+#: is not held the view that it is. A list, since one is made for each saved tensor of a model.
+Ticket = list[Any]
+
+
+def hold_for_good(ticket: Ticket) -> None:
+    """Have a ticket hold its tensor until the autograd graph is freed.
+
+    Without history: that of a result is the node that saves it, and the two would hold each other
+    where the garbage collector does not look.
+    """
+    ticket[0] = without_graph(ticket[0])
+
+
+class HeldTensor:
+    """A tensor of a value, on the device or in a store."""
+
+    __slots__ = ("away", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, layout: Layout, version: int | None) -> None:
+        self.layout = layout
+        self.version = version
+        self.tensor = tensor
+        self.away: OffloadedTensor | None = None
+
+    @property
+    def storage(self) -> int | None:
+        """The key of its storage, or of the one it was offloaded from; None if that is gone."""
+        return memory_key(self.tensor) if self.away is None else self.away.address
+
+    def send(self, offload_batch: OffloadBatch, layout: Layout) -> None:
+        """Offload the whole tensor, which has this ``layout``."""
+        if self.layout is not layout:
+            self.tensor, self.layout = view_of(self.tensor, self.layout, layout), layout
+        self.away = offload_batch.put(self.tensor)
+        del self.tensor
+
+    def before_write(self) -> None:
+        """The storage is about to be written to, or may be: hold a copy."""
+        if self.away is not None:
+            self.away.before_write()
+        elif self.is_unchanged():  # else there was an unseen write: backward raises
+            self.tensor = copy_of_storage(self.tensor)
+            self.version = version_of(self.tensor)
+
+    def is_unchanged(self) -> bool:
+        """Whether the tensor is on the device, and has not been written to."""
+        return self.away is None and version_of(self.tensor) == self.version
+
+    def count_version(self) -> None:
+        """Take the present version as unchanged: the writes until now were known."""
+        if self.away is None:
+            self.version = version_of(self.tensor)
+        else:
+            self.away.count_version()
+
+    def get(self, own: Layout, is_guarded: bool) -> torch.Tensor:
+        """The tensor of the layout ``own``. ``is_guarded``: raise if it has been changed."""
+        if self.away is not None:
+            return view_of(self.away.get(), self.layout, own)
+        tensor = self.tensor
+        if is_guarded and version_of(tensor) != self.version:
+            raise source_changed(tensor)
+        return tensor if self.layout is own else view_of(tensor, self.layout, own)
+
+
+class HeldValues:
+    """The values of ``graph`` that a call holds, and what it dropped instead of others."""
+
+    def __init__(self, graph: RecordedGraph, offload_batch: OffloadBatch) -> None:
+        self.graph = graph
+        self.offload_batch = offload_batch
+        #: By number of the value.
+        self.kept: dict[int, HeldTensor] = {}
+        #: These in the order in which they were kept, each with the number of tickets before.
+        self._order: list[tuple[int, int]] = []
+        #: The state of the generator, by number of the op that drew from it.
+        self.states: dict[int, torch.Tensor] = {}
+        #: Of saved tensors that are not held.
+        self.tickets: list[Ticket] = []
+
+    def keep(
+        self, value: RecordedValue, tensor: torch.Tensor, layout: Layout, *, away: bool
+    ) -> HeldTensor:
+        """Hold ``value``; ``tensor`` is a view of it.
+
+        The tensor must have no history, which would lead back to this.
+        """
+        held = self.kept[value.number] = HeldTensor(tensor, layout, version_of(tensor))
+        self._order.append((value.number, len(self.tickets)))
+        if away:
+            self.send(value)
+        return held
+
+    def send(self, value: RecordedValue) -> None:
+        """Offload what is held of ``value``, if it still is and can be."""
+        held = self.kept.get(value.number)
+        if held is not None and held.away is None and is_whole(value.layout, value.nbytes):
+            held.send(self.offload_batch, value.layout)
+
+    def release_last(self) -> None:
+        """Release the value that was kept just now after all others: older tickets need it."""
+        number, _ = self._order.pop()
+        self._order.insert(0, (number, 0))
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def held_of(self, tensor: torch.Tensor) -> list[HeldTensor]:
+        """What is held on the storage of ``tensor``, or was offloaded from there."""
+        storage = memory_key(tensor)
+        if storage is None:
+            return []
+        return [each for each in self.kept.values() if each.storage == storage]
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Copy what is held on the storage of ``tensor``, which is about to be written to."""
+        for held in self.held_of(tensor):
+            held.before_write()
+
+    def before_overwrite(self, value: RecordedValue) -> None:
+        """The held ``value`` is about to be overwritten: copy it if it is needed."""
+        held = self.kept[value.number]
+        if held.away is not None or value.is_wanted:
+            held.before_write()
+        else:
+            del self.kept[value.number]
+
+    def after_overwrite(self, value: RecordedValue) -> None:
+        """An unseen write has changed ``value``: recompute it, or raise if that is impossible."""
+        held = self.kept.get(value.number)
+        if held is None or held.away is not None:
+            return
+        maker = self.graph.maker_of(value)
+        if maker is not None and maker.keep is None:
+            del self.kept[value.number]
+        else:
+            held.version = -1  # `HeldTensor.get` raises
+
+    def before_metadata_change(self, tensor: torch.Tensor) -> list[HeldTensor]:
+        """The metadata of ``tensor`` is about to be changed in place, which counts as a write.
+
+        Returns the held tensors whose version has to be read again afterwards.
+        """
+        held = self.held_of(tensor)
+        for each in held:
+            if each.away is not None:
+                each.away.before_write()
+        return [each for each in held if each.is_unchanged()]
+
+    def copy_outputs(self, saved: Container[int]) -> None:
+        """Copy held outputs of the region, since the user may change them; not the ``saved``."""
+        for number, held in self.kept.items():
+            value = self.graph.values[number]
+            must_stay = number in saved and value.unsure is None
+            if value.is_output and held.away is None and not must_stay:
+                held.before_write()
+
+    # --- release ----------------------------------------------------------------------------------
+
+    def release_unneeded(self) -> None:
+        """After a call that was recorded: release what no saved tensor needs."""
+        saved = [ticket[2].value.number for ticket in self.tickets]
+        needs = find_needs(self.graph, saved, self.kept)
+        self._order = needs.order
+        wanted = {number for number, _ in needs.order}
+        for number in self.kept.keys() - wanted:
+            del self.kept[number]
+        for number in self.states.keys() - needs.again:
+            del self.states[number]

@@ -1,0 +1,121 @@
+"""Lightning's ``Trainer`` under a budget: bitwise the plain run, planned from its own steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recollect
+from recollect.modules import OPTIONS
+from tests._support import assert_identical
+
+lightning = pytest.importorskip("lightning.pytorch")
+Fit = pytest.importorskip("recollect.integrations.lightning").Fit
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(5)
+        ]
+        self.model = nn.Sequential(*blocks, nn.Dropout(0.1))
+        self.steps = 0
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        x, y = batch
+        self.steps += 1
+        loss = F.mse_loss(self.model(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> None:  # type: ignore[override]
+        x, y = batch
+        self.steps += 1
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self.model(x), y))
+        optimizer.step()
+
+
+class Watch(lightning.Callback):
+    def __init__(self, find: Any) -> None:
+        self.find = find
+        self.plan: recollect.Plan | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.plan = self.find(pl_module)
+
+
+def loader() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(2, 256, 32, generator=generator) for _ in range(6)]
+    return torch.utils.data.DataLoader([(x, y) for x, y in rows], batch_size=None)
+
+
+def trained(make: Any, callbacks: list[Any], **options: Any) -> Any:
+    lightning.seed_everything(0, verbose=False)
+    module = make()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )
+    trainer.fit(module, loader())
+    return module
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}]
+)
+def test_all_of_the_training_step_is_planned(options: Any) -> None:
+    plain = trained(Module, [], **options)
+    watch = Watch(lambda module: module.training_step.__closure__[0].cell_contents.plan)
+    module = trained(Module, [Fit(0.8), watch], **options)
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
+    assert module.steps == 6
+    assert watch.plan is not None
+    assert watch.plan.predicted_peak <= watch.plan.budget
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    assert watch.plan.base > 3 * weights  # with the state of the optimizer
+    assert "training_step" not in vars(module)
+
+
+def test_manual_optimization_names_a_module() -> None:
+    plain = trained(Manual, [])
+    watch = Watch(lambda module: vars(module.model)[OPTIONS].plan)
+    module = trained(Manual, [Fit(0.8, module="model"), watch])
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
+    assert watch.plan is not None
+    assert OPTIONS not in vars(module.model)
+
+
+def test_what_cannot_be_planned_is_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        ValueError, match=r"manual optimization.*Fit\(budget, module=\.\.\.\), one of 'model'"
+    ):
+        trained(Manual, [Fit(0.8)])
+    with pytest.raises(ValueError, match="module='net' is none of the modules of Module: 'model'"):
+        trained(Module, [Fit(0.8, module="net")])
+    with pytest.raises(ValueError, match="budget should be more than 0"):
+        Fit(0)
