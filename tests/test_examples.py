@@ -1,6 +1,7 @@
 """Every example runs as a user would run it."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ NEEDS = {
     "lightning_fit": ["lightning"],
     "lora": ["transformers", "peft"],
 }
+ON_TWO_RANKS = ("fsdp2", "ddp")
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, "demo"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*NEEDS, *ON_TWO_RANKS, "demo"}
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -28,3 +30,17 @@ def test_it_runs_and_says_what_came_of_planning(name):
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "to plan" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_it_runs_on_two_ranks_and_says_what_came_of_planning(name):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py")]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env=alone
+    )
+    assert result.returncode == 0, result.stderr
+    assert "to plan" in result.stdout + result.stderr
+    assert "PlanWarning" not in result.stderr
+    assert "step 4: loss" in result.stdout

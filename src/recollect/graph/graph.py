@@ -177,6 +177,8 @@ class Graph:
         spread: The relative error of the times of ops, by how much samples differed.
         link: The link to the host, if there is one.
         varies: Whether shapes depend on data, and may differ in the next step.
+        regions: The paths of the modules that are regions of their own, with hooks of others around
+            each. Empty: the forward of the model is one region.
     """
 
     ops: Sequence[Op]
@@ -193,6 +195,7 @@ class Graph:
     spread: float = 0.0
     link: Link | None = None
     varies: bool = False
+    regions: Sequence[str] = ()
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:

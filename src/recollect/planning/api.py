@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.fsdp import shards_of
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
+from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
 from recollect.planning.plan import Plan
 from recollect.planning.planner import (
@@ -23,6 +25,7 @@ from recollect.planning.planner import (
 )
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
+from recollect.planning.together import make_plan
 from recollect.planning.trial import Progress
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
@@ -77,8 +80,7 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    planner = Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output)
-    return planner.plan_for(budget)
+    return make_plan(model, batch, budget, loss, optimizer, offload, holds_output=holds_output)
 
 
 def fit(
@@ -124,10 +126,10 @@ def fit(
     check_budget(budget)
     report = _reporter(progress)
     if batch is not None:
-        planner = Planner.of(
-            model, batch, loss, optimizer, offload, report, holds_output=holds_output
+        plan = make_plan(
+            model, batch, budget, loss, optimizer, offload, report, holds_output=holds_output
         )
-        return planner.plan_for(budget).apply(model)
+        return plan.apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
             raise ValueError(
@@ -185,7 +187,17 @@ def frontier(
     offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Frontier:
-    """The memory/time frontier of a training step. Arguments as `plan`."""
+    """The memory/time frontier of a training step. Arguments as `plan`.
+
+    In a group of processes each one has its own. A step that communicates has none, since every
+    question to it may run steps.
+    """
+    if isinstance(model, nn.Module) and shards_of(model) is not None and ranks_of(model):
+        raise ValueError(
+            "model: it is sharded by fully_shard over several processes, which plan together: "
+            "recollect.plan(model, batch, budget) on every rank says what is the least feasible "
+            "budget"
+        )
     return Frontier(Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 

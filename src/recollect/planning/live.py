@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize, ref
@@ -19,17 +20,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
+from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
 from recollect.graph.graph import Graph, Link
 from recollect.planning.build import build_graph
+from recollect.planning.model_state import gradients_of, parameters_of
+from recollect.planning.observe import observe_forward
 from recollect.planning.prices import Prices
-from recollect.planning.record import traced_hooks
+from recollect.planning.sharded import regions_of
 from recollect.planning.step import device_of, storage_sizes
 from recollect.planning.trace import TraceMode
 from recollect.planning.watch import when_backward_reaches
-from recollect.replay.engine import observe_region, obstacle_around
+from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 
@@ -82,16 +86,17 @@ class LiveStep:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self.device = device_of(model)
-        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._parameters = {id(parameter) for parameter in parameters_of(model)}
         #: The bytes of gradients that are there before it.
-        self.gradients = _gradient_bytes(model)
+        self.gradients = sum(storage_sizes(gradients_of(model)))
         self._base = base
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
         self._link = link
         self._on_end = on_end
         self._prices = Prices(self.device, once=True)
-        self._trace = TraceMode(self._prices)
+        self._trace = TraceMode(self._prices, shards_of(model))
+        self._regions = regions_of(model)
         self._thread = threading.get_ident()
         self._recording: Recording | None = None
         self._waits: Callable[[], Any] = lambda: None
@@ -118,15 +123,13 @@ class LiveStep:
         _active.step = self
         _watched_by_optimizers(self)
         trace.__enter__()
-        hooks = partial(traced_hooks, trace, lambda remat: remat.unpack)
         try:
-            output, self._recording = observe_region(function, args, kwargs, hooks, by, blocks)
+            output, self._recording = observe_forward(
+                trace, function, args, kwargs, by=by, blocks=blocks, regions=self._regions
+            )
         except BaseException:
             self.close()
             raise
-        finally:
-            trace.count_ops = None
-        trace.note_output(output)
         # Nothing of the process may hold this object: its thread or its model may be gone first.
         weak = ref(self)
         self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
@@ -191,23 +194,28 @@ class LiveStep:
     def graph(self) -> Graph:
         """The graph of the step, once it is over."""
         self._prices.settle()
-        return build_graph(
+        graph = build_graph(
             self._trace.finish(),
             self.recording,
             base=self._base,
             on_device=self.device.type == "cuda",
             link=self._link,
         )
+        return replace(graph, regions=self._regions)
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""
-        gradients = _gradient_bytes(model)
+        gradients = sum(storage_sizes(gradients_of(model)))
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
         states = [state for each in self._optimizers for state in each.state.values()]
         leaves = [leaf for state in states for leaf in tree_leaves(state)]
         held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return _local_bytes([*model.parameters(), *model.buffers(), *held]) + self.gradients
+        shards = shards_of(model)
+        late = 0 if shards is None else shards.in_flight_bytes()
+        return (
+            _local_bytes([*parameters_of(model), *model.buffers(), *held]) + self.gradients + late
+        )
 
     def noticed(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
@@ -241,10 +249,6 @@ def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None
     step = weak()
     if step is not None:
         method(step)
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return _local_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
 
 def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:

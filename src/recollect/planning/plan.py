@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -87,7 +88,7 @@ class Plan(PlannedStep):
         self._check(model)
         wrap_module(model, Runner(self))
         try:
-            wrap_modules(model, self.schedule.engines)
+            wrap_modules(model, self.schedule.wrapped)
         except ValueError:
             unwrap_module(model)
             raise
@@ -168,7 +169,7 @@ class Plan(PlannedStep):
         return {**{k: v for k, v in vars(self).items() if k in names}, "graph": None}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, as JSON."""
+        """Write the plan to a file, as JSON. All ranks may do so: the file is always whole."""
         bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=())
         content = {
             "format": _FORMAT,
@@ -177,7 +178,9 @@ class Plan(PlannedStep):
             "alternatives": [each.to_json() for each in self.alternatives],
         }
         del content["graph"]
-        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        own = Path(f"{path}.{os.getpid()}")
+        own.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        own.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

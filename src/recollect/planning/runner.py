@@ -35,9 +35,10 @@ from recollect.planning.model_state import (
     facts_of,
     gradient_bytes,
 )
-from recollect.planning.module_regions import run_modules, unwrap_modules
+from recollect.planning.module_regions import run_modules, unwrap_modules, wrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
+from recollect.planning.sharded import play_regions, regions_of, warn_not_in_effect
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
 from recollect.planning.watch import PeakWatch, Waiting, report_output, watch_output
@@ -87,24 +88,20 @@ def run_planned(
     """
     if by.modules:
         if is_transforming() or forward_ad_active():
-            _warn_not_in_effect(warnings, "it is called by a transform of torch.func")
+            warn_not_in_effect(warnings, "it is called by a transform of torch.func")
             return function(*args, **kwargs)
         return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
-    offload_batch = OffloadBatch(host=by.store, last_first=True)
     report = CallReport() if report is None else report
+    if by.regions:
+        return play_regions(function, args, kwargs, by, warnings, report)
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
     result = replay_region(function, args, kwargs, by, offload_batch, False, report)
     if type(result) is LeftToRerun:
-        _warn_not_in_effect(warnings, result.reason)
+        warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
     if by.away:
         offload_batch.release()  # forward is over: what is leaving would only be in the way
     return result
-
-
-def _warn_not_in_effect(warnings: WarnOnce, reason: str) -> None:
-    warnings.warn(
-        reason, f"the plan is not in effect, and the step may exceed its budget: {reason}"
-    )
 
 
 class _Tracing(threading.local):
@@ -241,6 +238,11 @@ class Runner:
             return live.forward(function, args, kwargs, blocks=blocks)
         if obstacle_around() is not None:
             return function(*args, **kwargs)
+        regions = regions_of(model)
+        if regions:
+            wrap_modules(model, regions)
+            by = NamedSchedule(regions=regions)
+            return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, blocks)
 
     def _can_trace(self, model: Any) -> bool:
@@ -313,7 +315,7 @@ class Runner:
         if now != facts:
             found = compare_state(plan.state, model)
             self._seen = now, found
-        return found, gradient_bytes(parameters, plan.gradients)
+        return found, gradient_bytes(model, parameters, plan.gradients)
 
     def _new_variant(
         self, plan: PlannedStep, signature: Any, kind: tuple[Differences | None, int]

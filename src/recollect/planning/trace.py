@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import current_graph_task
+from recollect._torch.fsdp import Shards
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
@@ -50,6 +51,8 @@ class TracedOp:
     freed: list[int] = field(default_factory=list)
     is_backward: bool = False  #: whether backward had begun
     adds_to: int | None = None  #: the storage of its first argument, if it adds tensors
+    #: Bytes that no op has allocated, before it ran and after: gathered parameters.
+    gathered: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class StepTrace:
     sizes: list[int] = field(default_factory=list)  #: by storage: its bytes
     #: By saved tensor: its storage; None if the step did not allocate that.
     saved: list[int | None] = field(default_factory=list)
-    #: The storages of what forward returned: the loop may hold them.
+    #: The storages of what regions returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
@@ -83,11 +86,15 @@ class SavedHandle:
 
 
 class TraceMode(DispatchMode):
-    """Traces a step, whose ops are priced by ``prices``."""
+    """Traces a step, whose ops are priced by ``prices``.
 
-    def __init__(self, prices: Prices) -> None:
+    ``shards``: of the model, if it is sharded. Its gathered parameters come and go without an op.
+    """
+
+    def __init__(self, prices: Prices, shards: Shards | None = None) -> None:
         super().__init__()
         self._prices = prices
+        self._shards = shards
         self._passes_meta = prices.device.type != "meta"
         self._trace = StepTrace()
         self._unpacked: list[int] = []  # since the last op
@@ -105,6 +112,9 @@ class TraceMode(DispatchMode):
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
+        if self._shards is not None:  # whose first allocation is by an op, and counts as gathered
+            for key in self._shards.gathered_storages() & self._storages.keys():
+                self._trace.sizes[self._storages[key][1]] = 0
         self._storages.clear()
         self._saved.clear()
         return self._trace
@@ -127,11 +137,13 @@ class TraceMode(DispatchMode):
         if self._passes_meta and any(map(_is_meta, leaves)):
             return func(*args, **kwargs)  # of a compiler, and without memory
         inputs = {storage_key(tensor) for tensor in tensors}
+        gathered = self._gathered()
         price, result = self._prices.run(func, args, kwargs)
         if price is not None:
             self._is_backward |= current_graph_task() != -1
             trace, op = self._trace, TracedOp(price, number)
             op.is_backward = self._is_backward
+            op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
             self._unpacked, trace.freed, trace.released = [], [], []
             trace.events.append(op)
@@ -144,11 +156,22 @@ class TraceMode(DispatchMode):
                 op.adds_to = self._storage_of(args[0])
         return result
 
+    def _gathered(self) -> int:
+        return 0 if self._shards is None else self._shards.gathered_bytes()
+
     def note_output(self, output: Any) -> None:
-        """Note what forward returned, in objects too. What follows it has an end."""
-        self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
+        """Note what a region returned, in objects too."""
         storages = map(self._storage_of, tensors_of_batch((output,), {}))
-        self._trace.outputs = {storage for storage in storages if storage is not None}
+        self._trace.outputs |= {storage for storage in storages if storage is not None}
+
+    def note_end(self) -> None:
+        """Forward is over: what follows it has an end."""
+        self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
+
+    @property
+    def saved_so_far(self) -> int:
+        """How many tensors autograd has saved."""
+        return len(self._trace.saved)
 
     def _storage_of(self, tensor: _Tensor) -> int | None:
         """The number of the storage of ``tensor``; None if the step did not allocate it."""

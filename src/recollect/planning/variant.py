@@ -14,7 +14,7 @@ from recollect.graph.graph import Graph
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.model_state import Differences
 from recollect.planning.planned_step import PlannedStep
-from recollect.planning.record import bytes_by_module
+from recollect.planning.record import bytes_by_module, bytes_made
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
@@ -102,8 +102,7 @@ class Variant:
             self._warn_unrecorded(str(recording.reason))
         if recording is None or self._made is None:
             return
-        before = None if report.difference is None else report.before
-        made = bytes_by_module(recording, before)
+        made = bytes_made(report, self._made)
         known = max(1, sum(self._made.values()))
         # Where shapes depend on data, what one module makes more another makes less.
         added = sum(made.values()) - known
