@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -48,6 +50,28 @@ def test_units_are_found() -> None:
     assert shards.device == torch.device("cpu")
     assert {id(each) for each in shards.parameters()} == {id(p) for p in model.parameters()}
     assert shards_of(nn.Linear(2, 2)) is None
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = _model()
+    model(torch.ones(2, 4)).sum().backward()
+    assert shards_of(model) is not None
+    alive = ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_that_becomes_a_unit_is_looked_at_again() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    before = shards_of(model)
+    assert before is not None
+    assert len(before.parameters()) == 2
+    after = shards_of(fully_shard(model, mesh=mesh))
+    assert after is not None
+    assert len(after.parameters()) == 4
 
 
 def test_what_is_gathered_is_counted_while_it_is_there() -> None:

@@ -174,13 +174,6 @@ def check_sharding(name: str, budget: float, accumulate: int) -> None:
         check_within(found, plan, *range(4))
     plan.remove(model)
     assert OPTIONS not in {name for module in model.modules() for name in vars(module)}
-    trained(model, 1).check(trained(restarted(sharding, 4, accumulate), 1))
-
-
-def restarted(sharding: Sharding, steps: int, accumulate: int) -> Any:
-    model = sharding.model()
-    trained(model, steps, accumulate=accumulate)
-    return model
 
 
 def check_shardings(names: list[str], accumulate: int) -> None:
@@ -189,15 +182,17 @@ def check_shardings(names: list[str], accumulate: int) -> None:
 
 
 NAMES = [*SHARDINGS]
+#: Seconds for several plans, on a machine that is busy.
+_LONG = 400.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [NAMES[n::4] for n in range(4)], ids=", ".join)
 def test_every_way_to_shard(names: list[str], tmp_path: Path) -> None:
-    run_ranks(check_shardings, tmp_path, names, 1)
+    run_ranks(check_shardings, tmp_path, names, 1, deadline=_LONG)
 
 
 @pytest.mark.slow
 def test_gradients_that_accumulate_without_communication(tmp_path: Path) -> None:
     names = ["reshard", "keep gathered", "mixed precision"]
-    run_ranks(check_shardings, tmp_path, names, 3)
+    run_ranks(check_shardings, tmp_path, names, 3, deadline=_LONG)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import distributed, nn
@@ -27,19 +27,21 @@ def is_unit(module: nn.Module) -> bool:
 #: How many threads gloo has for the collectives of a group.
 _BACKEND_THREADS = 2
 
-_known: WeakKeyDictionary[nn.Module, Shards] = WeakKeyDictionary()
+#: By model: its shards, and whether it was a unit itself.
+_known: WeakKeyDictionary[nn.Module, tuple[Shards, bool]] = WeakKeyDictionary()
 
 
 def shards_of(model: nn.Module) -> Shards | None:
     """What ``fully_shard`` made of ``model`` and of the modules inside; None if nothing."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    known = _known.get(model)
-    if known is None:
+    known, is_root = _known.get(model, (None, None))
+    if known is None or is_root is not is_unit(model):  # it may have become one since
         states = _states_in(model)
         if not states:
             return None
-        known = _known[model] = Shards(states)
+        known = Shards(states)
+        _known[model] = known, is_unit(model)
     return known
 
 
@@ -51,10 +53,14 @@ def _states_in(model: nn.Module) -> list[Any]:
 
 
 class Shards:
-    """The units of a model. Their states do not change once forward has run."""
+    """The units of a model. Does not keep them alive."""
 
     def __init__(self, states: list[Any]) -> None:
-        self._states = states
+        self._references = [ref(state) for state in states]
+
+    @property
+    def _states(self) -> list[Any]:
+        return [state for each in self._references if (state := each()) is not None]
 
     def initialize(self) -> None:
         """Do what the first forward would do once: find the root, set up hooks and streams."""

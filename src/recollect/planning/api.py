@@ -53,8 +53,12 @@ def plan(
     is restored: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
     random streams. What cannot be restored is an error that names it.
 
+    Where a process group exists this is a collective call: the ranks that have the model make one
+    plan together, and the highest peak of all of them counts.
+
     Args:
-        model: The model to train. A step calls its forward once.
+        model: The model to train, as it is or sharded by ``fully_shard``. A step calls its forward
+            once.
         batch: What the model is called with. A tuple is its arguments, a dict or another mapping
             its keyword arguments, anything else its one argument: a tensor, a list, an object.
         budget: The highest allowed peak of bytes allocated on the device in a step, including
@@ -103,6 +107,8 @@ def fit(
     model trains which would not fit otherwise. The plan is made before the second step. Steps that
     differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
     the same way, once for each kind.
+
+    Where a process group exists, call it on every rank, as `plan`.
 
     Args:
         model: The model to train.

@@ -30,7 +30,7 @@ from recollect.errors import CheckpointError
 __all__ = ["MissingRank", "OtherRankFailed", "Team"]
 
 #: Seconds between two looks at the store: from the first to the later ones.
-_SOONEST, _LATEST = 0.001, 0.05
+_SOONEST, _LATEST = 0.001, 0.1
 #: Seconds that a process is waited for at most; while another one searches for a plan.
 _PATIENCE, _SEARCH = 300.0, 3600.0
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.fsdp import shards_of
 from recollect._torch.groups import group_timeout
 from recollect.checks.place import warn_user
 from recollect.errors import CheckpointError, PlanWarning
@@ -159,7 +160,7 @@ class Meeting:
     ) -> Meeting:
         """What is said of ``model``, which is in ``state``."""
         tensors = tuple((name, text, trained) for name, text, _, trained in state.tensors)
-        is_sharded = TrainingStep(model, (), {}).shards is not None
+        is_sharded = shards_of(model) is not None
         return cls(type(model).__name__, tensors, repr(budget), is_sharded, obstacle)
 
 
