@@ -256,10 +256,16 @@ class TrainingStep:
 
     def base_bytes(self) -> int:
         """Bytes that are allocated before the step begins, and throughout."""
+        return self._allocated_bytes() + self.late_bytes()
+
+    def late_bytes(self) -> int:
+        """Bytes of collectives that may be there for longer than in the steps that were seen."""
+        return 0 if self.shards is None else self.shards.in_flight_bytes()
+
+    def _allocated_bytes(self) -> int:
         if self.on_cuda:
             return torch.cuda.memory_allocated(self.device)
-        late = 0 if self.shards is None else self.shards.in_flight_bytes()
-        return sum(storage_sizes(self.static_tensors())) + self.gradient_bytes + late
+        return sum(storage_sizes(self.static_tensors())) + self.gradient_bytes
 
     def _weights(self) -> Iterable[_Tensor]:
         return [*parameters_of(self.model), *self.model.buffers()]
@@ -280,7 +286,7 @@ class TrainingStep:
         else:
             gc.disable()  # it would free at other times than usual
         try:
-            return self.base_bytes() + allocated_by(self.run, self.device)[0]
+            return self._allocated_bytes() + allocated_by(self.run, self.device)[0]
         finally:
             if was_on:
                 gc.enable()
