@@ -133,8 +133,13 @@ def replay_region(
     offload_batch: OffloadBatch,
     offload_inputs: bool,
     report: CallReport | None = None,
+    known: Recording | None = None,
 ) -> Any:
-    """Run the function and return its result; `LeftToRerun` if others have to run it."""
+    """Run the function and return its result; `LeftToRerun` if others have to run it.
+
+    ``known``: a recording of such a call under another schedule of a plan. The call is checked
+    against it, and need not be recorded first.
+    """
     if _running.is_running:
         # The region around it sees every op, and drops what this one would.
         return function(*args, **kwargs)
@@ -148,6 +153,8 @@ def replay_region(
         entry = entry_of(function, args, kwargs, policy, sends_away, flags)
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
+    if known is not None and isinstance(policy, NamedSchedule) and entry.is_new():
+        entry.recorded(known.under(policy), has_budget=True)
     recording = entry.recording  # once: another thread may change it
     if recording is None and policy is None and entry.is_new():
         # Parameters that are gathered from other processes. Recording would find them as well, but

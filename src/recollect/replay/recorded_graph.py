@@ -11,7 +11,7 @@ Nothing here holds a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -301,6 +301,13 @@ class RecordedGraph:
         part = RecordedGraph()
         part.ops, part.values = self.ops[:count], self.values
         return part
+
+    def copy(self) -> RecordedGraph:
+        """The same graph, of which other results may be held."""
+        other = RecordedGraph()
+        other.ops = [replace(op) for op in self.ops]
+        other.values, other.storages = self.values, self.storages
+        return other
 
     def maker_of(self, value: RecordedValue) -> RecordedOp | None:
         """The op that makes ``value``."""

@@ -10,6 +10,7 @@ chosen in the same way.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ from recollect.replay.function_call import (
     OutsideTensor,
     equal_type,
 )
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.state.flags import read_flags, read_usual_flags, usual_flags
 
@@ -77,6 +79,17 @@ class Recording:
         """Whether both called the same functions."""
         same_length = len(self.calls) == len(other.calls)
         return same_length and all(map(FunctionCall.is_like, self.calls, other.calls))
+
+    def under(self, by: NamedSchedule) -> Recording:
+        """The recording that this call would have been under another schedule of a plan."""
+        other = copy(self)
+        other.graph = self.graph.copy()
+        for op in other.graph.ops:
+            if op.key is not None:
+                op.ruling = by.decide(op.key, op)
+        for name in ("schedule", "expected"):
+            vars(other).pop(name, None)
+        return other
 
     @cached_property
     def schedule(self) -> RegionSchedule:
