@@ -310,7 +310,7 @@ def test_a_maker_that_was_not_called(name):
 def test_a_function_of_torch_is_no_op(make, function):
     with pytest.raises(ValueError, match=r"torch function is not an op: use torch\.ops\.aten\.mm"):
         make(function)
-    with pytest.raises(ValueError, match="is no op"):
+    with pytest.raises(ValueError, match="is not an op"):
         policy.every_nth(function, 2)
 
 

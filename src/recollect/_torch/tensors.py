@@ -249,14 +249,9 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A key of the storage of ``tensor``, unique while it is alive; None if it has none."""
     try:
-        return name_of_storage(tensor.untyped_storage())
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def name_of_storage(storage: torch.UntypedStorage) -> int:
-    """A key of ``storage``, unique while it is alive."""
-    return int(storage._cdata)
 
 
 def memory_key(tensor: torch.Tensor) -> int | None:

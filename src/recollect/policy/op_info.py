@@ -18,7 +18,15 @@ from recollect._torch.ops import (
     returned_aliases,
 )
 
-__all__ = ["ATTENTION", "MATMULS", "SAC_IGNORED_OPS", "OpInfo", "known_ops", "op_info"]
+__all__ = [
+    "ATTENTION",
+    "MATMULS",
+    "SAC_IGNORED_OPS",
+    "OpInfo",
+    "known_ops",
+    "op_info",
+    "tensors_in",
+]
 
 _Args = tuple[Any, ...]
 #: Position and name of an argument.
@@ -260,10 +268,10 @@ class OpInfo:
     def written(self, args: _Args, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that the call writes to, or may write to."""
         if self.name.startswith(_HIDDEN_WRITERS):
-            return _tensors_in([*args, *kwargs.values()])
+            return tensors_in([*args, *kwargs.values()])
         if self._training is not None and not _value(self._training, args, kwargs, True):
             return []
-        return _tensors_in([_value(place, args, kwargs) for place in self.written_arguments])
+        return tensors_in([_value(place, args, kwargs) for place in self.written_arguments])
 
     @property
     def has_library_rng(self) -> bool:
@@ -299,11 +307,12 @@ def _value(place: _Place | None, args: _Args, kwargs: dict[str, Any], default: A
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, in lists and tuples too."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in _tensors_in(each)]
+        return [tensor for each in value for tensor in tensors_in(each)]
     return []
 
 

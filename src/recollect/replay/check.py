@@ -39,7 +39,7 @@ from recollect._torch.modes import (
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key, version_of
-from recollect.policy.op_info import op_info
+from recollect.policy.op_info import op_info, tensors_in
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
@@ -50,7 +50,6 @@ from recollect.replay.function_call import (
     flatten,
     metadata_of,
     same_constant,
-    tensors_in,
 )
 from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
 from recollect.replay.memory_tracker import start_of

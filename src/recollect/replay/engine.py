@@ -50,11 +50,12 @@ from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
 from recollect.observer import observed_pack, observing
 from recollect.policy import nothing
+from recollect.policy.op_info import tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
-from recollect.replay.function_call import FunctionCall, tensors_in
+from recollect.replay.function_call import FunctionCall
 from recollect.replay.named_schedule import NamedSchedule, ScheduleQuery
 from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph

@@ -46,7 +46,6 @@ __all__ = [
     "is_comparable",
     "metadata_of",
     "same_constant",
-    "tensors_in",
 ]
 
 _Tensor = torch.Tensor
@@ -285,15 +284,6 @@ def equal_type(value: Any) -> type:
     kind = type(value)
     is_enough = kind in _EQUAL or (kind is float and value != 0.0)  # there are two zeros
     return kind if is_enough else _NoType
-
-
-def tensors_in(out: Any) -> list[_Tensor]:
-    """The tensors that a function returns, in lists and tuples too."""
-    if isinstance(out, _Tensor):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [tensor for each in out for tensor in tensors_in(each)]
-    return []
 
 
 def _getters(*names: str) -> set[Any]:

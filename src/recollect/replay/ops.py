@@ -11,11 +11,10 @@ from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
-from recollect.policy.op_info import OpInfo, op_info
+from recollect.policy.op_info import OpInfo, op_info, tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
-from recollect.replay.function_call import tensors_in
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
 from recollect.replay.named_schedule import ScheduleQuery
 from recollect.replay.recorded_graph import (

@@ -25,6 +25,7 @@ from recollect._torch.modes import (
 from recollect._torch.ops import is_of_torch, is_op_of_others
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
+from recollect.policy.op_info import tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.replay.function_call import (
     EXPOSING,
@@ -39,7 +40,6 @@ from recollect.replay.function_call import (
     flatten,
     is_comparable,
     metadata_of,
-    tensors_in,
 )
 from recollect.replay.held_values import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
