@@ -1,4 +1,4 @@
-"""A training step as the planner sees it: ops, the values they make, and when backward uses them.
+"""A training step for the planner: ops, the values they make, and when backward uses them.
 
 A step is a list of `Event`, one for each op that ran, forward and backward. The ops of the planned
 region (`Op`) make values. Autograd saves some (`SavedTensor`), and unpacks them in backward.
@@ -48,7 +48,7 @@ class Storage:
     Args:
         nbytes: As the allocator counts it.
         born: The event of the op that allocates it.
-        dies: The last event at which somebody besides autograd and the plan still holds it.
+        dies: The last event at which anything but autograd and the plan holds it.
     """
 
     nbytes: int
@@ -85,8 +85,8 @@ class Op:
         places: The position of each of them among its results.
         writes: The values that it makes in place: for each the value before (None if it does not
             read that), and the value after.
-        workspace: The bytes that it allocates in addition while it runs.
-        state: The bytes of generator state that are held for it to run again.
+        workspace: The extra bytes that it allocates while it runs.
+        state: The bytes of generator state held for its rerun.
         can_keep: Whether its results can be kept.
         can_send: Whether they can be offloaded.
         forced: Whether every plan keeps them: it must not run again.
@@ -169,12 +169,12 @@ class Graph:
         events: The step: forward, backward from ``turn`` on, and what follows it.
         turn: The number of the first event of backward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
-        rerun_cost: Seconds that running an op again costs, in addition to its own.
+        rerun_cost: Seconds that rerunning an op costs on top of its own time.
         engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
-        offload_cost: Seconds that offloading a tensor adds, beside waiting for copies.
+        offload_cost: Seconds that offloading a tensor adds, not counting waits for copies.
         module_costs: Seconds that checkpointing a module adds, by its path and the engine. Empty:
-            modules are not to be checkpointed as a whole.
-        spread: The relative error of the times of ops, by how much samples differed.
+            no module is checkpointed as a whole.
+        spread: The relative error of op times, from the spread of the samples.
         link: The link to the host, if there is one.
         varies: Whether shapes depend on data, and may differ in the next step.
     """
@@ -201,7 +201,7 @@ class Graph:
 
     @cached_property
     def tables(self) -> Tables:
-        """What the simulator needs to know, and is the same under every schedule."""
+        """Data for the simulator that is the same under every schedule."""
         return Tables(self)
 
     @cached_property
@@ -221,7 +221,7 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """The ops whose results backward needs if only what is forced is kept."""
+        """The ops whose results backward needs if only forced results are kept."""
         return self.wanted(frozenset())
 
     def wanted(self, kept: frozenset[int]) -> frozenset[int]:
@@ -244,7 +244,7 @@ class Graph:
 
 
 class Tables:
-    """What the simulator needs to know of a graph, and is the same under every schedule.
+    """Data about a graph for the simulator that is the same under every schedule.
 
     The end of the step counts as one more event.
     """
@@ -264,7 +264,7 @@ class Tables:
         self.during = [*(event.during for event in events), 0]
         #: By event: the bytes during it if nothing is kept for backward.
         self.least = list(map(add, _live(graph), self.during))
-        #: All that happens in the step, in order; and the same without the ends of ops.
+        #: All actions of the step in order; ``of_saved`` is the same without ``OP``.
         self.actions: list[Action] = []
         #: By saved tensor: the event after which autograd frees it.
         self.frees = [len(events)] * len(graph.saved)
@@ -276,8 +276,7 @@ class Tables:
                 self.actions.append((2 * now + 1, FREE, number))
                 self.frees[number] = now
         self.of_saved = [action for action in self.actions if action[1] != OP]
-        #: By op: the storages that autograd holds if its results are kept, and until which event,
-        #: if that is longer than others hold them.
+        #: By op: the storages that autograd holds longest if its results are kept, and until when.
         self.holds: list[list[tuple[int, int]]] = [[] for _ in graph.ops]
         for value, end in zip(self.saved, self.frees, strict=True):
             storage = values[value].storage
@@ -286,7 +285,7 @@ class Tables:
 
 
 def _live(graph: Graph) -> list[int]:
-    """By event: the bytes that are not fixed, and those that are there throughout."""
+    """By event: the base, and the bytes of storages of forward that are alive."""
     change = [0] * (len(graph.events) + 2)
     change[0] = graph.base
     for storage in graph.storages:

@@ -1,20 +1,20 @@
-"""Plays a step under a schedule, in bytes and seconds: what the replay engine does with tensors.
+"""Plays a step under a schedule in bytes and seconds, as the replay engine does with tensors.
 
-By the same rules (`release`):
+Both use the rules of `release`:
 
-1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, or until
-   the limit on copies in flight is reached. The rest is freed after its last use in forward.
-2. Backward unpacks a saved tensor. If it is not there, the ops that lead to it from held values run
+1. Forward runs. Kept results stay. Offloaded results stay until they are copied, or until the limit
+   on copies in flight is reached. All others are freed after their last use in forward.
+2. Backward unpacks a saved tensor. If it is not there, the ops that compute it from held values run
    again, in the order of forward.
 3. Tensors are fetched from the host in the reverse order of offloading, as `OffloadBatch` does
-   under a plan, at most so many bytes in advance.
+   under a plan. At most ``ahead`` bytes are prefetched.
 
-Copies overlap with computation, one at a time in each direction. The allocator counts memory when
-work is issued, far ahead of the device. So the engine cannot wait until a copy is done: the plan
-tells it after which op the copy will be done, as simulated here, and the device waits if it is not.
+Copies overlap with computation, one at a time in each direction. The allocator frees memory when
+work is issued, far ahead of the device. So the plan says after which op a copy counts as done, as
+simulated here, and the device waits if it is late.
 
-The schedule leaves most events alone. Only those are played at which something is recomputed,
-released or copied; for the others, the changes of memory are added up.
+Only events at which something is recomputed, freed or copied are played one by one. For the others,
+changes of memory are summed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 class Playback:
-    """One step. Its attributes tell what happened in it."""
+    """One step. Its attributes hold the result."""
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
@@ -55,7 +55,7 @@ class Playback:
         #: The values that are not recomputed.
         self.held = here | self.away if self.away else here
         self.is_ticket = [value not in here for value in tables.saved]
-        #: The saved tensors that are not kept here, in the order of forward.
+        #: The saved tensors that are not kept on the device, in the order of forward.
         self.tickets = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
         needs = find_needs(graph, [tables.saved[n] for n in self.tickets], self.held)
         #: What backward has recomputed or fetched, in bytes.
@@ -65,7 +65,7 @@ class Playback:
         self.again = needs.again
         #: Bytes of generator states, which are held until the end.
         self.states = sum([graph.ops[op].state for op in needs.again])
-        #: By value: how many tensors of it autograd has unpacked, and still holds.
+        #: By value: how many unpacked tensors of it autograd still holds.
         self.given = [0] * len(graph.values)
         self.dead = [False] * len(graph.saved)
         #: The time, and how many events are over.
@@ -76,8 +76,8 @@ class Playback:
         self._find_costs(schedule)
         self._plan_copies(schedule)
         self._hold(kept)
-        #: The phase of an event; the bytes by which memory has changed in it; the bytes that are
-        #: there and were recomputed or fetched, and how many when it began.
+        #: The current phase; the change of memory in it; the live bytes that were recomputed or
+        #: fetched, now and at its start.
         self.phase = 0
         self.change = 0
         self.made = self.made_before = 0
@@ -87,10 +87,9 @@ class Playback:
         self.notes: list[Note] = []
 
     def _find_costs(self, schedule: Schedule) -> None:
-        """The costs of a whole engine, or of modules, which are spent all over the step.
+        """Add the cost of the engine, or of modules, which includes their recomputation.
 
-        They are counted first, to hide no copy. The seconds of ops that run again come on top,
-        except in modules, whose costs include them.
+        It counts before the first event, so that it hides no copy.
         """
         graph = self.graph
         if schedule.modules:
@@ -126,21 +125,21 @@ class Playback:
     def _hold(self, kept: Iterable[int]) -> None:
         """Find until when the storages of forward are held."""
         storages, values, holds = self.graph.storages, self.graph.values, self.tables.holds
-        #: By storage: how many hold it until something happens in backward or on the link.
+        #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
         held = [value for value, _ in self.order]
         for value in (*held, *(value for sent in self.sent.values() for value in sent)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
-        #: By storage that is held for longer than in the plain forward: the last event at which
-        #: anybody else holds it.
+        #: By storage that the schedule holds longer: the last event at which anything else holds
+        #: it.
         ends = self.ends = {number: storages[number].dies for number in self.holders}
         for op in kept:
             for number, end in holds[op]:
                 if end > ends.get(number, -1):
                     ends[number] = end
-        #: By event: the bytes by which the schedule changes memory before it; and those of values
-        #: that are recomputed or fetched.
+        #: By event: by how many bytes the schedule changes memory before it; and the part that was
+        #: recomputed or fetched.
         self.changes = [0] * (len(self.graph.events) + 2)
         self.changes_made = self.changes[:]
         for number, end in ends.items():
@@ -193,7 +192,7 @@ class Playback:
         self.phase = phase
         over = (phase + 1) // 2
         if over > self.over:
-            # One after the other: the last digit depends on the order.
+            # In order: the last digit of the sum depends on it.
             self.clock = reduce(add, self.tables.event_seconds[self.over : over], self.clock)
             self.over = over
 
@@ -202,12 +201,12 @@ class Playback:
         self.notes.append((self.phase // 2, self.change, more, self.made, self.clock))
 
     def _drop(self, storage: int) -> None:
-        """Release a storage; it is freed when nobody else holds it."""
+        """Release a storage; it is freed when nothing else holds it."""
         self.holders[storage] -= 1
         if self.holders[storage]:
             return
         nbytes = self.graph.storages[storage].nbytes
-        after = self.ends[storage] + 1  # the first event at which nobody else does
+        after = self.ends[storage] + 1  # the first event at which nothing else holds it
         if after <= (self.phase + 1) // 2:
             self.change -= nbytes
         else:
@@ -307,14 +306,14 @@ class Playback:
             self.leaving_bytes += value.nbytes
 
     def _can_arrive_after(self, number: int) -> bool:
-        """Whether the engine can be told: only at the end of a function, by an op with a key."""
+        """Whether a schedule can name this op: the last one of its function, with a key."""
         op = self.graph.ops[number]
         return op.last <= number and (bool(op.key) or number == self.last_op)
 
     def _let_arrive(self, op: int) -> None:
-        """After ``op``: free what is copied by now, and the oldest if too much is in flight.
+        """After ``op``: free copied tensors, and the oldest if too many bytes are in flight.
 
-        At the end of forward, everything.
+        At the end of forward, all.
         """
         before = len(self.leaving)
         while len(self.leaving) > 1 and self.leaving_bytes > self.limit:

@@ -22,7 +22,7 @@ _KINDS = {"plan": "", "chosen": "chosen", "plain": "no plan", "peer": "peer"}
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[str]) -> str:
-    """``lines`` under ``header``, flush right but for the columns named in ``left``."""
+    """``lines`` under ``header``, right-aligned except the columns named in ``left``."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
 
     def laid_out(cells: Sequence[str]) -> str:
@@ -40,7 +40,7 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequenc
 
 
 def rows_table(groups: Sequence[Sequence[Row]]) -> str:
-    """A line for each list of rows that say the same; times and shapes where there are any."""
+    """A line for each list of equal rows; times and shapes only if there are any."""
     rows = [row for group in groups for row in group]
     lines = [_cells(group) for group in groups]
     header = ["module", "op", "shape", "memory", "time", "fate", "reason"]
@@ -118,7 +118,7 @@ def table(report: PlanReport) -> str:
 
 
 def frontier_table(report: PlanReport) -> str:
-    """The plans of a frontier and what they are compared with, the least peak first."""
+    """The plans of a frontier and the baselines, the lowest peak first."""
     lines = [
         (_short(point.name), *point_cells(point, report), _KINDS.get(point.kind, point.kind))
         for point in sorted(report.points, key=lambda point: (point.peak, point.seconds))
@@ -154,7 +154,7 @@ def _notes(report: PlanReport) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """``name``, without its middle if it is long: its ends tell most."""
+    """``name``, without its middle if it is long."""
     if len(name) <= _NAME:
         return name
     half = (_NAME - 3) // 2
