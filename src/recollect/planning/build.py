@@ -207,9 +207,10 @@ class _Builder:
         events = self._trace.events
         ends = dict.fromkeys(range(len(self._trace.sizes)), len(events) - 1)
         ends |= {storage: n - 1 for n, event in enumerate(events) for storage in event.freed}
+        dropped = {storage: n - 1 for n, event in enumerate(events) for storage in event.dropped}
         # The traced step held what must be kept, and what its schedule keeps; not the results that
         # opaque functions do not return. Another schedule holds them for as long as they are
-        # needed, and others until their last read, or until the loop drops them.
+        # needed, and others until their last read, or until the model and the loop drop them.
         for op in self._recorded.ops:
             kept = op.results if op.keep is not None else op.held
             for value in (self._recorded.values[number] for number in kept):
@@ -217,7 +218,8 @@ class _Builder:
                     storage = self._storages[values[self._values[value.number]].storage][0]
                     if op.keep is None and storage in self._trace.outputs:
                         continue  # the loop may hold it too, for as long as was seen
-                    ends[storage] = min(ends[storage], self._last_reads[value.number])
+                    last = max(self._last_reads[value.number], dropped.get(storage, len(events)))
+                    ends[storage] = min(ends[storage], last)
         for saved, pack in enumerate(self._packed):
             held = self._trace.saved[saved]
             if pack.view is None and held is not None:  # autograd holds it, plan or not

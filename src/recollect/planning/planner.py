@@ -58,9 +58,11 @@ _CORRECTIONS = 6
 #: How many schedules a plan carries for other batches: so many of the best for the planned batch,
 #: and so many of the best for a larger one.
 _ALTERNATIVES = 8
-#: The fraction of a budget that stays free on CUDA if the plan cannot be tried: blocks of the
-#: allocator may be larger than what was asked for.
+#: The fraction of a budget that stays free if the plan cannot be tried. On CUDA, blocks of the
+#: allocator may be larger than what was asked for. And on the CPU, for the numbers that autograd
+#: saves (as in ``2.0 * x``), which no op makes.
 _UNTRIED = 0.01
+_UNTRIED_ON_CPU = 1e-4
 #: How many times as large the larger one is.
 _LARGER = 2
 #: A schedule that is predicted to take so many times as long as another is not tried.
@@ -166,7 +168,7 @@ class Planner:
         """
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
-        untried = _UNTRIED if step.on_cuda else 0.0
+        untried = _UNTRIED if step.on_cuda else _UNTRIED_ON_CPU
         return cls(
             step, profile, state, signature, offload=offload, progress=progress, untried=untried
         )

@@ -48,6 +48,8 @@ class TracedOp:
     unpacked: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    #: And the storages whose tensor is gone: at most the schedule still holds them.
+    dropped: list[int] = field(default_factory=list)
     is_backward: bool = False  #: whether backward had begun
     adds_to: int | None = None  #: the storage of its first argument, if it adds tensors
 
@@ -91,6 +93,8 @@ class TraceMode(DispatchMode):
         self._passes_meta = prices.device.type != "meta"
         self._trace = StepTrace()
         self._unpacked: list[int] = []  # since the last op
+        self._dropped: list[int] = []
+        self._tensors: dict[int, Any] = {}
         self._is_backward = False
         #: Whether ops are not traced now, and after how many events no more are.
         self.is_paused = False
@@ -107,6 +111,7 @@ class TraceMode(DispatchMode):
         """Stop watching. Returns the trace."""
         self._storages.clear()
         self._saved.clear()
+        self._tensors.clear()
         return self._trace
 
     def __torch_dispatch__(
@@ -133,7 +138,8 @@ class TraceMode(DispatchMode):
             trace, op = self._trace, TracedOp(price, number)
             op.is_backward = self._is_backward
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
-            self._unpacked, trace.freed, trace.released = [], [], []
+            op.dropped = self._dropped
+            self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
             trace.events.append(op)
             self.is_paused |= len(trace.events) >= self.limit
             for path, tensor in tensors_of(result):
@@ -161,7 +167,12 @@ class TraceMode(DispatchMode):
         storage = tensor.untyped_storage()
         self._trace.sizes.append(storage.nbytes())
         self._storages[key] = ref(storage, partial(self._free, key)), number
+        self._tensors[number] = ref(tensor, partial(self._drop, number))
         return number
+
+    def _drop(self, number: int, _: Any) -> None:
+        del self._tensors[number]
+        self._dropped.append(number)
 
     def _free(self, key: int, _: Any) -> None:
         self._trace.freed.append(self._storages.pop(key)[1])

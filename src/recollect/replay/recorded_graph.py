@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from recollect._torch.modes import unobserved
+
 __all__ = [
     "NEEDS_CARE",
     "Layout",
@@ -61,9 +63,10 @@ def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
 
 def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on a copy of its whole storage."""
-    storage: Any = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    with unobserved():  # it is no part of the step
+        storage: Any = tensor.untyped_storage().clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
