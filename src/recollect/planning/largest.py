@@ -47,6 +47,8 @@ __all__ = ["Found", "LargestSearch", "Limit"]
 #: from then on; and how close one has to be for that.
 _FIRST_JUMP, _JUMP = 2, 8
 _CLOSE = 0.01
+#: Sizes that differ by less than this part are alike, as far as times can tell.
+_CLOSE_TIME = 0.02
 #: How many recordings there should be, to know how a step grows.
 _RECORDINGS = 3
 #: How many sizes are planned for at most, to confirm what was predicted.
@@ -272,17 +274,27 @@ class LargestSearch:
         if len(self._profiles) < _RECORDINGS:
             self._record_unrun(low)
         for _ in range(_CONFIRMATIONS):
-            size = self._predict(low, high)
+            size = self._next_planned(low, high)
             if size == low:
                 break
-            if len(self._slow) > 1:  # predictions of time are off: halve what is left
-                size = low + max(1, (size - low) // (2 * self._unit)) * self._unit
             found = self._confirm(size)
             if found is not None and found.is_fast:
                 best, low = found, size
             else:
                 high = size
         return best
+
+    def _next_planned(self, low: int, high: int) -> int:
+        """The size to plan for next; ``low`` if there is none."""
+        size = self._predict(low, high)
+        if self._time is None or (size > low and len(self._slow) < 2):
+            return size
+        # Predictions of time are rough, and no reason to stop: halve what memory leaves.
+        if high - low <= max(self._unit, int(_CLOSE_TIME * low)):
+            return low
+        fits = lambda size: self._forecasted().fastest(size, self._room) is not None  # noqa: E731
+        size = find_largest(fits, low, high, self._unit)
+        return low + -(-(size - low) // (2 * self._unit)) * self._unit
 
     def _predict(self, low: int, high: int) -> int:
         """The largest size between them that is predicted to fit; ``low`` if there is none."""
@@ -313,12 +325,14 @@ class LargestSearch:
         return expected.seconds * self._slowness <= self._time * self._plain_per_sample * size
 
     def _learn_least(self, size: int) -> None:
-        """Find the least peak at a size that fits, if it is not known: a line needs it."""
-        if size not in self._leasts:
-            plan = self._steps.planner(size).least_plan(self._budget)
-            self._leasts[size] = plan.predicted_peak
-            self._by = plan.schedule
-            self._forecast = None
+        """Find the least peak at a size that fits, and at half of it: a line needs both."""
+        half = max(self._unit, size // (2 * self._unit) * self._unit)
+        for each in (half, size):
+            if self._plain_size and each not in self._leasts:
+                plan = self._steps.planner(each).least_plan(self._budget)
+                self._leasts[each] = plan.predicted_peak
+                self._by = plan.schedule
+                self._forecast = None
 
     def _confirm(self, size: int) -> _Confirmed | None:
         """Make the plan for a size, which runs the step under it; None if there is none."""

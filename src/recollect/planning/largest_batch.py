@@ -125,7 +125,7 @@ def largest_batch(
         time: How many times plain's time per sample a sample may take, such as 1.2. Compared are
             the measured time of a step under the plan divided by its size, and that of the plain
             step at the largest size that fits without a plan divided by that size, measured right
-            after it. None: no limit.
+            after it. If time is what limits the size, it is found to within 2%. None: no limit.
         loss: As in `recollect.plan`.
         optimizer: Its state and what its step allocates count too.
         offload: As in `recollect.plan`.
