@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from recollect._torch.devices import profiler_is_on
 from recollect._torch.modules import is_compiled
 from recollect.checks.place import warn_user
 from recollect.errors import InfeasibleBudget, PlanWarning
-from recollect.graph.graph import Graph
+from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS
@@ -49,9 +50,11 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner", "check_offload", "check_unplanned", "silent"]
+__all__ = ["Offload", "Planner", "Record", "check_offload", "check_unplanned", "silent"]
 
 Offload = bool | Literal["auto"]
+#: Records a step, with the link to the host if results may be offloaded.
+Record = Callable[[TrainingStep, Link | None], Profile]
 
 #: How often a lower target is set for a plan that takes more memory than predicted.
 _CORRECTIONS = 6
@@ -117,8 +120,9 @@ class Planner:
         progress: Progress = silent,
         *,
         holds_output: bool = True,
+        record: Record = record_step,
     ) -> Planner:
-        """Record a step. Arguments as of `recollect.plan`."""
+        """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
         check_offload(offload)
         if holds_output not in (True, False):
             raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
@@ -146,7 +150,7 @@ class Planner:
             # cuBLAS keeps a workspace for every stream. Those of streams that the step does not
             # use would count in the peak of every plan.
             step.free_memory()
-        profile = record_step(step, link)
+        profile = record(step, link)
         signature = signature_of_batch(args, kwargs)
         return cls(step, profile, state, signature, offload=link is not None, progress=progress)
 

@@ -28,6 +28,7 @@ from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.trace import StepTrace, TraceMode
 from recollect.replay.engine import Hooks, observe_region
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
@@ -41,6 +42,8 @@ __all__ = [
     "predict_step",
     "profile_step",
     "record_step",
+    "record_under",
+    "record_unrun",
     "simulated_profile",
     "trace_step",
     "traced_hooks",
@@ -89,8 +92,24 @@ def record_step(step: TrainingStep, link: Link | None) -> Profile:
             if not is_out_of_memory(error):
                 raise
         step.free_memory()
+    return record_unrun(step, link)
+
+
+def record_unrun(step: TrainingStep, link: Link | None) -> Profile:
+    """Record the step on fake tensors: it is not run, and takes no memory."""
     with no_fakes_left(step.caches), step.undone():
         return predict_step(step, link)
+
+
+def record_under(step: TrainingStep, link: Link | None, by: NamedSchedule | None = None) -> Profile:
+    """Record the step as it runs under a schedule: the plain step is not run.
+
+    ``by``: by default the outputs of its blocks are kept alone. On the meta device nothing runs.
+    """
+    if step.device.type == "meta":
+        return record_unrun(step, link)
+    with step.undone():
+        return profile_with_least(step, link, by)
 
 
 def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
@@ -119,11 +138,13 @@ def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
     )
 
 
-def profile_with_least(step: TrainingStep, link: Link | None = None) -> Profile:
-    """Trace a step that does not fit plain: only the outputs of its blocks are kept."""
-    prices, blocks = Prices(step.device), find_blocks(step.model)
-    trace_step(step, prices, link, blocks)  # allocates what is allocated once
-    return simulated_profile(*trace_step(step, prices, link, blocks))
+def profile_with_least(
+    step: TrainingStep, link: Link | None = None, by: NamedSchedule | None = None
+) -> Profile:
+    """Trace a step that does not fit plain: a schedule, or the outputs of its blocks, are kept."""
+    prices, blocks = Prices(step.device), find_blocks(step.model) if by is None else ()
+    trace_step(step, prices, link, blocks, by)  # allocates what is allocated once
+    return simulated_profile(*trace_step(step, prices, link, blocks, by))
 
 
 def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
@@ -158,13 +179,14 @@ def trace_step(
     prices: Prices,
     link: Link | None = None,
     blocks: Iterable[nn.Module] = (),
+    by: NamedSchedule | None = None,
 ) -> tuple[Graph, dict[str, int], str | None]:
-    """Run the step once with only the outputs of ``blocks`` kept, and trace it.
+    """Run the step once with only a schedule and the outputs of ``blocks`` kept, and trace it.
 
     Returns its graph; the bytes that forward made, by module; and why it was not recorded to its
     end, if it was not.
     """
-    traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks)
+    traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks, by)
     return _build(step, prices, link, *traced)
 
 
@@ -173,6 +195,7 @@ def _run_traced(
     prices: Prices,
     unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
     blocks: Iterable[nn.Module] = (),
+    by: NamedSchedule | None = None,
 ) -> tuple[StepTrace, list[Recording], int]:
     """Run the step once. ``unpack_of`` gives the function that backward unpacks tensors by.
 
@@ -185,7 +208,7 @@ def _run_traced(
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hooks = partial(traced_hooks, trace, unpack_of)
         try:
-            output, recording = observe_region(function, args, kwargs, hooks, blocks=blocks)
+            output, recording = observe_region(function, args, kwargs, hooks, by, blocks)
         finally:
             trace.count_ops = None
         trace.note_output(output)

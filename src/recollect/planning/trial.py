@@ -69,6 +69,8 @@ class Trials:
         self._peaks: dict[Schedule, Peaks] = {}
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
         self._named: dict[Schedule, NamedSchedule] = {}
+        #: Whether a forward that was tried was not the recorded one.
+        self.has_differed = False
 
     @cached_property
     def graph(self) -> Graph:
@@ -123,6 +125,7 @@ class Trials:
             raise
         if any(map(self._differs, reports)):
             # Forward depends on chance, and the steps that ran may have been smaller ones.
+            self.has_differed = True
             peaks = replace(peaks, expected=max(peaks.expected, int(simulated * _BY_CHANCE)))
         self._peaks[schedule] = peaks
         return peaks.expected

@@ -5,11 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from recollect.report.plan_report import PlanReport, figures, heading, point_cells
+from recollect.report.plan_report import Figure, PlanReport, figures, heading, point_cells
 from recollect.report.rows import FATES, Row, Sum, TensorRow, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["columns", "counted", "frontier_table", "modules_table", "rows_table", "table"]
+__all__ = [
+    "columns",
+    "counted",
+    "frontier_table",
+    "head_text",
+    "modules_table",
+    "rows_table",
+    "table",
+]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 100
@@ -129,14 +137,18 @@ def frontier_table(report: PlanReport) -> str:
 
 
 def _head(report: PlanReport) -> str:
-    found = figures(report)
+    return head_text(heading(report), figures(report))
+
+
+def head_text(title: str, found: Sequence[Figure]) -> str:
+    """A title, and figures below it."""
     label = max(len(figure.label) for figure in found)
     value = max(len(figure.value) for figure in found)
     lines = [
         f"  {figure.label:<{label}}  {figure.value:>{value}}  {figure.remark}".rstrip()
         for figure in found
     ]
-    return "\n".join([heading(report), "", *lines])
+    return "\n".join([title, "", *lines])
 
 
 def _parts(report: PlanReport) -> str:
