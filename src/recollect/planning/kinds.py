@@ -31,6 +31,8 @@ from recollect.report.units import bytes_text
 
 __all__ = ["Kind", "Kinds", "Step"]
 
+#: What a step is taken to need that ran out of memory, as a multiple of its budget.
+_OUT_OF_MEMORY = 1.05
 #: How many kinds of forwards are remembered.
 _REMEMBERED = 64
 
@@ -195,6 +197,16 @@ class Kinds:
             choice.measured(before, measured)
             self._choose(forwards[0])
         return before != tuple(each.schedule for each in forwards)
+
+    def tighten(self, step: Step) -> int:
+        """A step ran out of memory: have later ones take less. Returns by how many bytes."""
+        before = tuple(each.schedule for each in self._forwards(step))
+        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self._plan.budget)):
+            return 0
+        after, choice = self._forwards(step), self._choices.get(step)
+        if choice is None or choice.expected(before) is None:
+            return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
+        return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
     def _forwards(self, step: Step) -> list[Variant]:
         """The forwards of a step; none if one of them is not known."""

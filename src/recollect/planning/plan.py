@@ -59,6 +59,7 @@ class Plan(PlannedStep):
         made: The bytes that forward makes, by module: one that makes more is another step.
         stopped: Why forward could not be recorded to its end, if so: the rest of it is kept.
         excess: By what fraction of the simulated peak the measured one was higher.
+        from_loop: Whether it was made from a step of the loop, by a fit without a batch.
         others: The forwards after the first, if the step calls the model several times.
     """
 

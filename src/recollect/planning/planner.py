@@ -107,6 +107,8 @@ class Planner:
         self._offload = offload
         self._untried = untried
         self._others = others
+        #: Whether the step is one of the user's loop.
+        self._from_loop = False
         self._bounds: dict[int, float] = {}
 
     @classmethod
@@ -173,7 +175,7 @@ class Planner:
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
         untried = _UNTRIED if step.on_cuda else 0.0
-        return cls(
+        found = cls(
             step,
             profile,
             state,
@@ -183,6 +185,8 @@ class Planner:
             untried=untried,
             others=others,
         )
+        found._from_loop = True
+        return found
 
     @property
     def graph(self) -> Graph:
@@ -331,6 +335,7 @@ class Planner:
                 PlannedForward(each, self.trials.named(candidate.schedule, n), tuple(made.items()))
                 for n, (each, made) in enumerate(self._others, 1)
             ),
+            from_loop=self._from_loop,
         )
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 
+from recollect._torch.autograd import after_each_backward
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
@@ -25,6 +26,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.modes import forward_ad_active, is_transforming
+from recollect.planning.attempt import Attempt
 from recollect.planning.batch import signature_of_batch
 from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
@@ -32,6 +34,7 @@ from recollect.planning.model_state import ModelState
 from recollect.planning.module_regions import run_modules, unwrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
+from recollect.planning.step import is_out_of_memory
 from recollect.planning.warn_once import WarnOnce
 from recollect.planning.watch import PeakWatch, Waiting, report_output, watch_output
 from recollect.replay.engine import (
@@ -60,6 +63,10 @@ _ROUNDS = 3
 _UPDATE = 64
 #: After how many forwards without a plan a warning says so.
 _FUTILE = 8
+_PLAN_AS_TRAINED = (
+    ": make the plan with the loss, the optimizer and the largest batch of the training, "
+    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
+)
 #: In how many steps it is checked whether the loop holds the output of the model.
 _CHECKS = 3
 
@@ -148,6 +155,7 @@ class Runner:
         self._make_plan = make_plan
         self._warnings = WarnOnce()
         self._forwards = _Forwards()
+        self._is_watching = False
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None) -> None:
@@ -218,11 +226,21 @@ class Runner:
             result, waiting = live.forward(function, args, kwargs, schedule)
             forwards.add(kind, waiting)
             return result
-        report = CallReport()
-        if schedule is None:
-            result = function(*args, **kwargs)
+        attempt = None if before is None else Attempt(model)
+        try:
+            result, report = self._run_by(schedule, function, args, kwargs)
+        except RuntimeError as error:
+            if attempt is None or not is_out_of_memory(error):
+                raise
+            if not self._tighten(kinds, step, error) or not attempt.undo():
+                raise
+            is_retried = True
         else:
-            result = run_planned(function, args, kwargs, schedule, self._warnings, report)
+            is_retried = False
+        if is_retried:  # when nothing holds the frames of the first attempt any more
+            torch.cuda.empty_cache()
+            schedule = variant.schedule
+            result, report = self._run_by(schedule, function, args, kwargs)
         forwards.add(kind, Waiting(result, report.remat))
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
@@ -231,9 +249,52 @@ class Runner:
                 self._checks -= 1
                 watch_output(result, self._check_output)
             if before is not None:
+                self._watch_backward()
                 self._watched = step
                 self._peaks.compare(result, before)
         return result
+
+    def _run_by(
+        self,
+        schedule: NamedSchedule | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, CallReport]:
+        report = CallReport()
+        if schedule is None:
+            return function(*args, **kwargs), report
+        return run_planned(function, args, kwargs, schedule, self._warnings, report), report
+
+    # --- memory that has run out ------------------------------------------------------------------
+
+    def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
+        """Have steps take less memory after one that ran out of it. Whether they do."""
+        less = kinds.tighten(step)
+        note = (
+            f"recollect: steps like this one take {bytes_text(less)} less from now on: they keep "
+            "less and recompute more. This one cannot be run again: backward had begun, or forward "
+            "had changed buffers or other state of the model"
+            if less
+            else "recollect: this step runs by the plan of the least memory already"
+        )
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            self._warnings.warn("out of memory", note)
+        return less > 0
+
+    def _watch_backward(self) -> None:
+        """Notice backwards that run out of memory."""
+        if not self._is_watching:
+            self._is_watching, weak = True, ref(self)
+            finalize(self, after_each_backward(lambda: _backward_is_over(weak)))
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward ran out of memory: perhaps that of this model."""
+        forwards = self._forwards
+        if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
+            self._tighten(self._kinds, forwards.step, error)
 
     # --- steps that are traced --------------------------------------------------------------------
 
@@ -325,9 +386,7 @@ class Runner:
             f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
             + ("Those that follow keep less and recompute more. " if keeps_less else "")
             + "Either something else is in memory beside the step, or the step is another one "
-            "than was planned: make the plan with the loss, the optimizer and the largest "
-            "batch of the training, recollect.plan(model, batch, budget, loss=..., "
-            "optimizer=...)",
+            "than was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
         )
 
     def _warn_of_compiler(self) -> None:
@@ -346,6 +405,12 @@ class Runner:
             "one like it is traced, and those that follow are planned as a whole. If no backward "
             "is to come: let go of the output, or call the model under torch.no_grad()",
         )
+
+
+def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
+    runner, error = weak(), sys.exc_info()[1]
+    if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
+        runner.backward_failed(error)
 
 
 def run_blocks(

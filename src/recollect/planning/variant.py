@@ -171,7 +171,9 @@ class Variant:
             texts, cures = [*self._differences.texts], self._differences.cures or cures
         if forwards > 1:
             texts.insert(0, f"it calls the model {forwards} times before it goes backward")
-            cures = ("a smaller batch for each call, or a budget that has room for all of them",)
+            cures = ("smaller batches, or a budget that has room for all of them",)
+        if plan.from_loop:  # there was no batch to plan with
+            cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
         grown = _growth(self._made or dict(plan.made), made)
         cause = "; ".join(texts)
         if grown:
@@ -187,8 +189,8 @@ class Variant:
             cause,
             f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
             f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. The "
-            f"steps like it that follow keep less and recompute more{still}. For a plan that knows "
-            f"of it: {'; '.join(cures)}",
+            f"steps like it that follow keep less and recompute more{still}. "
+            + ("" if plan.from_loop and not still else f"To have room for it: {'; '.join(cures)}"),
         )
 
 

@@ -110,6 +110,11 @@ class Waiting:
             for handle in self._handles:
                 handle.remove()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward that has reached it has not ended: it failed, or runs."""
+        return self._is_running
+
     def _count(self) -> int:
         """How many saved tensors it has in the graph, of those that it can tell of."""
         remat = None if self._remat is None else self._remat()
