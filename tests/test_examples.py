@@ -12,6 +12,7 @@ NEEDS = {
     "transformers_trainer": ["transformers", "accelerate"],
     "lightning_fit": ["lightning"],
     "lora": ["transformers", "peft"],
+    "gan": [],
 }
 #: What each of the others says.
 SAYS = {"largest_batch": "One step with"}

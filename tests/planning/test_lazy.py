@@ -207,8 +207,8 @@ def test_a_smaller_batch_that_recurs_and_fits_runs_plain() -> None:
     loop.run(steps=2)
     loop.run(lambda model, n: squares(model(batch(16, n))), 6)
     assert loop.plan is not None
-    known = vars(loop.model)[OPTIONS]._known
-    (variant,) = [each for key, each in known.items() if key[0][0][0][0] == 16]
+    known = vars(loop.model)[OPTIONS]._kinds._known
+    (variant,) = [each for (kind,), each in known.items() if kind.signature[0][0][0] == 16]
     assert variant.schedule is None
 
 
@@ -236,10 +236,9 @@ def test_a_model_called_twice_in_a_step() -> None:
     def step(model: nn.Module, number: int) -> Tensor:
         return squares(model(batch(seed=number)) - model(batch(seed=number + 1)))
 
-    loop = Loop(net(), 0.9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", recollect.PlanWarning)
-        loop.run(step)
+    loop = Loop(net(), 0.7)
+    loop.run(step)
+    loop.assert_kept()
 
 
 def test_two_models_that_are_fitted_each() -> None:

@@ -21,6 +21,9 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 #: Changes with every node that autograd creates: tensors saved at one number belong to one op.
 current_operation: Callable[[], int] = _autograd._get_sequence_nr
 
+#: In backward: whether it leaves the graph as it is, as with ``retain_graph`` or ``create_graph``.
+backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group

@@ -10,6 +10,7 @@ Pure data: neither this package nor the solver imports torch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from recollect.graph.release import find_needs
 __all__ = [
     "FREE",
     "OP",
+    "PASS",
     "UNPACK",
     "Action",
     "Event",
@@ -34,10 +36,11 @@ __all__ = [
 ]
 
 
-#: What can happen at an event, in this order.
-UNPACK, OP, FREE = range(3)
+#: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
+#: an op runs, a saved tensor is freed.
+PASS, UNPACK, OP, FREE = range(4)
 #: The phase in which it happens (twice the number of the event, and one more once its op has run),
-#: which of the three it is, and the number of the saved tensor or op.
+#: which of these it is, and the number of the saved tensor or op.
 Action = tuple[int, int, int]
 
 
@@ -134,6 +137,7 @@ class Event:
         op: Its number among the ops of the region; -1 if it is not one of them.
         unpacks: The saved tensors that autograd unpacks before it.
         frees: The saved tensors that autograd frees after it.
+        backward: The number of the backward that it is part of, if a step has several.
     """
 
     seconds: float
@@ -142,6 +146,7 @@ class Event:
     op: int = -1
     unpacks: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    backward: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class Graph:
         storages: The storages of these in forward.
         saved: The saved tensors among them, in the order of forward.
         events: The step: forward, backward from ``turn`` on, and what follows it.
-        turn: The number of the first event of backward.
+        turn: The number of the first event of backward after the last forward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
         rerun_cost: Seconds that rerunning an op costs on top of its own time.
         engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
@@ -176,7 +181,10 @@ class Graph:
             no module is checkpointed as a whole.
         spread: The relative error of op times, from the spread of the samples.
         link: The link to the host, if there is one.
-        varies: Whether shapes depend on data, and may differ in the next step.
+        varies: Whether the memory of the next step may differ: shapes depend on data, or backward
+            makes a graph of its own.
+        regions: The number of the first op of each region. A step that calls the model several
+            times has one for each call: what they hold is released apart from each other.
     """
 
     ops: Sequence[Op]
@@ -193,6 +201,15 @@ class Graph:
     spread: float = 0.0
     link: Link | None = None
     varies: bool = False
+    regions: tuple[int, ...] = (0,)
+
+    def region_of(self, op: int) -> int:
+        """The number of the region of an op."""
+        return bisect_right(self.regions, op) - 1
+
+    def ops_of(self, region: int) -> range:
+        """The numbers of the ops of a region."""
+        return range(*(*self.regions, len(self.ops))[region : region + 2])
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:
@@ -268,7 +285,12 @@ class Tables:
         self.actions: list[Action] = []
         #: By saved tensor: the event after which autograd frees it.
         self.frees = [len(events)] * len(graph.saved)
+        backward = 0
         for now, event in enumerate(events):
+            if event.unpacks and event.backward != backward:
+                if backward:
+                    self.actions.append((2 * now, PASS, 0))
+                backward = event.backward
             self.actions += [(2 * now, UNPACK, number) for number in event.unpacks]
             if event.op >= 0:
                 self.actions.append((2 * now + 1, OP, event.op))
@@ -276,6 +298,8 @@ class Tables:
                 self.actions.append((2 * now + 1, FREE, number))
                 self.frees[number] = now
         self.of_saved = [action for action in self.actions if action[1] != OP]
+        #: By saved tensor: its region.
+        self.regions = [graph.region_of(values[value].op) for value in self.saved]
         #: By op: the storages that autograd holds longest if its results are kept, and until when.
         self.holds: list[list[tuple[int, int]]] = [[] for _ in graph.ops]
         for value, end in zip(self.saved, self.frees, strict=True):

@@ -23,9 +23,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from functools import reduce
+from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import FREE, OP, UNPACK, Action, Graph
+from recollect.graph.graph import FREE, OP, PASS, UNPACK, Action, Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
@@ -55,18 +56,29 @@ class Playback:
         #: The values that are not recomputed.
         self.held = here | self.away if self.away else here
         self.is_ticket = [value not in here for value in tables.saved]
-        #: The saved tensors that are not kept on the device, in the order of forward.
-        self.tickets = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
-        needs = find_needs(graph, [tables.saved[n] for n in self.tickets], self.held)
+        #: By region: the saved tensors that are not kept on the device, in the order of forward.
+        self.tickets: list[list[int]] = [[] for _ in graph.regions]
+        missing = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
+        for number in missing:
+            self.tickets[tables.regions[number]].append(number)
+        needs = find_needs(graph, [tables.saved[n] for n in missing], self.held)
         #: What backward has recomputed or fetched, in bytes.
         self.working = WorkingSet[int](needs.uses)
-        #: The kept values that others are recomputed from, with the first ticket that needs each.
-        self.order = [each for each in needs.order if each[0] in here]
+        #: By region: the kept values that others are recomputed from, with the first of its tickets
+        #: that needs each.
+        self.order: list[list[tuple[int, int]]] = [[] for _ in graph.regions]
+        begins = [*accumulate(map(len, self.tickets), initial=0)]
+        for value, index in needs.order:
+            if value in here:
+                region = tables.regions[missing[index]]
+                self.order[region].append((value, index - begins[region]))
         self.again = needs.again
         #: Bytes of generator states, which are held until the end.
         self.states = sum([graph.ops[op].state for op in needs.again])
-        #: By value: how many unpacked tensors of it autograd still holds.
+        #: By value: how many unpacked tensors of it autograd still holds; and how many copies of it
+        #: earlier backwards through the same graph have unpacked.
         self.given = [0] * len(graph.values)
+        self.copies: dict[int, int] = {}
         self.dead = [False] * len(graph.saved)
         #: The time, and how many events are over.
         self.clock = 0.0
@@ -127,7 +139,7 @@ class Playback:
         storages, values, holds = self.graph.storages, self.graph.values, self.tables.holds
         #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
-        held = [value for value, _ in self.order]
+        held = [value for order in self.order for value, _ in order]
         for value in (*held, *(value for sent in self.sent.values() for value in sent)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
@@ -152,9 +164,9 @@ class Playback:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket
         if self.sent:
-            actions = [a for a in tables.actions if a[1] == OP or is_ticket[a[2]]]
+            actions = [a for a in tables.actions if a[1] in (OP, PASS) or is_ticket[a[2]]]
         else:
-            actions = [a for a in tables.of_saved if is_ticket[a[2]]]
+            actions = [a for a in tables.of_saved if a[1] == PASS or is_ticket[a[2]]]
         turn = bisect_left(actions, (2 * self.graph.turn,))
         self._play(actions[:turn])
         self.left = actions[turn:]
@@ -169,11 +181,13 @@ class Playback:
             if phase != self.phase:
                 self._begin_phase(phase)
             if kind == UNPACK:
-                self._unpack(self.tables.saved[number])
+                self._unpack(number)
             elif kind == FREE:
                 self._free(number)
-            else:
+            elif kind == OP:
                 self._end_op(number)
+            else:
+                self._begin_pass()
         self._begin_phase(self.phase)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -219,12 +233,26 @@ class Playback:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _unpack(self, value: int) -> None:
+    def _begin_pass(self) -> None:
+        """Another backward begins. What the one before recomputed and did not use is released."""
+        for value in self.working.here:
+            if not self.given[value]:
+                self._shrink(value)
+        for value, count in enumerate(self.given):
+            if count:  # by a graph that was retained: they are held as long as that
+                self.given[value] = 0
+                self.copies[value] = self.copies.get(value, 0) + 1
+        alive = [n for tickets in self.tickets for n in tickets if not self.dead[n]]
+        saved = [self.tables.saved[number] for number in alive]
+        self.working = WorkingSet(find_needs(self.graph, saved, self.held).uses)
+
+    def _unpack(self, saved: int) -> None:
         """Autograd unpacks a saved tensor that is not kept."""
-        working = self.working
+        working, value = self.working, self.tables.saved[saved]
         if value not in working.here:
-            self._release_held()
-            if len(self.tickets) <= self.begin:
+            region = self.tables.regions[saved]
+            self._release_held(region)
+            if len(self.tickets[region]) <= self.begin:
                 self._begin()
             if value in self.away:
                 self._fetch_now(value)
@@ -240,16 +268,19 @@ class Playback:
         """Autograd has freed a saved tensor that is not kept."""
         self.dead[saved] = True
         value = self.tables.saved[saved]
+        if self.copies:
+            for _ in range(self.copies.pop(value, 0)):
+                self._shrink(value)
         if self.given[value]:
             self.given[value] -= 1
             if not self.given[value] and value not in self.working.here:
                 self._shrink(value)
 
-    def _release_held(self) -> None:
-        tickets = self.tickets
+    def _release_held(self, region: int) -> None:
+        tickets = self.tickets[region]
         while tickets and self.dead[tickets[-1]]:
             tickets.pop()
-        for value in pop_unneeded(self.order, len(tickets)):
+        for value in pop_unneeded(self.order[region], len(tickets)):
             self._drop(self.graph.values[value].storage)
 
     def _run_op(self, number: int) -> None:

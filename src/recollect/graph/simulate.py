@@ -108,10 +108,11 @@ def _at_least(run: Playback) -> tuple[int, float]:
     until = {number: run.ends[number] for number, count in run.holders.items() if count}
     # Without the memory of recomputed values. A value that others are recomputed from is held until
     # its first ticket and all later ones are dead.
-    dead = [*accumulate([tables.frees[ticket] for ticket in reversed(run.tickets)], max)]
-    for value, index in run.order:
-        number = run.graph.values[value].storage
-        until[number] = max(until[number], dead[-1 - index])
+    for tickets, order in zip(run.tickets, run.order, strict=True):
+        dead = [*accumulate([tables.frees[ticket] for ticket in reversed(tickets)], max)]
+        for value, index in order:
+            number = run.graph.values[value].storage
+            until[number] = max(until[number], dead[-1 - index])
     for number, end in until.items():
         changes[end + 1] -= run.graph.storages[number].nbytes
     peak = max(map(add, tables.least, accumulate(changes))) + run.states

@@ -40,10 +40,11 @@ class LazyPlan:
     progress: Progress
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, signature: Any, state: ModelState
+        self, model: nn.Module, live: LiveStep, signatures: tuple[Any, ...], state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
-        talks = communicating_op(live.recording)
+        recordings = live.recordings
+        talks = next(filter(None, map(communicating_op, recordings)), None)
         if talks is not None:
             warn_user(
                 f"model: its forward communicates with other processes ({talks}), and a plan of "
@@ -54,18 +55,19 @@ class LazyPlan:
             return None
         start = now()
         link = measured_link(live.device) if self.offload else None
-        graph = replace(live.graph(), base=live.later_base(model), link=link)
-        recording = live.recording
-        profile = simulated_profile(
-            graph, bytes_by_module(recording), recording.reason, can_run=False
-        )
+        graph = replace(live.graph(), base=live.later_base(model))
+        graph = replace(graph, link=link if len(recordings) == 1 else None)
+        made = [*map(bytes_by_module, recordings)]
+        reason = next((each.reason for each in recordings if each.reason), None)
+        profile = simulated_profile(graph, made[0], reason, can_run=False)
         planner = Planner.of_traced(
             model,
             profile,
             state,
-            signature,
+            signatures[0],
             live.gradients,
-            offload=link is not None,
+            others=[*zip(signatures[1:], made[1:], strict=True)],
+            offload=graph.link is not None,
             progress=self.progress,
         )
         try:
@@ -74,7 +76,7 @@ class LazyPlan:
             warn_user(f"{error}. Training goes on with the least", PlanWarning)
             budget = resolve_budget(self.budget, planner.plain_peak, live.device)
             plan = planner.least_plan(budget)
-        self._compare_first(graph, recording, plan)
+        self._compare_first(graph, recordings, plan)
         slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
         _log.info(
             "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
@@ -86,9 +88,10 @@ class LazyPlan:
         _log.debug("%s", plan)
         return plan
 
-    def _compare_first(self, graph: Graph, recording: Recording, plan: Plan) -> None:
+    def _compare_first(self, graph: Graph, recordings: list[Recording], plan: Plan) -> None:
         """Warn if the steps before there was a plan have exceeded the budget."""
-        kept = frozenset(op.number for op in recording.graph.ops if op.planned is not None)
+        ops = [op for recording in recordings for op in recording.graph.ops]
+        kept = frozenset(number for number, op in enumerate(ops) if op.planned is not None)
         peak = simulate(graph, Schedule(kept)).peak
         if peak > plan.budget >= plan.predicted_peak:
             warn_user(

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate
 from recollect.planning.model_state import ModelState
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = ["PlannedStep", "with_gradients", "with_larger_batch"]
+__all__ = ["PlannedForward", "PlannedStep", "with_gradients", "with_larger_batch"]
+
+
+class PlannedForward(NamedTuple):
+    """One of the forwards of a step."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    schedule: NamedSchedule  #: what it runs by
+    made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,6 +43,10 @@ class PlannedStep:
     measured_peak: int | None = None
     output_bytes: int | None = None
     gradients: int = 0
+    #: The forwards after the first, if the step calls the model several times.
+    others: tuple[PlannedForward, ...] = ()
+    #: Whether it was made from a step of the loop, by a fit without a batch.
+    from_loop: bool = False
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)
 
@@ -42,6 +54,11 @@ class PlannedStep:
     def needed_schedule(self) -> NamedSchedule | None:
         """What the planned step runs by; None if it fits without."""
         return None if self.plain_peak <= self.budget else self.schedule
+
+    @property
+    def forwards(self) -> tuple[PlannedForward, ...]:
+        """All forwards of the step."""
+        return PlannedForward(self.signature, self.schedule, self.made), *self.others
 
     @property
     def least(self) -> NamedSchedule:
@@ -66,10 +83,6 @@ class PlannedStep:
             return graph
         names = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
         return replace(graph, **{name: getattr(self.graph, name) for name in names})
-
-    def has_room_for(self, forwards: int) -> bool:
-        """Whether the budget has room for what so many forwards hold at once."""
-        return self.base + forwards * (self.predicted_peak - self.base) <= self.budget
 
 
 # --- the graph of other steps, roughly ------------------------------------------------------------

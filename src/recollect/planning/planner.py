@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -31,11 +31,12 @@ from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS
 from recollect.planning.batch import check_batch, signature_of_batch, split_batch
 from recollect.planning.budget import resolve_budget
+from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
 from recollect.planning.distributed import check_not_distributed
 from recollect.planning.model_state import ModelState, find_mode_layer
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import with_larger_batch
+from recollect.planning.planned_step import PlannedForward, with_larger_batch
 from recollect.planning.prices import measured_link
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
@@ -44,7 +45,6 @@ from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Trials
-from recollect.planning.variant import IF_SHAPES_VARY
 from recollect.planning.ways import Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
@@ -87,6 +87,8 @@ class Planner:
         offload: Whether results may be offloaded.
         progress: Called with what is being done.
         untried: The fraction of a budget that is left free.
+        others: If the step calls the model several times: the signature of the batch of each
+            forward after the first, and the bytes that it made by module.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Planner:
         offload: bool = False,
         progress: Progress = silent,
         untried: float = 0.0,
+        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
     ) -> None:
         self.step = step
         self.trials = Trials(step, profile, state, progress)
@@ -107,6 +110,9 @@ class Planner:
         self._progress = progress
         self._offload = offload
         self._untried = untried
+        self._others = others
+        #: Whether the step is one of the user's loop.
+        self._from_loop = False
         self._bounds: dict[int, float] = {}
 
     @classmethod
@@ -163,6 +169,7 @@ class Planner:
         signature: tuple[Any, ...],
         gradients: int,
         *,
+        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
         offload: bool,
         progress: Progress = silent,
     ) -> Planner:
@@ -173,9 +180,18 @@ class Planner:
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
         untried = _UNTRIED if step.on_cuda else _UNTRIED_ON_CPU
-        return cls(
-            step, profile, state, signature, offload=offload, progress=progress, untried=untried
+        found = cls(
+            step,
+            profile,
+            state,
+            signature,
+            offload=offload,
+            progress=progress,
+            untried=untried,
+            others=others,
         )
+        found._from_loop = True
+        return found
 
     @property
     def graph(self) -> Graph:
@@ -320,6 +336,11 @@ class Planner:
             holds_output=self.step.holds_output,
             output_bytes=None if peaks is None else peaks.output,
             gradients=self.step.gradient_bytes,
+            others=tuple(
+                PlannedForward(each, self.trials.named(candidate.schedule, n), tuple(made.items()))
+                for n, (each, made) in enumerate(self._others, 1)
+            ),
+            from_loop=self._from_loop,
         )
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
@@ -383,13 +404,15 @@ class Planner:
         found = _sample_evenly(self.solver.frontier())
         found += _sample_evenly(Solver(larger, rough=True).frontier())
         schedules = {trimmed(graph, each.schedule) for each in found}
+        regions = range(len(graph.regions))
+        named = dict.fromkeys(self.trials.named(e, region) for e in schedules for region in regions)
         # In descending order of peaks; of those with equal peaks the fastest.
         outcomes = sorted(
-            ((simulate(larger, each), each) for each in schedules),
+            ((simulate(larger, each.schedule_in(larger)), each) for each in named),
             key=lambda pair: (-pair[0].peak, pair[0].seconds),
         )
         best = {outcome.peak: each for outcome, each in reversed(outcomes)}
-        return tuple(self.trials.named(each) for each in reversed(best.values()))
+        return tuple(reversed(best.values()))
 
     # --- the frontier -----------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ def _run_traced(
         try:
             output, recording = observe_region(function, args, kwargs, hooks, by, blocks)
         finally:
-            trace.count_ops = None
+            trace.end_region()
         trace.note_output(output)
         recordings.append(recording)
         return output
@@ -232,7 +232,7 @@ def traced_hooks(
     remat: Rematerializer,
 ) -> Hooks:
     """The saved-tensor hooks of a recorded call, which ``trace`` sees too."""
-    trace.count_ops = recorder.count_ops
+    trace.begin_region(recorder.count_ops)
     return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(remat))
 
 
@@ -278,7 +278,7 @@ def _build(
         )
     (recording,) = recordings
     on_device = prices.device.type == "cuda"
-    graph = build_graph(trace, recording, base=base, on_device=on_device, link=link)
+    graph = build_graph(trace, recordings, base=base, on_device=on_device, link=link)
     return replace(graph, spread=prices.spread), bytes_by_module(recording), recording.reason
 
 

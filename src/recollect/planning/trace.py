@@ -40,7 +40,7 @@ class TracedOp:
     """One op that ran. Views cost and allocate nothing, and are left out."""
 
     price: OpPrice
-    op: int = -1  #: its number among the ops of the region; -1 if it is not one of them
+    op: int = -1  #: its number among the ops of all regions; -1 if it is not one of them
     #: The storages that it allocated, by place in its result.
     allocated: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Since the last op: the saved tensors that backward unpacked, those that autograd released,
@@ -51,7 +51,9 @@ class TracedOp:
     #: And the storages whose tensor is gone: at most the schedule still holds them.
     dropped: list[int] = field(default_factory=list)
     is_backward: bool = False  #: whether backward had begun
-    adds_to: int | None = None  #: the storage of its first argument, if it adds tensors
+    backward: int = 0  #: which backward ran it; 0: none
+    #: The storage of its first argument, if it adds tensors without a graph.
+    adds_to: int | None = None
 
 
 @dataclass(slots=True)
@@ -62,8 +64,10 @@ class StepTrace:
     sizes: list[int] = field(default_factory=list)  #: by storage: its bytes
     #: By saved tensor: its storage; None if the step did not allocate that.
     saved: list[int | None] = field(default_factory=list)
-    #: The storages of what forward returned: the loop may hold them.
+    #: The storages of what forwards returned: the loop may hold them.
     outputs: set[int] = field(default_factory=set)
+    #: Whether backward made a graph of its own, which holds what it unpacked.
+    has_second_order: bool = False
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -99,13 +103,24 @@ class TraceMode(DispatchMode):
         #: Whether ops are not traced now, and after how many events no more are.
         self.is_paused = False
         self.limit = sys.maxsize
-        #: How many ops of the region have begun, and the function that counts them.
-        self._begun = 0
-        self.count_ops: Callable[[], int] | None = None
+        #: How many ops of regions have begun, how many earlier regions have, and the function that
+        #: counts those of the region that is running.
+        self._begun = self._first = 0
+        self._count_ops: Callable[[], int] | None = None
         #: By key of a storage that the step allocated, and by saved tensor: a weak reference to it
         #: or to its handle, and the number of the storage.
         self._storages: dict[int, tuple[Any, int]] = {}
         self._saved: dict[int, Any] = {}
+
+    def begin_region(self, count_ops: Callable[[], int]) -> None:
+        """A forward begins, whose ops ``count_ops`` counts."""
+        self._count_ops = count_ops
+
+    def end_region(self) -> None:
+        """A forward is over, or has failed."""
+        if self._count_ops is not None:
+            self._first += self._count_ops()
+        self._begun, self._count_ops = self._first, None
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
@@ -125,8 +140,8 @@ class TraceMode(DispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = -1
-        if self.count_ops is not None and self.count_ops() > self._begun:
-            number, self._begun = self._begun, self.count_ops()
+        if self._count_ops is not None and self._first + self._count_ops() > self._begun:
+            number, self._begun = self._begun, self._first + self._count_ops()
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, _Tensor)]
         if self._passes_meta and any(map(_is_meta, leaves)):
@@ -134,9 +149,10 @@ class TraceMode(DispatchMode):
         inputs = {storage_key(tensor) for tensor in tensors}
         price, result = self._prices.run(func, args, kwargs)
         if price is not None:
-            self._is_backward |= current_graph_task() != -1
+            backward = current_graph_task() + 1
+            self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
-            op.is_backward = self._is_backward
+            op.is_backward, op.backward = self._is_backward, backward
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
             op.dropped = self._dropped
             self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
@@ -146,7 +162,7 @@ class TraceMode(DispatchMode):
                 key = storage_key(tensor)
                 if key is not None and key not in inputs and key not in self._storages:
                     op.allocated[path] = self._add_storage(tensor, key)
-            if func is torch.ops.aten.add.Tensor:
+            if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 op.adds_to = self._storage_of(args[0])
         return result
 
@@ -154,7 +170,7 @@ class TraceMode(DispatchMode):
         """Note what forward returned, in objects too. What follows it has an end."""
         self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
         storages = map(self._storage_of, tensors_of_batch((output,), {}))
-        self._trace.outputs = {storage for storage in storages if storage is not None}
+        self._trace.outputs |= {storage for storage in storages if storage is not None}
 
     def _storage_of(self, tensor: _Tensor) -> int | None:
         """The number of the storage of ``tensor``; None if the step did not allocate it."""
@@ -198,6 +214,7 @@ class TraceMode(DispatchMode):
     def unpack(self, unpack: Callable[[Any], _Tensor], handle: SavedHandle) -> _Tensor:
         """The hook that backward calls to get it back: the same tensor, or a recomputed one."""
         self._is_backward = True
+        self._trace.has_second_order |= torch.is_grad_enabled()
         self._unpacked.append(handle.number)
         with self._paused():
             return unpack(handle.packed)

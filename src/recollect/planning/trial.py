@@ -68,7 +68,7 @@ class Trials:
         self.expected: dict[Schedule, int] = {}
         self._peaks: dict[Schedule, Peaks] = {}
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
-        self._named: dict[Schedule, NamedSchedule] = {}
+        self._named: dict[tuple[Schedule, int], NamedSchedule] = {}
         #: Whether a forward that was tried was not the recorded one.
         self.has_differed = False
 
@@ -92,13 +92,18 @@ class Trials:
     @cached_property
     def op_counts(self) -> Counter[str]:
         """How many ops of each name each module has."""
-        return Counter(op.key.rpartition("|")[0] for op in self.graph.ops if op.key)
+        graph, counts = self.graph, Counter[str]()
+        for region in range(len(graph.regions)):
+            keys = [graph.ops[number].key for number in graph.ops_of(region)]
+            counts |= Counter(key.rpartition("|")[0] for key in keys if key)
+        return counts
 
-    def named(self, schedule: Schedule) -> NamedSchedule:
-        """The schedule that the engine plays."""
-        known = self._named.get(schedule)
+    def named(self, schedule: Schedule, region: int = 0) -> NamedSchedule:
+        """The schedule that the engine plays, for one of the forwards."""
+        known = self._named.get((schedule, region))
         if known is None:
-            known = self._named[schedule] = NamedSchedule.of(self.graph, schedule, self.alike)
+            known = NamedSchedule.of(self.graph, schedule, self.alike, region)
+            self._named[schedule, region] = known
         return known
 
     # --- peaks ------------------------------------------------------------------------------------

@@ -92,13 +92,15 @@ class NamedSchedule:
     alike: Alike | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graph: Graph, schedule: Schedule, alike: Alike | None = None) -> NamedSchedule:
-        """The same as ``schedule``, which is for ``graph``."""
-        wanted = _wanted(graph, schedule)
+    def of(
+        cls, graph: Graph, schedule: Schedule, alike: Alike | None = None, region: int = 0
+    ) -> NamedSchedule:
+        """The same as ``schedule``, which is for ``graph``: its part for one region."""
+        wanted, ops = _wanted(graph, schedule), graph.ops_of(region)
 
         def results(numbers: frozenset[int]) -> _Results:
             found: dict[str, tuple[int, ...]] = {}
-            for number in sorted(numbers):
+            for number in sorted(numbers.intersection(ops)):
                 op = graph.ops[number]
                 places = zip(op.makes, op.places, strict=True)
                 found[op.key] = tuple(place for value, place in places if value in wanted)
@@ -117,11 +119,14 @@ class NamedSchedule:
             alike=alike,
         )
 
-    def schedule_in(self, graph: Graph) -> Schedule:
-        """The schedule for another graph of the same model."""
-        numbers = {op.key: number for number, op in enumerate(graph.ops) if op.can_keep}
-        kept = frozenset(n for key, n in numbers.items() if key and self._kept_as(key) is not None)
-        away = frozenset(numbers[key] for key in self._away if key in numbers)
+    def schedule_in(self, graph: Graph, regions: Iterable[int] | None = None) -> Schedule:
+        """The schedule for another graph of the same model, and for some of its regions."""
+        numbers: Iterable[int] = range(len(graph.ops))
+        if regions is not None:
+            numbers = [number for region in regions for number in graph.ops_of(region)]
+        keys = {n: graph.ops[n].key for n in numbers if graph.ops[n].can_keep}
+        kept = frozenset(n for n, key in keys.items() if key and self._kept_as(key) is not None)
+        away = frozenset(n for n, key in keys.items() if key in self._away)
         if graph.link is None:  # there is no host memory to offload to
             return Schedule(kept | away, modules=self.modules)
         return Schedule(kept - away, away, self.limit, self.ahead, self.begin, self.modules)

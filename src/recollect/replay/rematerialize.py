@@ -113,10 +113,12 @@ class Rematerializer(HeldValues):
         for number in pop_unneeded(self._order, len(tickets)):
             self.kept.pop(number, None)
 
-    def is_waiting(self) -> bool:
-        """Whether part of the graph still waits for backward. Call it after the region's call."""
-        tickets = self.tickets
-        return not tickets or max(_reference_counts(tickets)) > _OF_THE_DEAD
+    def count_waiting(self) -> int:
+        """How many of the saved tensors are still in the graph.
+
+        To be asked after the call. The object is alive as long as one of them is.
+        """
+        return sum(count > _OF_THE_DEAD for count in _reference_counts(self.tickets))
 
     # --- backward ---------------------------------------------------------------------------------
 
