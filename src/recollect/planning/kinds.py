@@ -57,9 +57,13 @@ Step = tuple[Kind, ...]
 class Kinds:
     """The kinds that were seen under a plan."""
 
-    def __init__(self, plan: PlannedStep, warnings: WarnOnce) -> None:
+    def __init__(
+        self, plan: PlannedStep, warnings: WarnOnce, recordings: Sequence[Recording] = ()
+    ) -> None:
         self._plan = plan
         self._warnings = warnings
+        #: Of the forwards of the planned step, if it was traced in the loop.
+        self._recordings = recordings
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
@@ -132,7 +136,10 @@ class Kinds:
         """The forward of the planned step with the number ``count``."""
         plan, forward = self._plan, self._plan.forwards[count - 1]
         schedule = None if plan.needed_schedule is None else forward.schedule
-        return Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
+        variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
+        if self._recordings:
+            variant.recording = self._recordings[count - 1]
+        return variant
 
     def has_room(self, step: Step) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""

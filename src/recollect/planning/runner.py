@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,6 +35,7 @@ from recollect.planning.module_regions import run_modules, unwrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
 from recollect.planning.step import is_out_of_memory
+from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
 from recollect.planning.watch import PeakWatch, Waiting, report_output, watch_output
 from recollect.replay.engine import (
@@ -45,6 +46,7 @@ from recollect.replay.engine import (
     replay_region,
 )
 from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
 
@@ -78,11 +80,13 @@ def run_planned(
     by: NamedSchedule,
     warnings: WarnOnce,
     report: CallReport | None = None,
+    known: Recording | None = None,
     *,
     is_checked: bool = False,
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided.
 
+    ``known``: a recording of such a call under another schedule, if there is one.
     ``is_checked``: compare what modules recompute with forward, by its values.
     """
     if by.modules:
@@ -92,7 +96,7 @@ def run_planned(
         return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
     offload_batch = OffloadBatch(host=by.store, last_first=True)
     report = CallReport() if report is None else report
-    result = replay_region(function, args, kwargs, by, offload_batch, False, report)
+    result = replay_region(function, args, kwargs, by, offload_batch, False, report, known)
     if type(result) is LeftToRerun:
         _warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
@@ -158,9 +162,9 @@ class Runner:
         self._is_watching = False
         self._set_plan(plan)
 
-    def _set_plan(self, plan: PlannedStep | None) -> None:
+    def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
         self.plan = plan
-        self._kinds = None if plan is None else Kinds(plan, self._warnings)
+        self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
         #: In how many calls as planned it is still to be checked who holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
@@ -228,7 +232,7 @@ class Runner:
             return result
         attempt = None if before is None else Attempt(model)
         try:
-            result, report = self._run_by(schedule, function, args, kwargs)
+            result, report = self._run_by(variant, function, args, kwargs)
         except RuntimeError as error:
             if attempt is None or not is_out_of_memory(error):
                 raise
@@ -240,7 +244,7 @@ class Runner:
         if is_retried:  # when nothing holds the frames of the first attempt any more
             torch.cuda.empty_cache()
             schedule = variant.schedule
-            result, report = self._run_by(schedule, function, args, kwargs)
+            result, report = self._run_by(variant, function, args, kwargs)
         forwards.add(kind, Waiting(result, report.remat))
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
@@ -256,15 +260,15 @@ class Runner:
 
     def _run_by(
         self,
-        schedule: NamedSchedule | None,
+        variant: Variant,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, CallReport]:
-        report = CallReport()
+        report, schedule, known = CallReport(), variant.schedule, variant.recording
         if schedule is None:
             return function(*args, **kwargs), report
-        return run_planned(function, args, kwargs, schedule, self._warnings, report), report
+        return run_planned(function, args, kwargs, schedule, self._warnings, report, known), report
 
     # --- memory that has run out ------------------------------------------------------------------
 
@@ -362,7 +366,8 @@ class Runner:
         elif self._make_plan is not None:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
-            self._set_plan(make_plan(model, live, forwards.signatures, forwards.state))
+            plan = make_plan(model, live, forwards.signatures, forwards.state)
+            self._set_plan(plan, live.recordings)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""

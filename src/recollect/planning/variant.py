@@ -56,6 +56,8 @@ class Variant:
         self.first = first or self
         self.schedule = schedule
         self._made = made
+        #: A recording of such a forward, under this schedule or another one.
+        self.recording: Recording | None = None
         #: The peak to expect of the step.
         self.peak = plan.predicted_peak
         #: Whether it is a kind of its own, for which a schedule was chosen.
@@ -131,6 +133,7 @@ class Variant:
 
     def traced(self, recording: Recording) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module."""
+        self.recording = recording
         if recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
         return bytes_by_module(recording)

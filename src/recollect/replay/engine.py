@@ -158,7 +158,7 @@ def replay_region(
         entry = entry_of(function, args, kwargs, policy, offloads, flags)
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
-    if known is not None and isinstance(policy, NamedSchedule) and entry.is_new():
+    if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
         entry.recorded(known.under(policy), has_budget=True)
     recording = entry.recording  # once: another thread may change it
     if recording is None and policy is None and entry.is_new():

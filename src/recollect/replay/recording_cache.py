@@ -48,6 +48,10 @@ class CacheEntry:
         """Whether nothing is known yet."""
         return self.recording is None and self.fallback is None and self.unsettled is None
 
+    def is_untried(self) -> bool:
+        """Whether no call has come yet."""
+        return self.is_new() and self._last is None
+
     def recorded(self, recording: Recording, *, has_budget: bool) -> None:
         """A call was recorded. ``has_budget``: no call may hold more than others."""
         last, self._last = self._last, recording
