@@ -8,7 +8,6 @@ runs it (`live`), and later ones run by a schedule that suits them (P8).
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
@@ -28,6 +27,7 @@ from recollect._torch.dynamo import (
 from recollect._torch.modes import forward_ad_active, is_transforming
 from recollect.planning.attempt import Attempt
 from recollect.planning.batch import signature_of_batch
+from recollect.planning.forwards import Forwards
 from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
 from recollect.planning.model_state import ModelState
@@ -56,11 +56,6 @@ __all__ = ["MakePlan", "Runner", "run_planned"]
 #: Makes a plan from a model, a traced step of it, the signatures of its batches and the state of
 #: the model; None if there can be none.
 MakePlan = Callable[[nn.Module, LiveStep, tuple[Any, ...], ModelState], PlannedStep | None]
-#: How many forwards a step has at most.
-_WAITING = 64
-#: A forward that waits while others come and go so often is not waited for: somebody keeps its
-#: output.
-_ROUNDS = 3
 #: How many forwards may come before the first step of an optimizer.
 _UPDATE = 64
 #: After how many forwards without a plan a warning says so.
@@ -111,44 +106,6 @@ def _warn_not_in_effect(warnings: WarnOnce, reason: str) -> None:
     )
 
 
-class _Forwards(threading.local):
-    """The forwards of a model that a thread has run, and the step that they are part of."""
-
-    #: The model, and its forwards since none waited for a backward.
-    owner: Callable[[], Any] = staticmethod(lambda: None)
-    waiting: tuple[Waiting, ...] = ()
-    step: Step = ()
-    #: How many of them a backward has gone through; and how often a forward began when more had
-    #: than at the forward before.
-    reached: int = 0
-    rounds: int = 0
-    #: The step that is traced, and the kinds of its forwards; none before there is a plan.
-    live: LiveStep | None = None
-    traced: Step = ()
-    #: Before there is a plan: the signatures of batches, the state of the model, and how many
-    #: forwards have run since.
-    signatures: tuple[Any, ...] = ()
-    state: ModelState | None = None
-    waited: int = 0
-    #: How often no step could be traced, before there was a plan.
-    futile: int = 0
-
-    def begin(self, model: Any) -> None:
-        """A forward of ``model`` begins: forget those of a step that is over."""
-        is_same = self.owner() is model
-        reached = sum(each.is_reached for each in self.waiting)
-        self.rounds += reached > self.reached
-        self.reached = reached
-        waits = is_same and any(each.is_waiting() for each in self.waiting)
-        if not waits or self.rounds >= _ROUNDS or len(self.waiting) >= _WAITING:
-            self.owner = (lambda: None) if model is None else ref(model)
-            self.waiting, self.step, self.reached, self.rounds = (), (), 0, 0
-
-    def add(self, kind: Kind, waiting: Waiting) -> None:
-        """A forward has run."""
-        self.waiting, self.step = (*self.waiting, waiting), (*self.step, kind)
-
-
 class Runner:
     """Called in the place of the forward of a model under ``plan``.
 
@@ -158,7 +115,7 @@ class Runner:
     def __init__(self, plan: PlannedStep | None, make_plan: MakePlan | None = None) -> None:
         self._make_plan = make_plan
         self._warnings = WarnOnce()
-        self._forwards = _Forwards()
+        self._forwards = Forwards()
         self._is_watching = False
         self._set_plan(plan)
 
