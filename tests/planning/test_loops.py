@@ -415,9 +415,9 @@ def one_forward_or_two(trainer: Trainer) -> None:
     maker = nn.ParameterList([torch.full((32,), 0.5)])
     for number in range(4):
         fake = batch(seed=number + 9)
+        made = (fake * maker[0]).detach()  # a batch is there before the step
 
-        def of_critic(n: int = number, fake: Tensor = fake) -> Tensor:
-            made = (fake * maker[0]).detach()
+        def of_critic(n: int = number, made: Tensor = made) -> Tensor:
             return squares(model(batch(seed=n)) - 1) + squares(model(made))
 
         trainer.step(of_critic)

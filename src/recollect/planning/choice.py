@@ -24,7 +24,7 @@ Schedules = tuple[NamedSchedule | None, ...]
 IF_SHAPES_VARY = 0.97
 #: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
 _APART = 6
-#: How many solutions are considered for a step of several forwards.
+#: How many solutions for a graph are considered.
 _SOLUTIONS = 16
 
 
@@ -49,11 +49,13 @@ class Choice:
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
         #: What all forwards may run by.
         self.options = [each[0] for each in self._outcomes]
-        if 1 < self._count <= _APART and not self.fits(self.alike(None)):
+        fitting = [each for each in self._outcomes if self.fits(each)]
+        is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
+        if is_joint or not fitting:
             self._solve(graph)
 
     def _solve(self, graph: Graph) -> None:
-        """Add schedules that differ from forward to forward."""
+        """Add schedules for this graph, which may differ from forward to forward."""
         frontier = Solver(graph, rough=True).frontier()
         fitting = [each for each in frontier if each.outcome.peak * self._scale <= self._room]
         names = self._plan.schedule.alike
