@@ -12,6 +12,7 @@ from recollect.installing import install, installed, uninstall
 from recollect.naming import tag
 from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan
+from recollect.planning.largest_batch import LargestBatch, largest_batch
 from recollect.planning.plan import Plan
 from recollect.policy.rules import CheckpointPolicy, Policy, SelectiveCheckpointContext
 from recollect.rerun.engine import GraphExecGroup
@@ -41,6 +42,7 @@ __all__ = [
     "Frontier",
     "GraphExecGroup",
     "InfeasibleBudget",
+    "LargestBatch",
     "Plan",
     "PlanWarning",
     "Policy",
@@ -58,6 +60,7 @@ __all__ = [
     "install",
     "installed",
     "is_recomputing",
+    "largest_batch",
     "noop_context_fn",
     "plan",
     "policy",

@@ -1,4 +1,4 @@
-"""The modern surface: ``checkpoint``, ``checkpointed``, ``checkpoint_sequential`` (R1)."""
+"""The public functions ``checkpoint``, ``checkpointed`` and ``checkpoint_sequential`` (R1)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping its activations for backward.
 
-    Backward recomputes the activations that it needs. Gradients, random streams and the result are
-    those of a plain call.
+    Backward recomputes the activations that it needs. Gradients, random streams and the result
+    equal those of a plain call.
 
     Args:
         function: What to run. Anything callable: a module, a bound method, a lambda.
@@ -55,8 +55,8 @@ def checkpoint(
         determinism_check: How recomputed tensors are compared with the originals: ``"default"``
             (shape, dtype, device), ``"values"`` (bit for bit, naming the first op that differs),
             ``"none"``, or a function from a tensor to something comparable.
-        debug: On a mismatch show the ops of both runs side by side from where they part.
-        early_stop: End the recomputation as soon as everything needed is there.
+        debug: On a mismatch show the ops of both runs side by side, from the first difference on.
+        early_stop: End the recomputation as soon as all tensors that backward needs are there.
         preserve_rng_state: Give the recomputation the random numbers of forward.
         policy: Keep some results instead of recomputing them: made by ``recollect.policy``, such as
             ``policy.matmuls() | policy.attention()``; or a list of ops (packets such as
@@ -64,8 +64,8 @@ def checkpoint(
         engine: ``"rerun"`` (the default: run the function again), ``"reentrant"``, or ``"replay"``
             (record the ops once; backward runs those it needs).
         offload_inputs: Hold the activations among the arguments in host memory.
-        store: Where kept tensors live, instead of on their device: a
-            ``recollect.store.HostStore``, or a ``recollect.store.Store`` of your own.
+        store: Holds kept tensors instead of the device: a ``recollect.store.HostStore``, or your
+            own ``recollect.store.Store``.
         **kwargs: Keyword arguments of ``function``.
 
     Example::
@@ -114,9 +114,9 @@ def checkpointed(**options: Unpack[Keywords]) -> Callable[[C], C]: ...
 def checkpointed(function_or_module: Any = None, /, **options: Any) -> Any:
     """Make a function or module that is checkpointed whenever it is called.
 
-    All keyword arguments of a call go to the function; options of ``checkpoint`` are given here,
-    once. A module is returned as the same object with its ``forward`` checkpointed: names of
-    parameters, ``state_dict``, hooks, copying and pickling are as before. ``unwrap`` undoes it.
+    All keyword arguments of a call go to the function; the options of ``checkpoint`` are set here,
+    once. For a module, the same object is returned with its ``forward`` checkpointed: parameter
+    names, ``state_dict``, hooks, copying and pickling do not change. ``unwrap`` undoes it.
 
     Works as a decorator, with and without options::
 
@@ -171,8 +171,8 @@ def checkpoint_sequential(
 ) -> Any:
     """Run ``functions`` one after the other, checkpointed in ``segments`` parts.
 
-    The parts are as equal in length as can be, the earlier ones longer. The last part is run
-    plainly: its activations are the first that backward needs. ``options`` are those of
+    The lengths of the parts differ by at most one, the earlier ones are longer. The last part is
+    not checkpointed, because backward needs its activations first. ``options`` are those of
     ``checkpoint``.
 
     Example::

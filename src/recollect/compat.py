@@ -57,7 +57,7 @@ __all__ = [
     "GraphExecGroup",
 ]
 
-# Private in torch, and taken from there by others all the same.
+# Private in torch, but other libraries import them.
 _infer_device_type = infer_device_type
 _DEFAULT_DETERMINISM_MODE: DeterminismCheck = "default"
 
@@ -81,7 +81,7 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args, **kwargs)``, recomputing its activations in backward.
 
-    The drop-in for ``torch.utils.checkpoint.checkpoint``: ``use_reentrant`` is to be passed, and
+    The drop-in for ``torch.utils.checkpoint.checkpoint``: pass ``use_reentrant``;
     ``preserve_rng_state`` is taken from ``kwargs``. See ``recollect.checkpoint`` for the options.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -102,7 +102,7 @@ def checkpoint(
 
 
 def _take_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take our own options out of ``kwargs``, but for those that ``function`` has by that name."""
+    """Take our own options out of ``kwargs``, except parameters of ``function`` of that name."""
     names = [name for name in _OWN if name in kwargs]
     return {name: kwargs.pop(name) for name in names if not _has_parameter(function, name)}
 
@@ -128,7 +128,7 @@ def _options(
     early_stop: Any = True,
     own: dict[str, Any] | None = None,
 ) -> Options:
-    """The options of a call: of torch, of our ``own``, and those of `install` that it leaves."""
+    """The options of a call: torch's, our ``own``, and those of `install` that it does not set."""
     own, installed = own or {}, installed_options.keywords
     if use_reentrant is None and not own and not installed:
         warnings.warn(
@@ -143,7 +143,7 @@ def _options(
             given = ", ".join(f"{name}=..." for name in installed)
             warnings.warn(
                 "torch.utils.checkpoint is called with use_reentrant=True, so recollect.install("
-                f"{given}) has no effect on it. Have use_reentrant=False passed; in transformers: "
+                f"{given}) has no effect on it. Pass use_reentrant=False; in transformers: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}',
                 stacklevel=3,
             )
@@ -187,8 +187,8 @@ def checkpoint_sequential(
 ) -> Any:
     """Run ``functions`` in sequence, all ``segments`` but the last one checkpointed.
 
-    Segments are cut as torch cuts them: equal ones of ``len(functions) // segments``, and the rest
-    in the last, which is run plainly. ``recollect.checkpoint_sequential`` balances them.
+    Segments are cut as in torch: equal ones of ``len(functions) // segments``, and the rest in the
+    last, which is not checkpointed. ``recollect.checkpoint_sequential`` balances them.
     """
     if not isinstance(use_reentrant, int | None):  # a second input, perhaps
         raise TypeError(f"use_reentrant should be True or False, but got {use_reentrant!r}")
@@ -207,8 +207,8 @@ def create_selective_checkpoint_contexts(
 ) -> tuple[Any, Any]:
     """Two contexts for ``context_fn=`` that keep the results of some ops.
 
-    Takes ops with their overload, or a policy function, and gives each kept result out once, as
-    torch does; ``recollect.create_selective_checkpoint_contexts`` has neither limit.
+    As in torch, it takes ops with their overload or a policy function, and each kept result can be
+    used once; ``recollect.create_selective_checkpoint_contexts`` has neither limit.
     """
     policy = as_policy(policy_fn_or_list, "policy_fn_or_list", packets=False)
     return selective_contexts(policy, allow_mutation=allow_cache_entry_mutation, as_torch=True)
@@ -224,11 +224,11 @@ def _checkpoint_without_reentrant_generator(
     *args: Any,
     **kwargs: Any,
 ) -> Generator[None, None, None]:
-    """A region around a forward that somebody else calls, between two steps of this generator.
+    """A region around a forward that the caller runs between two steps of this generator.
 
     torch's composable checkpoint enters and leaves regions from module hooks with it.
     """
-    # The rerun engine, whatever `install` says: others call the forward. Its policy is in effect.
+    # Always the rerun engine, because the caller runs the forward. The policy of `install` applies.
     options = _options(
         "", False, preserve_rng_state, context_fn, determinism_check, debug, early_stop
     )

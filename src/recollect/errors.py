@@ -34,7 +34,7 @@ __all__ = [
 
 
 class CheckpointError(_TorchCheckpointError):
-    """Backward could not get a tensor back as forward had it."""
+    """Backward could not get a tensor with its values of forward."""
 
 
 class RecomputeMismatch(CheckpointError):
@@ -70,7 +70,8 @@ class PlanWarning(UserWarning):
 
 
 class StopRecompute(BaseException):
-    """Raised inside a recomputation once every needed tensor is there.
+    """Early stop: ends a recomputation once every needed tensor is there.
 
-    Not an ``Exception``: user code that catches those must never see it.
+    `rerun.recompute` raises and catches it. It is not an ``Exception``, so ``except Exception`` in
+    user code cannot catch it.
     """

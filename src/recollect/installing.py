@@ -1,8 +1,8 @@
-"""``install`` and ``uninstall``: recollect in the place of ``torch.utils.checkpoint``.
+"""``install`` and ``uninstall``: replace ``torch.utils.checkpoint`` by recollect.
 
-A name taken with ``from torch.utils.checkpoint import checkpoint`` lives in the importing module:
-every loaded module is searched for torch's objects, under whatever name it has them. Modules loaded
-later find ours in torch's module.
+``from torch.utils.checkpoint import checkpoint`` stores the function in the importing module, so
+every loaded module is searched for torch's objects. Modules loaded later find ours in torch's
+module.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _THEIRS: dict[str, Any] = {name: getattr(torch_checkpoint, name) for name in _OU
 
 
 class _Installed:
-    """What `uninstall` has to know, for the whole process."""
+    """State for `uninstall`, for the whole process."""
 
     #: How many ``installed()`` blocks are open, if one of them installed.
     scopes = 0
-    #: Module and attribute of those that held our objects before: they stay.
+    #: Modules and attributes that held our objects before: they stay.
     held_before: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -55,12 +55,12 @@ def install(
 ) -> None:
     """Make ``torch.utils.checkpoint`` and every module that took a name from it use recollect.
 
-    The options are those of ``recollect.checkpoint``, for all calls that do not say otherwise. A
-    call may give them too. A later ``install`` with options replaces them.
+    The options are those of ``recollect.checkpoint``. A call's own options override them, and a
+    later ``install`` with options replaces them.
 
-    Can be called before or after those modules are imported, and more than once. Objects made
-    earlier keep what they were made with: a ``functools.partial`` of torch's ``checkpoint`` (as
-    transformers' ``gradient_checkpointing_enable`` creates) calls torch's, so install first.
+    Call it before or after those modules are imported, any number of times. A ``functools.partial``
+    of torch's ``checkpoint`` made earlier (as transformers' ``gradient_checkpointing_enable`` does)
+    still calls torch's, so install first.
     """
     given = {"engine": engine, "policy": policy, "offload_inputs": offload_inputs, "store": store}
     keywords = {
@@ -101,7 +101,7 @@ def installed(
 ) -> Iterator[None]:
     """``install`` for the duration of a ``with`` block.
 
-    Inside another one, or after ``install``, only its options change anything.
+    Inside another one, or after ``install``, only its options have an effect.
     """
     with _lock:
         before, was_active = installed_options.keywords, installed_options.is_active
@@ -120,7 +120,7 @@ def installed(
 
 
 def _occurrences(objects: dict[str, Any]) -> list[tuple[ModuleType, str, str]]:
-    """Every place in a loaded module, ours excepted, that holds one of ``objects``."""
+    """Every place in a loaded module, except ours, that holds one of ``objects``."""
     names = {id(value): name for name, value in objects.items()}
     return [
         (module, attribute, names[id(value)])

@@ -1,13 +1,12 @@
-"""Checkpointing a module in place.
+"""Checkpoints a module in place.
 
-The module's class is exchanged for a subclass whose ``forward`` is checkpointed; the options live
-on the instance. Compared with an instance attribute ``forward`` this makes no cycle through the
-module, follows shallow copies (as ``DataParallel`` makes them), and leaves parameters, buffers and
-hooks where they are. An instance that already has a ``forward`` of its own keeps it: it is what
-gets checkpointed.
+The module's class is replaced by a subclass whose ``forward`` is checkpointed; the options are on
+the instance. Unlike an instance attribute ``forward`` this makes no reference cycle, and works in
+shallow copies (as ``DataParallel`` makes them). If the instance already has its own ``forward``,
+that one is checkpointed.
 
-Frameworks read the signature of ``forward`` to choose the columns of a data set, or the arguments
-of generation: whatever replaces a ``forward`` has its signature.
+Frameworks read the signature of ``forward`` to choose columns of a data set, or arguments of
+generation. So each replacement has the signature of the original.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ __all__ = ["OPTIONS", "bound_to", "copy_signature", "unwrap_module", "wrap_modul
 OPTIONS = "_recollect_options"
 _OWN_FORWARD = "_recollect_forward"
 
-#: The options of a checkpointed module; or a function that is called in the place of its forward,
-#: with the forward, its arguments and its keyword arguments.
+#: The options of a checkpointed module; or a function that is called instead of its forward, with
+#: the forward, its arguments and its keyword arguments.
 How = Options | Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
@@ -60,11 +59,11 @@ class _Checkpointed:
     """Mixed in front of a module's class; the subclass has the ``forward``."""
 
     def __init_subclass__(cls) -> None:
-        # The hook of the module's class is for subclasses that its users write.
+        # Do not run the hook of the module's class: it is for subclasses that users write.
         pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The subclass cannot be found by name: pickle its base, and make it again.
+        # The subclass cannot be found by name: pickle its base, and recreate it.
         make, args, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         base = type(self).__bases__[-1]
         plain = tuple(base if a is type(self) else a for a in args)
@@ -139,7 +138,7 @@ def _checkpointed_class(base: type, *, own: bool) -> type:
 
 def _forward_of(base: type) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # By way of ``base`` and not of ``super()``: this method may outlive the exchange of class.
+        # Through ``base``, not ``super()``: this method may outlive the replaced class.
         attributes = self.__dict__
         of_class: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
         if torch.compiler.is_dynamo_compiling():  # which cannot bind a function before torch 2.13
@@ -179,8 +178,8 @@ def wrap_module(module: nn.Module, how: How) -> nn.Module:
         )
     if isinstance(module, LazyModuleMixin):
         raise TypeError(
-            f"this {type(module).__name__} will exchange its class when it first runs; run it "
-            "once, then wrap it"
+            f"this {type(module).__name__} replaces its class when it first runs; run it once, "
+            "then wrap it"
         )
     own_forward = module.__dict__.pop("forward", None)
     if not isinstance(module, _Checkpointed):
@@ -203,7 +202,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
         module.__dict__["forward"] = own_forward
     if hasattr(how, "unwrapped"):  # a plan, which may have wrapped parts of the module besides
         how.unwrapped(module)
-    # Somebody may have put a class of theirs on top since; ours then stays below, doing nothing.
+    # Another class may have been put on top since; ours then stays below, without effect.
     if _Checkpointed in type(module).__bases__:
         module.__class__ = type(module).__bases__[-1]
     return module

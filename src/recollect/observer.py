@@ -1,8 +1,7 @@
-"""Who watches the regions of a forward: ``recollect.explain``, while it runs one.
+"""How engines report to ``recollect.explain`` what their regions do.
 
-Engines check once for each region whether there is an observer. They report that the region runs,
-the tensors that autograd saves in it, what its policy decides, and what it offloads. What a region
-holds is read from its engine after forward.
+Engines check once per region whether there is an observer. They report that the region runs, the
+tensors that autograd saves in it, the decisions of its policy, and the tensors that it offloads.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ __all__ = ["RegionObserver", "observed_pack", "observing"]
 
 
 class RegionObserver(Protocol):
-    """Is told what the regions of this thread do."""
+    """Receives reports about the regions of this thread."""
 
     def region(
         self, engine: str, function: Callable[..., Any], inputs: Any, source: Any
     ) -> AbstractContextManager[None]:
-        """The context of a region's forward. ``source``: what its engine knows of the call."""
+        """The context of a region's forward. ``source``: the engine's own object for the call."""
 
     def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """``pack``, the hook for each tensor that autograd saves in the region, observed."""
@@ -33,7 +32,7 @@ class RegionObserver(Protocol):
         """The offload batch of a region has put ``tensor`` into a store."""
 
     def fell_back(self, reason: str) -> None:
-        """The replay engine leaves the next region to the rerun engine."""
+        """Replay falls back to rerun for the next region."""
 
 
 class _Observing(threading.local):
@@ -44,6 +43,6 @@ observing = _Observing()
 
 
 def observed_pack(pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``pack``, a hook for saved tensors, observed if anybody does."""
+    """``pack``, a hook for saved tensors, observed if there is an observer."""
     observer = observing.observer
     return pack if observer is None else observer.packing(pack)

@@ -51,10 +51,9 @@ def noop_context_fn() -> Contexts:
 
 
 class Options:
-    """How to run a region. Making one checks every value and names the one that is wrong.
+    """How to run a region. Checks every value; errors name the option that is wrong.
 
-    Not to be changed once made. A plain class, since a call with options makes one each time and a
-    frozen dataclass costs several microseconds.
+    Immutable. A plain class, because a frozen dataclass costs several microseconds per call.
     """
 
     def __init__(
@@ -76,15 +75,15 @@ class Options:
         )
         is_default = use_reentrant is False and engine is None
         self.reentrant = False if is_default else _is_reentrant(use_reentrant, engine)
-        #: Whether ops run again, and not the function.
+        #: Whether to use the replay engine.
         self.replay = engine == "replay"
         self.debug: bool = checked_switch("debug", debug)
         self.early_stop: bool = checked_switch("early_stop", early_stop)
         self.preserve_rng_state: bool = checked_switch("preserve_rng_state", preserve_rng_state)
-        #: What describes a saved tensor, to be compared; None compares nothing.
+        #: Describes a saved tensor, to be compared; None compares nothing.
         self.describe = resolve_check(determinism_check)
-        #: Makes the two contexts of a call, None if there are none: once in a form that dynamo can
-        #: take as a constant, once with the policy ready for use.
+        #: Make the two contexts of a call, None if there are none: in a form that dynamo takes as a
+        #: constant, and with the policy ready for use.
         self.context_fn, self.make_contexts = _checked_contexts(context_fn, policy, store)
         self.offload_inputs: bool = checked_switch("offload_inputs", offload_inputs)
         self.store = store
@@ -100,7 +99,7 @@ class Options:
             self._refuse_idle(context_fn is not noop_context_fn, determinism_check)
 
     def _refuse_idle(self, has_context: bool, determinism_check: Any) -> None:
-        """Refuse options that have no effect with the engine."""
+        """Raise for options that have no effect with the engine."""
         given = {
             "context_fn or policy": self.reentrant and self.context_fn is not None,
             "context_fn": self.replay and has_context,
@@ -116,7 +115,7 @@ class Options:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> Options:
-        """Options by name; a name that is none of them is refused."""
+        """Options by name; an unknown name raises."""
         for name in keywords:
             if name not in _NAMES:
                 raise TypeError(f"unknown option {name!r}; the options are {', '.join(_NAMES)}")
@@ -128,8 +127,8 @@ class Options:
         return f"Options({', '.join(shown)})"
 
     def __reduce__(self) -> Any:
-        # As given: the default check depends on the accelerators of the machine. Ops cannot be
-        # pickled, but have names.
+        # As given: the default check depends on the machine's accelerators. Ops are pickled by
+        # name.
         given = dict(zip(_NAMES, self._given, strict=True))
         policy = given["policy"]
         if isinstance(policy, list | tuple | set | frozenset):
@@ -138,7 +137,7 @@ class Options:
 
 
 def usual_options(engine: Engine | None, policy: Any) -> Options:
-    """Options with defaults for all others; made once, if that keeps nothing alive."""
+    """Options with defaults for the others; cached if that keeps nothing alive."""
     if policy is None and engine is None:
         return DEFAULTS
     if policy is None and engine == "replay":

@@ -1,7 +1,4 @@
-"""Runs a region: chooses the engine, or leaves the region to the compiler (R2).
-
-A sequential model runs as one region for each segment.
-"""
+"""Runs a region with the chosen engine, or leaves it to the compiler (R2)."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def run_region(
     if not callable(function):
         raise TypeError(f"function should be callable, but got {function!r}")
     if dynamo_callback() is not None:
-        # A graph break has left this call to eager code.
+        # After a graph break, eager code makes this call.
         return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
     if options.reentrant:
         return _run_reentrant(function, args, kwargs, options)
@@ -103,7 +100,7 @@ def _observed(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 
 def _offload_batch(contexts: Contexts | None, options: Options) -> OffloadBatch:
-    """The batch for the inputs of a region: that of the results that its policy keeps, if any."""
+    """The batch for the inputs of a region: the one of its policy, if it has one."""
     if contexts is not None and isinstance(contexts[0], RecordMode):
         return contexts[0].ledger.offload_batch
     return OffloadBatch(options.store)
@@ -154,7 +151,7 @@ def run_compiled(
     """Leave a region to the compiler that is tracing this call.
 
     Dynamo knows torch's function by identity and turns the call into a node of its graph; the
-    compiler then decides what to recompute. RNG, ambient state and checks have no meaning there.
+    compiler then decides what to recompute. Options about RNG, state and checks do not apply there.
     """
     torch_checkpoint = torch.utils.checkpoint.checkpoint
     if context_fn is None or context_fn is noop_context_fn:

@@ -1,8 +1,7 @@
 """Switches that a user sets around code, and the flag that code may read.
 
-The switches live in context variables: setting one in a thread or an asyncio task changes
-nothing for the others. Whether a region is being rerun is a fact about a thread and not about a
-context, so that flag is thread-local.
+The switches are context variables: setting one in a thread or an asyncio task does not affect
+others. Whether a region is being rerun is thread-local.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ def checked_switch(name: str, value: Any, *, optional: bool = False) -> Any:
 def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     """Decide for every region entered inside whether its recomputation may stop early.
 
-    By default a recomputation ends as soon as backward has all it needs. The setting takes
-    precedence over ``early_stop=`` of the call; it is read when a region runs forward and need
-    not be active during backward. The innermost of several nested settings counts.
+    By default a recomputation ends as soon as all tensors that backward needs are there. The
+    setting overrides ``early_stop=`` of the call. It is read when a region runs forward, and need
+    not be active during backward.
     """
     token = _early_stop.set(checked_switch("enable", enable))
     try:
@@ -77,7 +76,7 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     """Turn debug traces on or off for every region entered inside.
 
-    Takes precedence over ``debug=`` of the call; ``None`` leaves the decision to the call.
+    Overrides ``debug=`` of the call; ``None`` leaves the decision to the call.
     """
     token = _debug.set(checked_switch("enabled", enabled, optional=True))
     try:
@@ -92,8 +91,8 @@ def set_checkpoint_version_guard(enabled: bool) -> Iterator[None]:
 
     By default backward raises if a tensor that a region reads (an argument, a parameter, a buffer)
     was changed in place after the region ran, as plain autograd does. Without the guard the region
-    is recomputed from what is there then: for code that changes values on purpose and knows that
-    it does no harm. Need not be active during backward.
+    is recomputed from the changed values: for code that knows that the change does no harm. Need
+    not be active during backward.
     """
     token = _version_guard.set(checked_switch("enabled", enabled))
     try:

@@ -10,6 +10,7 @@ from recollect._torch.autograd import (
     after_each_backward,
     at_end_of_backward,
     backward_allows_reentrant,
+    backward_keeps_graph,
     current_graph_task,
     current_node,
     get_graph_exec_group,
@@ -53,6 +54,11 @@ def test_graph_tasks_are_numbered():
     first, second = (in_backward(current_graph_task) for _ in range(2))
     assert first >= 0
     assert second != first
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_whether_backward_keeps_its_graph(keeps):
+    assert in_backward(backward_keeps_graph, retain_graph=keeps) is keeps
 
 
 def test_whether_a_nested_backward_is_allowed():

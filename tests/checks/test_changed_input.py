@@ -19,7 +19,7 @@ OP = torch.ops.aten.mm.default
 ERRORS = {
     "argument": (argument_changed("args[0]", X, 7, "inside the region"), "args[0]", ".clone()"),
     "used": (used_tensor_changed(X, OP, "is at version 1"), "aten.mm", "optimizer.step()"),
-    "source": (source_changed(X), "[2, 3]", "follow backward"),
+    "source": (source_changed(X), "[2, 3]", "run it after backward"),
     "saved": (saved_tensor_changed(X), "[2, 3]", "Replace the in-place operation"),
     "saved, gone": (saved_tensor_changed(X.shape), "[2, 3]", "Replace the in-place operation"),
 }

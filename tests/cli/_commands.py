@@ -71,6 +71,22 @@ def broken_forward():
     return Broken(16, 16), torch.randn(4, 16)
 
 
+def sized():
+    return make_model(), lambda n: torch.randn(n, 16)
+
+
+def sized_dict():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss = lambda output: output.square().mean()
+    make_batch = lambda n: {"input": torch.randn(n, 16)}
+    return dict(model=model, make_batch=make_batch, loss=loss, optimizer=optimizer)
+
+
+def constant():
+    return make_model(), lambda n: torch.randn(4, 16)
+
+
 number = 3
 """
 

@@ -18,16 +18,16 @@ from tests.cli._commands import exit_code, refused, run
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     printed = capsys.readouterr().out
-    for command in ("plan", "frontier", "explain", "demo", "doctor"):
+    for command in ("plan", "frontier", "largest", "explain", "demo", "doctor"):
         assert f"    {command} " in printed
 
 
-@pytest.mark.parametrize("command", ["plan", "frontier", "explain", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "frontier", "largest", "explain", "demo", "doctor"])
 def test_every_command_has_help(capsys, command):
     assert exit_code(command, "--help") == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
-    if command in {"plan", "frontier", "explain"}:
+    if command in {"plan", "frontier", "largest", "explain"}:
         assert f"  recollect {command} train.py:build" in printed
 
 
@@ -155,6 +155,55 @@ def test_files_that_cannot_be_written_are_noticed_before_the_work(capsys):
     assert "mkdir -p no" in error
     error = refused(capsys, "plan", "job.py:pair", "--budget", "0.7", "--save", "package")
     assert "argument --save: package is a folder" in error
+
+
+# --- largest --------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_is_printed_and_written(capsys, folder):
+    options = ["--budget", "40KiB", "--html", "l.html", "--save", "p.json", "--multiple-of", "4"]
+    assert main(["largest", "job.py:sized_dict", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Largest batch of Sequential on cpu")
+    assert captured.err == ""
+    assert "Largest batch" in (folder / "l.html").read_text(encoding="utf-8")
+    (line,) = [line for line in captured.out.splitlines() if line.endswith("chosen")]
+    size = int(line.split()[0])
+    assert size % 4 == 0
+    ((_, (shape, _)),) = [recollect.Plan.load("p.json").signature]
+    assert shape == (size, 16)
+
+
+def test_the_largest_batch_is_bounded_and_may_be_limited_in_time(capsys):
+    options = ["--budget", "1GiB", "--most", "3", "--time", "1.5", "--no-offload"]
+    assert main(["largest", "job:sized", *options]) == 0
+    assert "no larger size was to be considered" in capsys.readouterr().out
+
+
+def test_a_budget_that_no_size_fits_is_said_in_a_sentence(capsys):
+    error = refused(capsys, "largest", "job.py:sized", "--budget", "1KiB", code=1)
+    assert error.startswith("recollect largest: error: budget: not even a batch of size 1 fits")
+    assert re.findall(r"--budget (\d+)$", error, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budget", "0.5"], "argument --budget: budget=0.5 is a fraction"),
+        (["--budget", "12G"], "may mean GB or GiB"),
+        (["--budget", "1MiB", "--time", "0.5"], "argument --time: time=0.5 should be 1 or more"),
+        (["--budget", "1MiB", "--time", "fast"], "argument --time: invalid float value: 'fast'"),
+        (["--budget", "1MiB", "--most", "0"], "argument --most: it should be 1 or more"),
+        ([], "required: --budget"),
+    ],
+)
+def test_options_of_largest_that_mean_nothing(capsys, options, said):
+    assert said in refused(capsys, "largest", "job.py:sized", *options)
+
+
+def test_batches_that_do_not_grow_are_said_in_a_sentence(capsys):
+    error = refused(capsys, "largest", "job.py:constant", "--budget", "1GiB", code=1)
+    assert "make_batch: the tensors of make_batch(2)" in error
 
 
 # --- frontier and explain -------------------------------------------------------------------------

@@ -51,6 +51,20 @@ def test_targets_that_cannot_be_used(capsys, target, said):
     assert said in error
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("job:pair", "make_batch should be a function of a size that returns a batch"),
+        ("job:as_dict", "make_batch is missing: return model, make_batch"),
+        ("job:make_model", "return model, make_batch"),
+    ],
+)
+def test_targets_without_a_function_that_makes_batches(capsys, target, said):
+    error = refused(capsys, "largest", target, "--budget", "1MiB")
+    assert error.startswith("recollect largest: error: ")
+    assert said in error
+
+
 def test_a_model_that_cannot_be_planned_is_said_in_a_sentence(capsys):
     error = refused(capsys, "frontier", "job:frozen", code=1)
     assert "no parameter of this Sequential requires a gradient" in error

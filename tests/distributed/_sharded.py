@@ -134,15 +134,20 @@ class Trained:
 
 
 def trained(
-    model: Any, count: int = 4, batch: Callable[[int], Tensor] = tokens, accumulate: int = 1
+    model: Any,
+    count: int = 4,
+    batch: Callable[[int], Tensor] = tokens,
+    accumulate: int = 1,
+    forwards: int = 1,
 ) -> Trained:
-    """Steps of ``model``, each of ``accumulate`` forwards and backwards."""
+    """Steps of ``model``, each of ``accumulate`` times some forwards and one backward."""
     found = Trained()
     parameters = [*model.parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1)
     for step in range(count):
         torch.manual_seed(10 * step + dist.get_rank())
-        micro = [batch(accumulate * step + number) for number in range(accumulate)]
+        each, first = range(forwards), accumulate * forwards * step
+        micro = [[batch(first + forwards * n + m) for m in each] for n in range(accumulate)]
         before, base = collectives(), base_of(model)
         peak = _peak(lambda micro=micro: _run(model, micro))  # type: ignore[misc]
         found.collectives.append(collectives() - before)
@@ -154,14 +159,15 @@ def trained(
     return found
 
 
-def _run(model: Any, micro: list[Tensor]) -> None:
-    for number, each in enumerate(micro):
+def _run(model: Any, micro: list[list[Tensor]]) -> None:
+    for number, batches in enumerate(micro):
         if len(micro) > 1:
             model.set_requires_gradient_sync(number == len(micro) - 1)
-        out = model(each)
-        loss = loss_of(out)
+        outs = [model(each) for each in batches]
+        loss = sum(loss_of(out) for out in outs)
+        assert isinstance(loss, Tensor)
         loss.backward()
-        del out, loss
+        del outs, loss
 
 
 def _peak(run: Callable[[], None]) -> int:

@@ -324,7 +324,7 @@ def check_rare() -> None:
     for name in ("replay", "planned"):
         for _ in range(3):
             loss, _ = two_calls(saved_before, REPLAYS[name])(0)
-            with pytest.raises(InputChanged, match="by a collective in place"):
+            with pytest.raises(InputChanged, match="by an in-place collective"):
                 loss.backward()
     if not hasattr(dist, "all_gather_single"):
         return  # this torch hides collectives from the modes that check a call

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from recollect.planning.team import MissingRank, OtherRankFailed
 from tests.distributed._ranks import run_ranks
 from tests.distributed._sharded import (
     SHARDINGS,
+    Decoder,
     Sharding,
     Trained,
     highest,
@@ -98,6 +100,44 @@ def test_plans_with_a_batch_and_from_the_loop(tmp_path: Path) -> None:
     run_ranks(check_usual, tmp_path)
 
 
+# --- steps of several forwards --------------------------------------------------------------------
+
+
+def check_several_forwards() -> None:
+    begin()
+    expected = trained(SHARDINGS["reshard"].model(), 4, forwards=2)
+    model = SHARDINGS["reshard"].model()
+    recollect.fit(model, budget=0.75)
+    with warnings.catch_warnings(record=True):  # the first step may take more
+        warnings.simplefilter("always", PlanWarning)
+        found = trained(model, 4, forwards=2)
+    found.check(expected)
+    plan = plan_of(model)
+    assert len(plan.forwards) == 2
+    schedules = [each.schedule for each in plan.forwards]
+    assert same_on_all_ranks((schedules, plan.budget, plan.predicted_peak))
+    check_within(found, plan, 1, 2, 3)
+
+    # One rank calls the model more often than the other: no plan is made together.
+    apart = Decoder()
+    recollect.fit(apart, budget=0.75)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        for _ in range(3):
+            outs = [apart(tokens(0)) for _ in range(1 + dist.get_rank())]
+            sum(loss_of(out) for out in outs).backward()  # type: ignore[union-attr]
+            apart.zero_grad()
+            torch.optim.SGD(apart.parameters(), 0.0).step()
+    messages = [str(each.message) for each in caught if each.category is PlanWarning]
+    assert any("1 on rank 0, 2 on rank 1" in each for each in messages), messages
+    assert len(plan_of(apart).forwards) == 1 + dist.get_rank()
+
+
+@pytest.mark.slow
+def test_several_forwards_in_a_step(tmp_path: Path) -> None:
+    run_ranks(check_several_forwards, tmp_path)
+
+
 # --- nobody waits forever -------------------------------------------------------------------------
 
 
@@ -149,6 +189,7 @@ def check_failures() -> None:
     trained(model, 2).check(trained(SHARDINGS["reshard"].model(), 2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_or_is_missing(tmp_path: Path) -> None:
     run_ranks(check_failures, tmp_path)
 

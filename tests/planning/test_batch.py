@@ -113,5 +113,5 @@ def test_a_count_that_changes_in_every_step_changes_nothing() -> None:
     for number in range(1, 6):
         model(X[: 1 + number % 2], count=torch.tensor(number)).sum().backward()
         model.zero_grad()
-    variants = [*runner._known.values()]
+    variants = [*runner._kinds._known.values()]
     assert len(variants) == 2  # one for each shape

@@ -245,7 +245,7 @@ def _plan_alone(world: int) -> None:
     shards = shards_of(model)
     assert shards is not None
     assert frontier.graph.base == whole // world + shards.in_flight_bytes()
-    assert frontier.graph.regions == ("0", "1", "2")
+    assert frontier.graph.units == ("0", "1", "2")
     # The parameters of two units are there at once, and never those of all.
     gathered = max(event.during for event in frontier.graph.events)
     assert whole // 3 < gathered

@@ -89,7 +89,7 @@ def test_a_number_that_is_another_in_every_step(model):
     planned(model)
     for step in range(5):
         assert_as_plain(model, torch.randn(256, 32), step=step)
-    assert len(vars(model)[OPTIONS]._known) <= 2  # with and without the argument
+    assert len(vars(model)[OPTIONS]._kinds._known) <= 2  # with and without the argument
 
 
 def test_what_forward_notes_is_noted_once(model):
@@ -102,7 +102,7 @@ def test_what_forward_notes_is_noted_once(model):
 def test_a_larger_batch_that_fits_without_a_plan_runs_without_one(model):
     planned(model, "1GiB")
     assert_as_plain(model, torch.randn(300, 32))
-    (variant,) = vars(model)[OPTIONS]._known.values()
+    (variant,) = vars(model)[OPTIONS]._kinds._known.values()
     assert variant.schedule is None
     assert_as_plain(model, torch.randn(300, 32))
 
@@ -423,7 +423,7 @@ def test_a_plan_on_the_meta_device_leaves_no_tensor_without_values(memo: str) ->
     assert _unrelated.cache_info().currsize == 1  # of the same module, and left alone
     if isinstance(plan, str):
         assert HOLDERS[memo] in plan
-        with pytest.raises(RuntimeError, match="a tensor without values is used"):
+        with pytest.raises(RuntimeError, match="the model uses a tensor without values"):
             MEMOS[memo](length) + 1
         _forget()
         return

@@ -20,7 +20,14 @@ from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import prices
 from recollect.planning.batch import split_batch
 from recollect.planning.planner import Planner
-from recollect.planning.record import CannotPredict, predict_step, profile_step
+from recollect.planning.prices import Prices
+from recollect.planning.record import (
+    CannotPredict,
+    find_blocks,
+    predict_step,
+    profile_step,
+    trace_step,
+)
 from recollect.planning.step import TrainingStep, default_loss
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import (
@@ -478,3 +485,19 @@ def test_a_model_whose_forward_runs_twice_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a step calls this Twice 2 times"):
         recollect.plan(Twice(), torch.randn(8, 48), 0.9, loss=squares)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lifetimes_do_not_depend_on_what_the_traced_step_keeps(name: str) -> None:
+    # Blocks return what the model holds for longer than it reads it, such as in a loop's variable.
+    case = made(name)
+    args, kwargs = split_batch(case.batch, case.model)
+    step = TrainingStep(case.model, args, kwargs, case.loss)
+    prices = Prices(step.device)
+    lives = []
+    for blocks in ((), find_blocks(case.model)):
+        torch.manual_seed(0)
+        graph, *_ = trace_step(step, prices, blocks=blocks)
+        lives.append([(each.nbytes, each.born, each.dies) for each in graph.storages])
+        step.model.zero_grad()
+    assert lives[1] == lives[0]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import recollect
 from recollect import PlanWarning
 from recollect.modules import OPTIONS
-from recollect.planning.sharded import regions_of
+from recollect.planning.sharded import units_of
 from tests.distributed._sharded import BF16, Decoder, Sharding, loss_of, tokens, trained
 
 
@@ -33,25 +33,25 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# --- which modules are regions --------------------------------------------------------------------
+# --- which modules are units ----------------------------------------------------------------------
 
 
-def test_the_largest_modules_without_a_unit_inside_are_regions() -> None:
-    assert regions_of(Decoder()) == ()
-    assert regions_of(Sharding().model()) == ("blocks.0", "blocks.1", "blocks.2")
-    assert regions_of(Sharding(root=False).model()) == ("blocks.0", "blocks.1", "blocks.2")
-    assert regions_of(Sharding(blocks=False).model()) == ()
-    nested = regions_of(Sharding(calls=(0, 1), nested=True).model())
+def test_the_largest_modules_without_a_unit_inside_are_units() -> None:
+    assert units_of(Decoder()) == ()
+    assert units_of(Sharding().model()) == ("blocks.0", "blocks.1", "blocks.2")
+    assert units_of(Sharding(root=False).model()) == ("blocks.0", "blocks.1", "blocks.2")
+    assert units_of(Sharding(blocks=False).model()) == ()
+    nested = units_of(Sharding(calls=(0, 1), nested=True).model())
     # Layers of torch's save nothing but what crosses their border.
     assert nested == ("blocks.0.mlp", "blocks.1.mlp")
 
 
-def test_parts_of_a_unit_with_units_inside_are_regions_too() -> None:
+def test_parts_of_a_unit_with_units_inside_are_units_too() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert regions_of(model) == ("0", "1")
+    assert units_of(model) == ("0", "1")
 
 
 # --- the same gradients, within the budget --------------------------------------------------------
@@ -127,10 +127,49 @@ def test_a_plan_from_the_loop() -> None:
         found = trained(model, 4)
     found.check(expected)
     plan = vars(model)[OPTIONS].plan
-    assert plan.schedule.regions == ("blocks.0", "blocks.1", "blocks.2")
+    assert plan.schedule.units == ("blocks.0", "blocks.1", "blocks.2")
     assert max(found.peaks[1:]) <= plan.budget
     recollect.unwrap(model)
     assert all(OPTIONS not in vars(each) for each in model.modules())
+
+
+@pytest.mark.parametrize("name", ["blocks", "the root alone"])
+def test_a_step_of_several_forwards(name: str) -> None:
+    sharding = SHARDINGS[name]
+    expected = trained(sharding.model(), 5, of_sizes, forwards=2)
+    model = sharding.model()
+    recollect.fit(model, budget=0.75)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)  # the first step may take more
+        trained(model, 2, of_sizes, forwards=2)
+    plan = vars(model)[OPTIONS].plan
+    assert [each.schedule.units for each in plan.forwards] == [units_of(model)] * 2
+    assert plan.forwards[0].schedule != plan.forwards[1].schedule
+    assert len(plan.graph.regions) == 2
+    found = trained(plan.apply(sharding.model()), 5, of_sizes, forwards=2)
+    found.check(expected)
+    assert max(found.peaks) <= plan.budget
+    assert max(found.peaks) < min(expected.peaks)
+
+
+def of_sizes(number: int) -> torch.Tensor:
+    """Two sizes in turn."""
+    return tokens(number, (4, 3)[number % 2])
+
+
+def test_a_forward_more_than_planned_is_warned_of_and_then_planned() -> None:
+    sharding = SHARDINGS["blocks"]
+    expected = trained(sharding.model(), 5, forwards=2)
+    model = sharding.model()
+    recollect.fit(model, tokens(0), 0.75, loss=loss_of)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        found = trained(model, 5, forwards=2)
+    found.check(expected)
+    messages = [str(each.message) for each in caught if each.category is PlanWarning]
+    assert "begins while an earlier one still waits" in messages[0]
+    assert "it calls the model 2 times before it goes backward" in messages[1]
+    assert max(found.peaks[2:]) < min(expected.peaks)
 
 
 def test_gradients_that_wait_to_be_reduced_are_not_changed_by_planning() -> None:

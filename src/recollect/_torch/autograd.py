@@ -18,8 +18,11 @@ _autograd = torch._C._autograd
 #: Number of the backward that the calling thread works for, -1 outside of backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
-#: Changes with every node that autograd creates: tensors saved at one number are saved by one op.
+#: Changes with every node that autograd creates: tensors saved at one number belong to one op.
 current_operation: Callable[[], int] = _autograd._get_sequence_nr
+
+#: In backward: whether it leaves the graph as it is, as with ``retain_graph`` or ``create_graph``.
+backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 
@@ -44,10 +47,10 @@ _after_backward: dict[object, Callable[[], None]] = {}
 
 
 def after_each_backward(act: Callable[[], None]) -> Callable[[], None]:
-    """Have ``act`` called after each backward, in the thread that asked for it.
+    """Call ``act`` after each backward, in the thread that called backward.
 
-    Callbacks of the engine run inside of backward, perhaps in another thread, and what they do to
-    the modes of a thread is undone. Returns a function that ends this.
+    Callbacks of the engine run inside backward, perhaps in another thread, and cannot change a
+    thread's modes. Returns a function that ends this.
     """
     key = object()
     _after_backward[key] = act
@@ -116,7 +119,8 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """The nodes that backward from ``roots`` would run, breadth first; None among roots is skipped.
 
-    The nodes are held meanwhile: the Python object of one that nobody holds is another every time.
+    The nodes are kept alive meanwhile, because torch makes a new Python object for a node that is
+    not.
     """
     seen = dict.fromkeys(node for node in roots if node is not None)
     queue = deque(seen)
@@ -145,10 +149,7 @@ def packed_by(node: Any) -> list[Any]:
 
 
 def is_weight(tensor: Any) -> bool:
-    """Whether autocast may cache a conversion of ``tensor``.
-
-    If so, the ops that ran before decide whether a region converts it.
-    """
+    """Whether ``tensor`` is a leaf that requires grad. Autocast may cache its conversion."""
     return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
 
 
@@ -169,7 +170,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or an alias that shares its version, without the graph it comes from."""
+    """``tensor`` if it is a leaf that requires grad, else a detached alias of the same version."""
     # ``is_leaf`` of a view asks its base, which may fail; and torch may call this while it holds
     # the lock that this needs: a deadlock.
     if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
@@ -178,7 +179,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, and an alias only if ``tensor`` leads to a graph: its own, or that of its base."""
+    """``tensor``, or a detached alias if it leads to a graph: its own, or that of its base."""
     if tensor._is_view() or (tensor.requires_grad and not tensor.is_leaf):
         return _detached(tensor)
     return tensor
@@ -187,7 +188,7 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     if not dispatch_mode_count() or overrides_torch(type(tensor)):
         return tensor.detach()
-    with no_dispatch_modes():  # a mode of the user's may return something else
+    with no_dispatch_modes():  # a user's mode may return something else
         return tensor.detach()
 
 

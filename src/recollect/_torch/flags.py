@@ -127,12 +127,11 @@ FLAGS = _COMMON_FLAGS
 if torch.accelerator.current_accelerator() is not None:
     FLAGS += _ACCELERATOR_FLAGS
 
-# The last, since the switches for tf32 set it too.
+# Last, because the tf32 switches set it too.
 FLAGS += ((_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),)
 
-#: Those that attention, convolutions, recurrent layers, batch norm, CTC and the solvers of linear
-#: algebra alone read: in torch's sources, nothing else asks ``at::Context`` for them. Products,
-#: layer norm, reductions and the like do not.
+#: Flags that only attention, convolutions, recurrent layers, batch norm, CTC and linear algebra
+#: solvers read from ``at::Context``; products, layer norm and reductions do not.
 SPECIAL_FLAGS = frozenset(
     name
     for name in (read.__name__ for read, _ in FLAGS)

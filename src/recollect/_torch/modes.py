@@ -71,7 +71,7 @@ no_dispatch_modes: Callable[[], AbstractContextManager[None]] = torch._C._Disabl
 
 
 class unobserved:  # noqa: N801 - used like a function
-    """A context in which our own tensor work is seen by no mode and recorded by no graph."""
+    """A context for our own tensor ops: no mode sees them, and autograd does not record them."""
 
     __slots__ = ("_grad_was_enabled", "_stack")
 
@@ -91,7 +91,7 @@ class unobserved:  # noqa: N801 - used like a function
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that costs its dispatch and nothing more.
+    """A dispatch mode without torch's overhead.
 
     torch wraps the ``__torch_dispatch__`` of every mode so that dynamo never compiles it: a
     microsecond and a half for each op. Regions run with dynamo switched off altogether (see
@@ -99,9 +99,8 @@ class DispatchMode(TorchDispatchMode):
 
     torch also keeps the kinds of active modes in globals, which each mode saves and restores. Two
     overlapping modes of two threads restore each other's: after that, compiled code called under a
-    mode fails its guards for the rest of the process. So our modes touch only the flag by which
-    compiled code knows whether a mode wants to see it, and on exit set it to the truth in this
-    thread.
+    mode fails its guards for the rest of the process. So our modes set only the flag that compiled
+    code checks, and on exit reset it to the truth in this thread.
     """
 
     #: Higher-order ops (flex attention, compiled regions) reach ``__torch_dispatch__`` like others.
@@ -147,7 +146,7 @@ _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of ``tensor`` without history that shares its version counter.
+    """A detached alias of ``tensor`` that shares its version counter.
 
     A dispatch mode runs with autograd and the version tracking of views switched off. The latter is
     switched on here, so that a later in-place change can be noticed. Outside of a mode it is on.
@@ -187,14 +186,14 @@ _tracing = torch._guards._TLS
 
 
 def nothing_around() -> bool:
-    """Whether no hook, mode, transform or compiler is active: the usual case, in one question."""
+    """Whether no hook, mode, transform or compiler is active: the usual case, in one fast check."""
     return (
         not function_mode_count()
         and not dispatch_mode_count()
         and active_saved_tensor_hooks() is None
         and _functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        # As `TracingContext.try_get`, which costs more than all others when there is none.
+        # As `TracingContext.try_get`, which is slower than all the others together.
         and _tracing.__dict__.get("tracing_context") is None
     )
 

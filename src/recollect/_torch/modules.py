@@ -84,7 +84,7 @@ def sharded_part(module: torch.nn.Module) -> str | None:
 
 
 def known_class(module: str, name: str) -> Any:
-    """A class of torch, if its module was imported: if not, there is no instance of it."""
+    """A class of torch, if its module was imported; otherwise no instance can exist."""
     return getattr(sys.modules.get(module), name, None)
 
 

@@ -72,7 +72,7 @@ def has_tag(op: Any, tag: torch.Tag) -> bool:
 
 
 def packet_of(function: Any) -> OpOverloadPacket | None:
-    """The op of ``aten`` that a function of torch is named after, if there is one: ``torch.mm``."""
+    """The ``aten`` op with the name of a torch function such as ``torch.mm``, if there is one."""
     name = str(getattr(function, "__name__", ""))
     packet = getattr(torch.ops.aten, name, None) if name and is_of_torch(function) else None
     return packet if isinstance(packet, OpOverloadPacket) else None
@@ -94,7 +94,7 @@ _KINDS_OF_TORCH = (
 
 
 def is_of_torch(function: Any) -> bool:
-    """Whether ``function`` is torch's own: a function of its arguments alone."""
+    """Whether ``function`` is torch's own, and so depends only on its arguments."""
     if isinstance(function, FunctionType):
         return function.__module__ == "torch" or function.__module__.startswith("torch.")
     if isinstance(function, (OpOverload, OpOverloadPacket)):

@@ -18,7 +18,7 @@ from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_d
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often ``tensor`` was written to; None for an inference tensor, which does not count."""
+    """How often ``tensor`` was written to; None for an inference tensor, which has no count."""
     try:
         return tensor._version
     except RuntimeError:
@@ -31,7 +31,7 @@ def copy_tensors(targets: list[torch.Tensor], sources: list[Any]) -> None:
     """Copy each tensor of ``sources`` into its partner, in one launch if there is a device."""
     if not targets:
         return
-    # Their values alone: the foreach copy does not support tangents.
+    # Only values: the foreach copy does not support tangents.
     with forward_ad._set_fwd_grad_enabled(False) if forward_ad_active() else nullcontext():
         torch._foreach_copy_(targets, sources)
 
@@ -46,7 +46,7 @@ def tensor_hooks(tensor: torch.Tensor) -> TensorHooks:
 
 
 def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
-    """Give ``tensor`` the dictionaries of hooks that it had."""
+    """Restore the hooks of ``tensor``."""
     on_gradient, after = hooks
     if tensor._backward_hooks is not on_gradient:
         tensor._backward_hooks = on_gradient
@@ -57,7 +57,7 @@ def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is memory with shape and strides, and no wrapper of another tensor."""
+    """Whether ``tensor`` is a plain strided tensor: no subclass, wrapper or lazy view."""
     return (
         (not overrides_torch(type(tensor)) or type(tensor) is _pretending.kind)
         and tensor.layout is torch.strided
@@ -113,9 +113,9 @@ def _mode_that_ends() -> Any:
         def __enter__(self) -> Any:
             if self.is_over:
                 raise RuntimeError(
-                    "a tensor without values is used, which was made while recollect recorded a "
-                    "step and has been held since by a cache of the model's. Clear that cache, "
-                    "and make the plan on the device on which the model is trained"
+                    "the model uses a tensor without values, which was made while recollect "
+                    "recorded a step and stayed in a cache of the model. Clear that cache, and "
+                    "make the plan on the device on which the model is trained"
                 )
             return super().__enter__()
 
@@ -143,11 +143,11 @@ def fake_on(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tens
         return FakeTensor(mode, meta, device).requires_grad_(tensor.requires_grad)
 
 
-def same_looks(tensor: torch.Tensor) -> Callable[[Any], bool]:
-    """A predicate: whether another value is a tensor of the type and metadata of ``tensor``.
+def metadata_test(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """A fast test: whether a value is a tensor with the type and metadata of ``tensor``.
 
-    One call, where `is_plain_tensor` and comparing shape, strides, dtype, device and gradient take
-    a dozen. It may be False for such a tensor if other modes or another autocast are active.
+    It replaces a dozen calls by one. It may reject a matching tensor if other modes or another
+    autocast are active.
     """
     return _TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
 
@@ -156,7 +156,7 @@ _TensorGuards: Any = TensorGuards  # whose stub is wrong
 
 
 class UnsupportedTensor(str):
-    """A reason, in words, for which a region is not replayed: a tensor that is not plain."""
+    """Why replay falls back to rerun, in words: a tensor that is not plain."""
 
     __slots__ = ()
 
@@ -194,8 +194,8 @@ def _overrides_ops(kind: Any) -> bool:
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
 
-    None if there are no data, or no access to them: a fake tensor, one of ``torch.func``. Call it
-    inside `below_python`. Each may have inner tensors in turn.
+    None if its data do not exist or cannot be accessed: a fake tensor, or one of ``torch.func``.
+    Call it inside `below_python`. Each may have inner tensors in turn.
     """
     if tensor.is_meta or is_functorch_wrapped(tensor):
         return None
@@ -249,21 +249,13 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A key of the storage of ``tensor``, unique while it is alive; None if it has none."""
     try:
-        return name_of_storage(tensor.untyped_storage())
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 
 
-def name_of_storage(storage: torch.UntypedStorage) -> int:
-    """A key of ``storage``, unique while it is alive."""
-    return int(storage._cdata)
-
-
 def memory_key(tensor: torch.Tensor) -> int | None:
-    """As `storage_key`, by the address of the memory if it has one.
-
-    Two storages may share memory, as DLPack makes them.
-    """
+    """As `storage_key`, but by memory address if there is one: storages of DLPack share memory."""
     try:
         return key_of_storage(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):

@@ -1,6 +1,6 @@
-"""Errors for tensors that were changed in place between forward and backward.
+"""Errors for a changed input: a tensor changed in place between forward and backward.
 
-The first words are autograd's, which raises in the same situations without checkpointing.
+They begin with the words of autograd, which raises in the same situations.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def argument_changed(name: str, tensor: torch.Tensor, version: int, when: str) -
 
 
 def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> InputChanged:
-    """The error for a tensor that a region reads without being given it, such as a parameter."""
+    """The error for a tensor that a region reads, such as a parameter, and that is no argument."""
     return InputChanged(
         f"{_MODIFIED}{tensor_name(tensor)} {_typed(tensor)}, which a checkpointed region uses in "
         f"{op}, {difference} instead. It was changed since the region began, and backward would "
-        "recompute the region from the changed value. Go backward before changing it (call "
-        "optimizer.step() after backward()), or, if the change does no harm, "
+        "recompute the region from the changed value. Call backward() before you change it "
+        "(optimizer.step() after backward()), or, if the change does no harm, "
         f"{_WITHOUT_GUARD}"
     )
 
 
 def source_changed(tensor: torch.Tensor) -> InputChanged:
-    """The error for a tensor that the replay engine holds by reference, to run ops from."""
+    """The error for a tensor that the replay engine holds, to recompute others from."""
     return InputChanged(
         f"{_MODIFIED}{_named(tensor)}, from which a checkpointed region recomputes its "
-        "activations, was changed after the region had run. Replace the in-place operation, or let "
-        "it follow backward."
+        "activations, was changed after the region had run. Replace the in-place operation, or run "
+        "it after backward."
     )
 
 
@@ -57,8 +57,8 @@ def saved_tensor_changed(tensor: torch.Tensor | torch.Size) -> InputChanged:
     return InputChanged(
         f"{_MODIFIED}{_named(tensor)}, which an operation in a checkpointed region saved for "
         "backward, was changed afterwards. Autograd also raises here, except for writes that it "
-        "cannot see: through .data, or by a collective in place (dist.all_reduce). Replace the "
-        "in-place operation, or have it change a copy (.clone())."
+        "cannot see: through .data, or by an in-place collective (dist.all_reduce). Replace the "
+        "in-place operation, or let it change a copy (.clone())."
     )
 
 

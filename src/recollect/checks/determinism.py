@@ -1,9 +1,9 @@
 """Compares the tensors that a recomputation saved with those that forward saved.
 
-A check is a function from a tensor to anything comparable. It is called on each tensor that
+A check is a function from a tensor to something comparable. It is called on each tensor that
 autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
 dtype and device: wrong ones would make backward fail or, worse, broadcast. ``"values"`` also
-compares the values, by fingerprints (see ``checks.differences``); here it is a name for the engine.
+compares fingerprints of the values (see ``checks.differences``).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ To see the first difference of the two runs, pass `debug=True` to `checkpoint(..
 forward inside `with set_checkpoint_debug_enabled(True):`; the error then shows the ops of both.
 
 If the region calls code compiled with automatic dynamic shapes, forward and recomputation may have
-been served by two different graphs (a static one, then a dynamic one). Either
+used two different graphs (a static one, then a dynamic one). Either
   - Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions of the inputs, so that
-    one dynamic graph serves from the start, or
+    one dynamic graph is used from the start, or
   - Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering, so that
     both runs find the same graph first.
 """

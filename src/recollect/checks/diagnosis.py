@@ -1,8 +1,8 @@
-"""The details of a mismatch: which region, the first difference, its likely cause, the fix (R10).
+"""The details of a mismatch: region, first difference, likely cause and fix (R10).
 
-Everything is found when there is an error, from what is alive then: the graph that backward runs,
-the graph of the recomputation, the modules in memory. Forward records nothing. So nothing here need
-be fast, and nothing may fail: the user must see the mismatch.
+They are collected when the error is raised, from the graph that backward runs, the graph of the
+recomputation and the modules in memory; forward records nothing. Nothing here need be fast, and
+nothing may fail: the user must see the mismatch.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class MismatchContext:
 
     #: The checkpointed function.
     function: Callable[..., Any]
-    #: What the graph holds in place of each saved tensor: the number, then its shape, dtype and
-    #: perhaps device, or else its description by the user's check.
+    #: The tickets of the saved tensors: the number, then shape, dtype and perhaps device, or else
+    #: the description by the user's check.
     tickets: Sequence[tuple[Any, ...]]
     #: The tensors saved in the recomputation; None where the graph needs none.
     tensors: Sequence[torch.Tensor | None]
@@ -161,9 +161,10 @@ _NODES = 20_000
 
 
 def saved_by_forward(tickets: Sequence[tuple[Any, ...]]) -> dict[int, str]:
-    """By number, the forward op that saved a tensor, where the graph still tells.
+    """By number, the forward op that saved a tensor, if the graph still shows it.
 
-    Call it in backward. Nodes that have run are not found, nor those of another branch.
+    Call it in backward. Nodes that have run are not found, nor nodes that do not follow the current
+    one.
     """
     numbers = {id(ticket): ticket[0] for ticket in tickets}
     return _savers([current_node()], lambda packed: numbers.get(id(packed)), len(numbers))
@@ -228,7 +229,7 @@ def likely_causes(
     cache: str | None = None,
     savers: Collection[str] = (),
 ) -> Iterator[Cause]:
-    """The causes that fit the evidence, the most telling first. There is always one.
+    """The causes that fit the evidence, the most specific first. There is always one.
 
     Args:
         before: The first tensor that differs, as forward saved it; None if it saved no more.
@@ -249,7 +250,7 @@ def likely_causes(
         yield _COMPILED
     if cache is not None:
         yield Cause(
-            f"the region changes its argument {cache}: the second run begins with the cache that "
+            f"the region changes its argument {cache}: the second run starts from the cache that "
             "the first one left.",
             "train without a cache (use_cache=False), or give the region a copy to change: "
             "checkpoint(block, x, cache=copy.deepcopy(cache)).",
@@ -259,7 +260,7 @@ def likely_causes(
     if module is not None and not module.training:
         yield Cause(
             f"{type(module).__name__} is in eval mode now, and may have been in training mode in "
-            "forward: dropout and batch norm run differently.",
+            "forward: dropout and batch norm behave differently.",
             "call model.eval() after loss.backward(), not before.",
         )
     if counts_differ and (before is None or after is None):
@@ -289,8 +290,8 @@ _SHARDED = Cause(
 )
 
 _COMPILED = Cause(
-    "the region calls compiled code, and the two runs were served by two graphs of it: one "
-    "for static shapes, one for dynamic ones.",
+    "the region calls compiled code, and the two runs used two graphs of it: one for static "
+    "shapes, one for dynamic ones.",
     "torch._dynamo.mark_dynamic(x, 0) on the input that varies, before the first call.",
 )
 
@@ -304,7 +305,7 @@ _ROUTING = Cause(
 OTHER_BRANCH = Cause(
     "the region took another branch: a counter, a flag or a result stored in the first run "
     "decides which ops it runs.",
-    "leave such state alone in the second run: if not recollect.is_recomputing(): self.step += 1.",
+    "guard such state in the second run: if not recollect.is_recomputing(): self.step += 1.",
 )
 
 _SOMETHING_CHANGED = Cause(
@@ -314,27 +315,27 @@ _SOMETHING_CHANGED = Cause(
 )
 
 OTHER_LAYOUT = Cause(
-    "a tensor from outside of the region has other strides than in forward; sums over it may "
+    "a tensor from outside the region has other strides than in forward; sums over it may "
     "round differently.",
     "fix the layout at the start of the region: x = x.contiguous().",
 )
 
 FROM_OUTSIDE = Cause(
-    "a tensor from outside of the region (a global, an attribute, a constant) holds other values "
-    "than in forward.",
+    "a tensor from outside the region (a global, an attribute, a constant) has other values than "
+    "in forward.",
     "pass it as an argument, and change it after loss.backward(): checkpoint(block, x, scale).",
 )
 
 RANDOM_OP = Cause(
-    "the op draws random numbers, and the stream it draws from was not put back for the second "
-    "run: preserve_rng_state=False, or a generator of the user's own.",
-    "draw from the default generator, with preserve_rng_state=True; or draw outside of the region "
+    "the op draws random numbers, and its generator was not restored for the second run: "
+    "preserve_rng_state=False, or your own generator.",
+    "draw from the default generator, with preserve_rng_state=True; or draw outside the region "
     "and pass the result: checkpoint(block, x, noise).",
 )
 
 UNSTABLE_OP = Cause(
-    "either something that the op reads has changed since forward (a buffer, a global, an "
-    "attribute), or its kernel adds up in an order that differs from run to run.",
-    "pass what the region reads as an argument; for the kernel: "
+    "either an input of the op has changed since forward (a buffer, a global, an attribute), or "
+    "its kernel is nondeterministic.",
+    "pass everything that the region reads as an argument; for the kernel: "
     "torch.use_deterministic_algorithms(True).",
 )

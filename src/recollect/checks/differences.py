@@ -1,9 +1,9 @@
 """The first difference in the logs of two runs of a region, for ``debug=True`` and ``"values"``.
 
-``debug=True`` adds the ops of both runs to an error. ``determinism_check="values"`` is an error if
-backward would get other values than forward had. Only tensors that autograd saved count for it,
-since backward uses nothing else of a recomputation; the ops show where a difference came from.
-Different ops alone are no error: a region may do more in its first run.
+``debug=True`` adds the ops of both runs to an error. ``determinism_check="values"`` raises if
+backward would get other values than forward had. Only saved tensors count, because backward uses
+nothing else of a recomputation; the ops show where a difference came from. Different ops alone are
+no error: a region may do more in its first run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LogRow = tuple[LoggedOp | None, LoggedOp | None]
 def align(forward: list[LoggedOp], recompute: list[LoggedOp]) -> tuple[list[LogRow], int | None]:
     """Pairs the ops of two runs, and finds the row of their first difference.
 
-    From there on ops are paired as they come. A run that ends before the other differs from it.
+    After it, ops are paired in order. If one run ends first, that is a difference.
     """
     rows: list[LogRow] = []
     here, there = 0, 0
@@ -67,7 +67,7 @@ def explain(
 ) -> CheckpointError:
     """``error`` with the first difference, and both logs around it.
 
-    ``stopped``: the recomputation stopped early, so that its end is no difference.
+    ``stopped``: the recomputation stopped early, so its end is no difference.
     """
     rows, first = align(forward.entries, recompute.entries)
     if stopped and first is not None and rows[first][1] is None:
@@ -105,7 +105,7 @@ def _both(rows: list[LogRow], row: int) -> Iterator[str]:
 
 
 def _path_in_forward(rows: list[LogRow], path: str) -> str:
-    """The module at ``path`` in a recomputation, as forward would name it, if earlier ops tell."""
+    """The name in forward of the module at ``path`` in a recomputation, if earlier ops show it."""
     region, _, inside = path.partition(": ")
     for before, after in rows:
         if before is None or after is None:
@@ -153,7 +153,7 @@ def _side_by_side(rows: list[LogRow], first: int | None) -> Iterator[str]:
         yield f"{marker} {forward[position]:{width}} | {recompute[position]}".rstrip()
     if end < len(rows):
         yield f"  ({len(rows) - end} after these left out)"
-    yield "  (a recomputation ends once all that is needed is there)"
+    yield "  (a recomputation stops once it has all tensors that backward needs)"
 
 
 def _column(entries: list[LoggedOp | None]) -> list[str]:
@@ -249,7 +249,7 @@ def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]
     values, layout = _first_differences(pairs)
     first = min((row for row in (values, layout, parted) if row is not None), default=None)
     if first is None:
-        yield "No operation of the region computed anything else before it."
+        yield "All operations of the region before it computed the same values."
         yield str(FROM_OUTSIDE)
         return
     heading = f"First difference, at operation {_op_number(rows, first)}"
@@ -263,7 +263,7 @@ def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]
         yield f"{heading}: {_other_strides(pairs[first])}"
         yield from _described(entry)
         if values is not None:
-            yield f"From operation {_op_number(rows, values)} on values differ as well."
+            yield f"From operation {_op_number(rows, values)} on, values differ too."
         yield str(OTHER_LAYOUT)
     else:
         yield f"{heading}: different operations"

@@ -1,17 +1,15 @@
-"""Sixty-four bits that stand for the values of a tensor.
+"""A 64-bit fingerprint of the values of a tensor.
 
-Two runs of a region are compared value by value without keeping a copy of either: each result is
-folded into one number on the device that holds it, and only numbers are kept and compared. The
-number depends on every bit and on its place, so that it tells 0.0 from -0.0, one NaN from another,
-and notices elements that changed places. It does not depend on strides: a view and its copy have
-the same. Shape, dtype and device are compared elsewhere.
+It compares two runs of a region without keeping copies: each result is folded into one number on
+its device, and only the numbers are kept. The number depends on every bit and its position, so it
+tells 0.0 from -0.0 and one NaN from another, and notices swapped elements. It does not depend on
+strides: a view and its copy have the same. Shape, dtype and device are compared elsewhere.
 
 Eight bytes of values are one *word*. A word is added to a multiple of its place, and the bits of
 the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); the results are summed
-modulo 2^64. Integers are summed in any order with the same result, so the number does not depend on
-how a device divides the work. Torch shifts signed integers, copies of the sign coming in from
-the left: the mixing takes x and ~x to the same bits, for an x that has nothing to do with the
-values, and is otherwise one to one.
+modulo 2^64. Integer sums do not depend on their order, so the number does not depend on how a
+device divides the work. Torch's right shift copies the sign bit, so the mixing maps an x and its ~x
+to the same bits; otherwise it is one to one.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from recollect._torch.tensors import inner_tensors
 
 __all__ = ["compare", "fingerprint"]
 
-#: Bytes folded at a time, which are in a CPU's cache then, or worth starting a kernel for. The
-#: scratch space is three times as much.
+#: Bytes folded at a time: they fit a CPU's cache, or are worth a kernel launch. The scratch space
+#: is three times as large.
 _PIECE_ON_CPU = 1 << 21
 _PIECE_ELSEWHERE = 1 << 23
 
@@ -40,16 +38,16 @@ _SHIFT = 33
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-dim int64 tensor, on the same device, that depends on the bits of every value.
 
-    That of nested and sparse tensors and wrappers comes from their inner tensors. One that holds
-    no data (on ``meta``, fake, traced) has the same fingerprint as any other such, on the CPU.
-    Nothing is seen by modes, recorded by autograd, drawn from a random stream, or waited for.
+    For nested and sparse tensors and wrappers it comes from their inner tensors. All tensors
+    without data (on ``meta``, fake, traced) have the same fingerprint, on the CPU. Modes and
+    autograd do not see the ops, and nothing waits for them.
     """
     with below_python():
         return _of(tensor)
 
 
 def compare(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
-    """The index of the first fingerprint that differs, at the price of one transfer a device.
+    """The index of the first fingerprint that differs, with one transfer per device.
 
     Nothing can be fetched while a CUDA graph is captured: tensors on that device count as equal.
     """

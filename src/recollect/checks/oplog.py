@@ -1,11 +1,11 @@
 """Logs of the ops that a region ran, in forward and again, for ``debug=True`` and ``"values"``.
 
-An entry is a line about the op, the module that called it and, if wanted, the user's stack and
-fingerprints of what the op computed. The engine adds the tensors that autograd saved. A log holds
-no tensor but fingerprints, and is read only if the region fails.
+An entry has a line about the op, the module that called it and, if wanted, the user's stack and
+fingerprints of the op's results. The engine adds the tensors that autograd saved. A log holds no
+tensors except fingerprints, and is read only if the region fails.
 
-Two logs are compared op by op. Some ops are *optional*: they come and go without any fault of the
-user's, and are skipped where they are in one log only.
+Two logs are compared op by op. Some ops are *optional*: they may differ between correct runs, and
+are skipped if only one log has them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OpLog(DispatchMode):
         self.entries: list[LoggedOp] = []
         #: In the order of saving, if there are fingerprints.
         self.saved: list[Prints] = []
-        #: Off during a rerun inside forward, where the function goes backward: its ops are not
+        #: Off during a rerun inside forward (the function calls backward): its ops are not
         #: forward's.
         self.recording = True
         self._stacks = stacks
@@ -106,9 +106,8 @@ class OpLog(DispatchMode):
             self._computed = ComputedTensors()
 
 
-#: Detach: the recomputation detaches what it saves. Casts: autocast has those of parameters in its
-#: cache, or not, and the ops that follow show the dtype. Collectives with their gathering and
-#: scattering: parameters may be there already.
+#: Detach: the recomputation detaches saved tensors. Casts: autocast may have those of parameters in
+#: its cache, and later ops show the dtype. Collectives: parameters may be gathered already.
 _OPTIONAL = ("detach.", "_to_copy.", "c10d.", "_c10d_functional.", "fsdp.", "profiler.")
 
 
@@ -122,7 +121,7 @@ _SHORT = {
     torch.bool: "bool",
 }
 
-#: Values shown by their ``repr``; that of others may hold an address, and differ for no reason.
+#: Values shown by their ``repr``; that of others may contain an address.
 _SHOWN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -140,8 +139,8 @@ def _brief(value: Any) -> str:
 
 # --- what an op computed --------------------------------------------------------------------------
 
-#: How many results of an op have a meaning, the first ones, if not all. The others are memory that
-#: no op has written to: kernels pad their results, or have results for their own use.
+#: How many results of an op have defined values (the first ones), if not all. Kernels pad the
+#: others, or use them internally.
 _MEANINGFUL = {
     name: count
     for count, names in (
@@ -159,16 +158,16 @@ _MEANINGFUL = {
 
 
 class ComputedTensors:
-    """Tells for each op of one run which tensors it computed.
+    """Finds the tensors that each op of one run computed.
 
-    They are its new results, and the tensors made in the same run that it changed; a view computes
-    nothing. A tensor from outside that a region updates (a counter, running statistics) has another
-    value in the second run by nature; the ops that read it show whether that matters.
+    These are its new results, and tensors of the same run that it changed; a view computes nothing.
+    Outside tensors that a region updates (a counter, running statistics) do not count: they differ
+    in the second run anyway, and ops that read them show whether that matters.
     """
 
     def __init__(self) -> None:
-        #: Storages made in this run. A key may be used again, but only for another one of this run:
-        #: those from outside are alive all the time.
+        #: Storages made in this run. A key may be reused, but only for another one of this run,
+        #: because outside storages stay alive.
         self._made: set[int | None] = {None}
         #: Those of them that no op has written to.
         self._unwritten: set[int | None] = set()

@@ -32,7 +32,7 @@ _HIDDEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _MODULE_FILE = torch.nn.modules.module.__file__
 #: Libraries that move parameters in hooks of modules.
 _LIBRARIES = (str(Path(torch.__file__).parent / "distributed" / "fsdp"), "/deepspeed/runtime/")
-#: The most frames of the user's to note.
+#: How many user frames to record at most.
 _FRAMES = 12
 
 
@@ -64,7 +64,7 @@ class Place:
         return lines[0] if lines else ("<unknown>", 0)
 
     def path(self, names: Names) -> str:
-        """The innermost module by its name in the outermost; ``>`` where one is in no other."""
+        """The path of the innermost module in the outermost; ``>`` between unrelated modules."""
         parts: list[list[str]] = []
         parent: nn.Module | None = None
         for module in reversed(self._modules):
@@ -78,17 +78,17 @@ class Place:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that is running, however far from here it is."""
+    """Warn at the user's line that is running."""
     file, line = Place(sys._getframe(1)).line
     warnings.warn_explicit(message, category, file, line)
 
 
 def _module_called(frame: FrameType) -> nn.Module | None:
-    """The module that this frame calls, or whose ``forward`` it is, if called past ``__call__``."""
+    """The module that this frame calls, or whose ``forward`` it runs without ``__call__``."""
     code = frame.f_code
     if code is MODULE_CALL:
         return frame.f_locals.get("self")
-    # Reading the locals of a frame keeps them alive for a while: only where there is no other way.
+    # Reading a frame's locals keeps them alive for a while: only if there is no other way.
     if code.co_name != "forward" or code.co_varnames[:1] != ("self",):
         return None
     if frame.f_back is not None and frame.f_back.f_code.co_filename == _MODULE_FILE:

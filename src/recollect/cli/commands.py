@@ -14,26 +14,30 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import recollect
 from recollect.cli.demo import demo
 from recollect.cli.doctor import doctor
 from recollect.cli.screen import Status, UsageError, say
-from recollect.cli.target import load_target
+from recollect.cli.target import load_sized_target, load_target
 from recollect.errors import InfeasibleBudget
 from recollect.planning.api import Frontier
 from recollect.planning.batch import split_batch
 from recollect.planning.budget import check_budget
+from recollect.planning.largest_batch import MOST, check_bytes, check_count, check_time
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
 from recollect.report.table import rows_table
 
 __all__ = ["main"]
 
+_T = TypeVar("_T")
+
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 #: How errors begin that recollect raises for what a user has passed.
-_ARGUMENT = re.compile(r"(model|batch|loss|optimizer|budget|offload|path)\b")
+_ARGUMENT = re.compile(r"(model|batch|make_batch|loss|optimizer|budget|offload|path)\b")
 
 _TARGET = """\
 MODULE is a file or a dotted name that can be imported from here. FUNCTION takes no arguments, and
@@ -66,6 +70,23 @@ examples:
   recollect frontier package.train:build --html frontier.html
 """
 
+_LARGEST = """\
+MODULE is a file or a dotted name that can be imported from here. FUNCTION takes no arguments, and
+returns a model, and a function that makes a batch of a given size:
+
+    def build():
+        return model, lambda n: torch.randn(n, 64)
+
+    def build():
+        return dict(model=model, make_batch=make_batch, loss=loss, optimizer=optimizer)
+
+A size is whatever make_batch makes of it: a number of samples, or the length of sequences.
+
+examples:
+  recollect largest train.py:build --budget 12GiB
+  recollect largest train.py:build --budget auto --time 1.2 --multiple-of 8 --html largest.html
+"""
+
 _EXPLAIN = f"""\
 {_TARGET}
 examples:
@@ -78,6 +99,7 @@ examples:
   recollect demo                      see what it does, in half a minute
   recollect plan train.py:build --budget 12GiB
   recollect frontier train.py:build --html frontier.html
+  recollect largest train.py:build --budget 12GiB --time 1.2
 
 `recollect COMMAND --help` says more.
 """
@@ -121,9 +143,7 @@ def _plan(arguments: Namespace) -> int:
     with Status() as status:
         plan = _frontier_of(arguments, status).plan_for(arguments.budget)
     say(str(plan))
-    if arguments.save is not None:
-        plan.save(arguments.save)
-        say(f"\nThe plan is in {arguments.save}")
+    _save(plan, arguments)
     _write_page(plan, arguments)
     return 0
 
@@ -152,7 +172,36 @@ def _frontier_of(arguments: Namespace, status: Status) -> Frontier:
     return Frontier(planner)
 
 
-def _write_page(shown: Plan | Frontier, arguments: Namespace) -> None:
+def _largest(arguments: Namespace) -> int:
+    """Print the largest batch for which a plan fits, and the sizes that were tried."""
+    target = load_sized_target(arguments.target)
+    with Status() as status:
+        found = recollect.largest_batch(
+            target.model,
+            target.make_batch,
+            arguments.budget,
+            time=arguments.time,
+            loss=target.loss,
+            optimizer=target.optimizer,
+            offload=False if arguments.no_offload else "auto",
+            holds_output=not arguments.frees_output,
+            multiple_of=arguments.multiple_of,
+            most=arguments.most,
+            progress=status,
+        )
+    say(str(found))
+    _save(found.plan, arguments)
+    _write_page(found, arguments)
+    return 0
+
+
+def _save(plan: Plan, arguments: Namespace) -> None:
+    if arguments.save is not None:
+        plan.save(arguments.save)
+        say(f"\nThe plan is in {arguments.save}")
+
+
+def _write_page(shown: Plan | Frontier | recollect.LargestBatch, arguments: Namespace) -> None:
     if arguments.html is not None:
         shown.to_html(arguments.html)
         say(f"\nThe page is in {arguments.html}")
@@ -212,11 +261,14 @@ def _make_parser() -> ArgumentParser:
     parser = add("plan", _plan, "plan a training step for a budget of memory", _PLAN, [step])
     budgets = "such as 12GiB, 8GB, 0.5 or auto"
     parser.add_argument("--budget", type=_budget, required=True, help=budgets)
-    what = "write the plan, for recollect.Plan.load"
-    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
+    _add_save(parser)
 
     what = "show all trade-offs of memory for time that there are"
     add("frontier", _frontier, what, _FRONTIER, [step])
+
+    what = "find the largest batch for which a plan fits into a budget of memory"
+    parser = add("largest", _largest, what, _LARGEST, [step])
+    _add_largest_options(parser)
 
     what = "show what a forward holds and why, or what a saved plan does"
     parser = add("explain", _explain, what, _EXPLAIN)
@@ -229,6 +281,24 @@ def _make_parser() -> ArgumentParser:
 
     add("doctor", lambda _: doctor(), "check that recollect works on this machine")
     return main_parser
+
+
+def _add_save(parser: ArgumentParser) -> None:
+    what = "write the plan, for recollect.Plan.load"
+    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
+
+
+def _add_largest_options(parser: ArgumentParser) -> None:
+    budgets = "such as 12GiB, 8GB or auto"
+    parser.add_argument("--budget", type=_bytes, required=True, help=budgets)
+    what = "how many times plain's time per sample a sample may take, such as 1.2"
+    parser.add_argument("--time", type=_checked(float, check_time), metavar="TIMES", help=what)
+    count = _checked(int, check_count)
+    what = "consider only multiples of it"
+    parser.add_argument("--multiple-of", type=count, default=1, metavar="N", help=what)
+    what = f"the largest size to consider, {MOST} by default"
+    parser.add_argument("--most", type=count, default=MOST, metavar="N", help=what)
+    _add_save(parser)
 
 
 def _page_options() -> ArgumentParser:
@@ -257,11 +327,29 @@ def _budget(text: str) -> float | str:
     for number in (float, int):
         with suppress(ValueError):
             budget = number(text)
+    return _accepted(budget, check_budget)
+
+
+def _bytes(text: str) -> float | str:
+    return _accepted(_budget(text), check_bytes)
+
+
+def _checked(kind: type[_T], check: Callable[[_T], None]) -> Callable[[str], _T]:
+    """Reads an option as a number that ``check`` accepts."""
+
+    def read(text: str) -> _T:
+        return _accepted(kind(text), check)  # type: ignore[call-arg]
+
+    read.__name__ = kind.__name__  # which argparse calls an invalid value by
+    return read
+
+
+def _accepted(value: _T, check: Callable[[_T], None]) -> _T:
     try:
-        check_budget(budget)
+        check(value)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error
-    return budget
+    return value
 
 
 def _output(text: str) -> Path:

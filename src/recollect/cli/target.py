@@ -10,18 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from recollect.cli.screen import UsageError
 
-__all__ = ["Target", "load_target"]
+__all__ = ["SizedTarget", "Target", "load_sized_target", "load_target"]
 
-_RETURNS = "return model, batch  or  return dict(model=model, batch=batch, loss=..., optimizer=...)"
 #: How many names are listed for somebody who has mistyped one.
 _NAMES = 8
+
+
+def _returns(kind: type[_Parts]) -> str:
+    """What a function should return, as code."""
+    _, second, *_ = (field.name for field in fields(kind))
+    return (
+        f"return model, {second}  or  "
+        f"return dict(model=model, {second}={second}, loss=..., optimizer=...)"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,45 +42,81 @@ class Target:
     optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        is_loss = self.loss is None or callable(self.loss)
-        is_optimizer = self.optimizer is None or isinstance(self.optimizer, Optimizer)
-        for is_fine, what, value in (
-            (isinstance(self.model, nn.Module), "model should be an nn.Module", self.model),
-            (is_loss, "loss should be a function of the model's output", self.loss),
-            (is_optimizer, "optimizer should be a torch.optim.Optimizer", self.optimizer),
-        ):
-            if not is_fine:
-                raise UsageError(f"{what}, but is of type {type(value).__name__}: {_RETURNS}")
+        _check_parts(self)
+
+
+@dataclass(frozen=True)
+class SizedTarget:
+    """The same, with batches of any size."""
+
+    model: nn.Module
+    make_batch: Callable[[int], Any]
+    loss: Callable[..., Any] | None = None
+    optimizer: Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        _check_parts(self)
+        if not callable(self.make_batch):
+            raise UsageError(
+                "make_batch should be a function of a size that returns a batch, but is of type "
+                f"{type(self.make_batch).__name__}: {_returns(SizedTarget)}"
+            )
+
+
+_Parts = Target | SizedTarget
+_P = TypeVar("_P", Target, SizedTarget)
+
+
+def _check_parts(parts: _Parts) -> None:
+    is_loss = parts.loss is None or callable(parts.loss)
+    is_optimizer = parts.optimizer is None or isinstance(parts.optimizer, Optimizer)
+    for is_fine, what, value in (
+        (isinstance(parts.model, nn.Module), "model should be an nn.Module", parts.model),
+        (is_loss, "loss should be a function of the model's output", parts.loss),
+        (is_optimizer, "optimizer should be a torch.optim.Optimizer", parts.optimizer),
+    ):
+        if not is_fine:
+            returns = _returns(type(parts))
+            raise UsageError(f"{what}, but is of type {type(value).__name__}: {returns}")
 
 
 def load_target(text: str) -> Target:
     """Call the function that ``text`` names. Errors that it raises are left as they are."""
+    return _load(text, Target)
+
+
+def load_sized_target(text: str) -> SizedTarget:
+    """The same, of a function that returns a function that makes batches in place of a batch."""
+    return _load(text, SizedTarget)
+
+
+def _load(text: str, kind: type[_P]) -> _P:
     module_name, colon, name = text.rpartition(":")
     if not (module_name and colon and name):
         raise UsageError(
             f"MODULE:FUNCTION: {text!r} should name a module and a function in it, "
             "such as train.py:build or package.train:build"
         )
-    function = _function(_module(module_name), module_name, name)
+    function = _function(_module(module_name), module_name, name, kind)
     try:
-        return _target(function())
+        return _target(function(), kind)
     except UsageError as error:
         raise UsageError(f"FUNCTION: of what {name} in {module_name} returns, {error}") from error
 
 
-def _target(returned: Any) -> Target:
+def _target(returned: Any, kind: type[_P]) -> _P:
+    names = [field.name for field in fields(kind)]
     if isinstance(returned, Mapping):
-        known = [field.name for field in fields(Target) if field.name in returned]
-        if missing := [name for name in ("model", "batch") if name not in known]:
-            raise UsageError(f"{missing[0]} is missing: {_RETURNS}")
-        if unknown := [key for key in returned if key not in known]:
-            raise UsageError(f"{unknown[0]!r} is not known: {_RETURNS}")
-        return Target(**returned)
+        if missing := [name for name in names[:2] if name not in returned]:
+            raise UsageError(f"{missing[0]} is missing: {_returns(kind)}")
+        if unknown := [key for key in returned if key not in names]:
+            raise UsageError(f"{unknown[0]!r} is not known: {_returns(kind)}")
+        return kind(**returned)
     if isinstance(returned, tuple) and len(returned) == 2:
-        return Target(*returned)
+        return kind(*returned)
     length = f" of length {len(returned)}" if isinstance(returned, (tuple, list)) else ""
     raise UsageError(
-        f"which is of type {type(returned).__name__}{length}, no use is known: {_RETURNS}"
+        f"which is of type {type(returned).__name__}{length}, no use is known: {_returns(kind)}"
     )
 
 
@@ -123,7 +167,9 @@ def _make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _function(module: ModuleType, module_name: str, name: str) -> Callable[[], Any]:
+def _function(
+    module: ModuleType, module_name: str, name: str, kind: type[_Parts]
+) -> Callable[[], Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         there = [
@@ -136,7 +182,7 @@ def _function(module: ModuleType, module_name: str, name: str) -> Callable[[], A
     if not callable(function):
         raise UsageError(
             f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "
-            f"Write one that makes the model:  def build(): {_RETURNS}"
+            f"Write one that makes the model:  def build(): {_returns(kind)}"
         )
     needed = [
         parameter.name

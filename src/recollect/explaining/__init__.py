@@ -1,7 +1,7 @@
-"""What a forward leaves in memory, and why: which results are kept, offloaded, recomputed.
+"""``explain``: what a forward leaves in memory, and why.
 
-``explain`` does not add up what regions and policies claim. It runs one forward, notes each storage
-as an op allocates it, and after forward finds out who holds those that are still there.
+It runs one forward, tracks each storage that an op allocates, and then finds out who holds those
+that are still alive.
 
     `run`        one forward, after which everything is as it was before; then the rows
     `watcher`    the ops and regions of that forward

@@ -1,6 +1,6 @@
 """The storages that ops allocate, and the regions that hold or recompute them.
 
-Storages are watched through weak references, so that watching changes nothing of what is held.
+Storages are tracked through weak references, so tracking keeps nothing alive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = (_Tensor, torch.nn.Parameter)
 def storages_of(tensor: _Tensor) -> list[torch.UntypedStorage]:
     """The storage of ``tensor``; of a subclass or a sparse tensor, those of its parts."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        with no_function_modes():  # this is no operation of the model
+        with no_function_modes():  # not an operation of the model
             return [] if storage_key(tensor) is None else [tensor.untyped_storage()]
     if tensor.is_quantized or tensor.is_mkldnn:  # torch does not expose their storage
         return []
@@ -72,9 +72,9 @@ class TrackedStorage:
         #: The tensors of it in stores, each with the batch that it belongs to.
         self.offloads: list[tuple[ReferenceType[Any], OffloadBatch]] = []
         # Found when the forward of a region is over:
-        #: The region that holds it to be called with again.
+        #: The region that holds it as an input.
         self.input_of: Region | None = None
-        #: By which rule which region keeps it; or why it is not kept, though a rule says so.
+        #: The rule and the region that keep it; or why it is not kept although a rule says so.
         self.kept: tuple[str, Region] | None = None
         self.not_held: str | None = None
 
@@ -103,7 +103,8 @@ class StorageTable:
 
     def __init__(self) -> None:
         self.all: list[TrackedStorage] = []
-        #: By id, which another storage may have by now: the reference tells. None: there before.
+        #: By id; the reference shows whether another storage has the id now. None: from before
+        #: forward.
         self._known: dict[
             int, tuple[ReferenceType[torch.UntypedStorage], TrackedStorage | None]
         ] = {}
@@ -114,13 +115,13 @@ class StorageTable:
         return known is None or known[0]() is not storage
 
     def add_foreign(self, tensors: Iterable[_Tensor]) -> None:
-        """Note ``tensors`` that no op was seen to make: they were there before."""
+        """Add ``tensors`` from before forward."""
         for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
             if self.is_new(storage):
                 self._known[id(storage)] = ref(storage), None
 
     def add(self, tensors: Iterable[_Tensor], op: Any) -> list[TrackedStorage]:
-        """Note the storages of ``tensors`` that are new: ``op`` made them."""
+        """Add the storages of ``tensors`` that are new: ``op`` made them."""
         made = []
         for tensor in tensors:
             for storage in filter(self.is_new, storages_of(tensor)):
@@ -144,15 +145,15 @@ class Region:
     """One call of a checkpointed region."""
 
     engine: str
-    #: Whether all that its ops made would be held without it, as far as anybody knows.
+    #: Whether to assume that all results of its ops would be held without it.
     spares_all = False
-    #: Why an op runs again on which no policy decides.
+    #: The reason of ops that no policy decides about.
     otherwise = "no policy"
 
     def __init__(self, name: str, batch: OffloadBatch | None) -> None:
         self.name = name
         self.batch = batch
-        #: What it is called with, if it holds that.
+        #: Its inputs, if it holds them.
         self.inputs: Sequence[TrackedStorage] = ()
         self.notes: list[str] = []
         #: How many ops have run; how many had when autograd last saved a tensor.
@@ -171,7 +172,7 @@ class Region:
         raise NotImplementedError
 
     def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``pack``, the engine's hook for what autograd saves from here on, or one around it."""
+        """``pack``, the engine's hook for saved tensors, or one around it."""
         return pack
 
     def note_op(self, op: Any, made: list[TrackedStorage]) -> None:

@@ -1,4 +1,4 @@
-"""Runs one forward, and tells who holds each storage and what became of those that are freed."""
+"""Runs one forward, and finds who holds each storage and why others were freed."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _STAYS = "stays where it is"
 
 #: Fate, reason and region.
 _Finding = tuple[str, str, Region | None]
-#: What a store holds of a storage: handle, reason and region.
+#: An offloaded part of a storage: handle, reason and region.
 _Offload = tuple[Any, str, Region]
 
 
 def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Run one forward, and tell what stays in memory until backward, and why.
+    """Run one forward, and report what stays in memory until backward, and why.
 
-    Says of the result of each op whether it is kept (and by which rule of a policy), offloaded,
-    recomputed, or held as the input of a checkpointed region. Forward runs once, with grad enabled,
-    and once more if there are regions of the replay engine that it has not recorded yet; what it
-    changes is put back afterwards, and no graph is left.
+    For each result of an op the report says whether it is kept (and by which rule of a policy),
+    offloaded, recomputed, or held as the input of a checkpointed region. Forward runs once, with
+    grad enabled, and once more if the replay engine has not recorded its regions yet. Everything
+    that it changes is restored, and no graph is left.
 
     Args:
         function_or_module: What to run: the model, or a function that also computes the loss.
@@ -60,7 +60,7 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
     with recordings_preserved():
         watcher, rows = _forward(function_or_module, args, kwargs)
         if any(isinstance(each, ReplayRegion) and each.is_rehearsal for each in watcher.regions):
-            # A region was recorded for the first time, and holds other tensors from now on.
+            # A region was recorded for the first time: later calls hold other tensors.
             watcher, rows = _forward(function_or_module, args, kwargs)
     calls = [RegionCall(each.name, each.engine, tuple(each.notes)) for each in watcher.regions]
     return Explanation(rows, tuple(calls))
@@ -69,7 +69,7 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
 def _forward(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Watcher, tuple[TensorRow, ...]]:
-    """Run forward, and put back what it changes."""
+    """Run forward, and restore everything that it changes."""
     check_arguments(args, kwargs)
     with Snapshot({"function": function, "arguments": (args, kwargs)}) as snapshot:
         roots = Reachable(function, [*args, *kwargs.values()]).modules
@@ -126,7 +126,7 @@ class _Account:
                 self.unseen[id(storages[0])] = node, tensor.detach()
 
     def rows(self, storage: TrackedStorage) -> Iterator[TensorRow]:
-        """The rows of ``storage``: who holds it or what became of it, and its copy in a store."""
+        """The rows of ``storage``: who holds it or why it was freed, and its copy in a store."""
         if storage.bytes == 0:
             return
         offloads = self._offloads(storage)

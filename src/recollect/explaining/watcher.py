@@ -57,7 +57,7 @@ class Watcher(DispatchMode):
         self.regions: list[Region] = []
         #: Those that are running, the outermost first.
         self._running: list[Region] = []
-        #: Why the replay engine has left the next region to the rerun engine.
+        #: Why replay fell back to rerun for the next region.
         self._fallback: list[str] = []
         self._roots = roots
         self._prefix = type(roots[0]).__name__ + ": " if len(roots) == 1 else ""
@@ -72,7 +72,7 @@ class Watcher(DispatchMode):
             # Before the op, which may give a tensor another storage.
             self.storages.add_foreign(_tensors((args, kwargs)))
         out = func(*args, **kwargs) if kwargs else func(*args)
-        # What a rerun inside of forward makes belongs to no region: it is freed with the rerun.
+        # Results of a rerun inside forward belong to no region: they are freed with the rerun.
         regions = [] if is_recomputing() else self._running
         for region in regions:
             region.ops += 1
@@ -88,7 +88,7 @@ class Watcher(DispatchMode):
     def _path(self) -> str:
         """The module that is running."""
         path = Place(sys._getframe(1)).path(self._names)
-        # The name of the model would be all that the paths have in common.
+        # Without the name of the model, which all paths have in common.
         return path.removeprefix(self._prefix) if self._prefix else path
 
     # --- regions ----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Watcher(DispatchMode):
             storage.offloads.append((ref(offloaded), batch))
 
     def fell_back(self, reason: str) -> None:
-        """The replay engine leaves a region to the rerun engine."""
+        """Replay falls back to rerun for the next region."""
         if not is_recomputing():
             self._fallback[:] = [f"left to the rerun engine: {reason}"]
 

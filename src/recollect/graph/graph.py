@@ -1,4 +1,4 @@
-"""A training step as the planner sees it: ops, the values they make, and when backward uses them.
+"""A training step for the planner: ops, the values they make, and when backward uses them.
 
 A step is a list of `Event`, one for each op that ran, forward and backward. The ops of the planned
 region (`Op`) make values. Autograd saves some (`SavedTensor`), and unpacks them in backward.
@@ -10,6 +10,7 @@ Pure data: neither this package nor the solver imports torch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from recollect.graph.release import find_needs
 __all__ = [
     "FREE",
     "OP",
+    "PASS",
     "UNPACK",
     "Action",
     "Event",
@@ -34,10 +36,11 @@ __all__ = [
 ]
 
 
-#: What can happen at an event, in this order.
-UNPACK, OP, FREE = range(3)
+#: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
+#: an op runs, a saved tensor is freed.
+PASS, UNPACK, OP, FREE = range(4)
 #: The phase in which it happens (twice the number of the event, and one more once its op has run),
-#: which of the three it is, and the number of the saved tensor or op.
+#: which of these it is, and the number of the saved tensor or op.
 Action = tuple[int, int, int]
 
 
@@ -48,7 +51,7 @@ class Storage:
     Args:
         nbytes: As the allocator counts it.
         born: The event of the op that allocates it.
-        dies: The last event at which somebody besides autograd and the plan still holds it.
+        dies: The last event at which anything but autograd and the plan holds it.
     """
 
     nbytes: int
@@ -85,8 +88,8 @@ class Op:
         places: The position of each of them among its results.
         writes: The values that it makes in place: for each the value before (None if it does not
             read that), and the value after.
-        workspace: The bytes that it allocates in addition while it runs.
-        state: The bytes of generator state that are held for it to run again.
+        workspace: The extra bytes that it allocates while it runs.
+        state: The bytes of generator state held for its rerun.
         can_keep: Whether its results can be kept.
         can_send: Whether they can be offloaded.
         forced: Whether every plan keeps them: it must not run again.
@@ -134,6 +137,7 @@ class Event:
         op: Its number among the ops of the region; -1 if it is not one of them.
         unpacks: The saved tensors that autograd unpacks before it.
         frees: The saved tensors that autograd frees after it.
+        backward: The number of the backward that it is part of, if a step has several.
     """
 
     seconds: float
@@ -142,6 +146,7 @@ class Event:
     op: int = -1
     unpacks: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    backward: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +172,21 @@ class Graph:
         storages: The storages of these in forward.
         saved: The saved tensors among them, in the order of forward.
         events: The step: forward, backward from ``turn`` on, and what follows it.
-        turn: The number of the first event of backward.
+        turn: The number of the first event of backward after the last forward.
         base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
-        rerun_cost: Seconds that running an op again costs, in addition to its own.
+        rerun_cost: Seconds that rerunning an op costs on top of its own time.
         engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
-        offload_cost: Seconds that offloading a tensor adds, beside waiting for copies.
+        offload_cost: Seconds that offloading a tensor adds, not counting waits for copies.
         module_costs: Seconds that checkpointing a module adds, by its path and the engine. Empty:
-            modules are not to be checkpointed as a whole.
-        spread: The relative error of the times of ops, by how much samples differed.
+            no module is checkpointed as a whole.
+        spread: The relative error of op times, from the spread of the samples.
         link: The link to the host, if there is one.
-        varies: Whether shapes depend on data, and may differ in the next step.
-        regions: The paths of the modules that are regions of their own, with hooks of others around
-            each. Empty: the forward of the model is one region.
+        varies: Whether the memory of the next step may differ: shapes depend on data, or backward
+            makes a graph of its own.
+        regions: The number of the first op of each region. A step that calls the model several
+            times has one for each call: what they hold is released apart from each other.
+        units: The paths of the modules that are recorded and run each by itself, with hooks of
+            others around them, as in a sharded model. Empty: a forward is recorded as a whole.
     """
 
     ops: Sequence[Op]
@@ -195,7 +203,16 @@ class Graph:
     spread: float = 0.0
     link: Link | None = None
     varies: bool = False
-    regions: Sequence[str] = ()
+    regions: tuple[int, ...] = (0,)
+    units: tuple[str, ...] = ()
+
+    def region_of(self, op: int) -> int:
+        """The number of the region of an op."""
+        return bisect_right(self.regions, op) - 1
+
+    def ops_of(self, region: int) -> range:
+        """The numbers of the ops of a region."""
+        return range(*(*self.regions, len(self.ops))[region : region + 2])
 
     @cached_property
     def results(self) -> list[tuple[int, ...]]:
@@ -204,7 +221,7 @@ class Graph:
 
     @cached_property
     def tables(self) -> Tables:
-        """What the simulator needs to know, and is the same under every schedule."""
+        """Data for the simulator that is the same under every schedule."""
         return Tables(self)
 
     @cached_property
@@ -224,7 +241,7 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """The ops whose results backward needs if only what is forced is kept."""
+        """The ops whose results backward needs if only forced results are kept."""
         return self.wanted(frozenset())
 
     def wanted(self, kept: frozenset[int]) -> frozenset[int]:
@@ -247,7 +264,7 @@ class Graph:
 
 
 class Tables:
-    """What the simulator needs to know of a graph, and is the same under every schedule.
+    """Data about a graph for the simulator that is the same under every schedule.
 
     The end of the step counts as one more event.
     """
@@ -267,11 +284,16 @@ class Tables:
         self.during = [*(event.during for event in events), 0]
         #: By event: the bytes during it if nothing is kept for backward.
         self.least = list(map(add, _live(graph), self.during))
-        #: All that happens in the step, in order; and the same without the ends of ops.
+        #: All actions of the step in order; ``of_saved`` is the same without ``OP``.
         self.actions: list[Action] = []
         #: By saved tensor: the event after which autograd frees it.
         self.frees = [len(events)] * len(graph.saved)
+        backward = 0
         for now, event in enumerate(events):
+            if event.unpacks and event.backward != backward:
+                if backward:
+                    self.actions.append((2 * now, PASS, 0))
+                backward = event.backward
             self.actions += [(2 * now, UNPACK, number) for number in event.unpacks]
             if event.op >= 0:
                 self.actions.append((2 * now + 1, OP, event.op))
@@ -279,8 +301,9 @@ class Tables:
                 self.actions.append((2 * now + 1, FREE, number))
                 self.frees[number] = now
         self.of_saved = [action for action in self.actions if action[1] != OP]
-        #: By op: the storages that autograd holds if its results are kept, and until which event,
-        #: if that is longer than others hold them.
+        #: By saved tensor: its region.
+        self.regions = [graph.region_of(values[value].op) for value in self.saved]
+        #: By op: the storages that autograd holds longest if its results are kept, and until when.
         self.holds: list[list[tuple[int, int]]] = [[] for _ in graph.ops]
         for value, end in zip(self.saved, self.frees, strict=True):
             storage = values[value].storage
@@ -289,7 +312,7 @@ class Tables:
 
 
 def _live(graph: Graph) -> list[int]:
-    """By event: the bytes that are not fixed, and those that are there throughout."""
+    """By event: the base, and the bytes of storages of forward that are alive."""
     change = [0] * (len(graph.events) + 2)
     change[0] = graph.base
     for storage in graph.storages:

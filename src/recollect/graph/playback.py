@@ -1,20 +1,20 @@
-"""Plays a step under a schedule, in bytes and seconds: what the replay engine does with tensors.
+"""Plays a step under a schedule in bytes and seconds, as the replay engine does with tensors.
 
-By the same rules (`release`):
+Both use the rules of `release`:
 
-1. Forward runs. What the schedule keeps stays. What it offloads stays until it is copied, or until
-   the limit on copies in flight is reached. The rest is freed after its last use in forward.
-2. Backward unpacks a saved tensor. If it is not there, the ops that lead to it from held values run
+1. Forward runs. Kept results stay. Offloaded results stay until they are copied, or until the limit
+   on copies in flight is reached. All others are freed after their last use in forward.
+2. Backward unpacks a saved tensor. If it is not there, the ops that compute it from held values run
    again, in the order of forward.
 3. Tensors are fetched from the host in the reverse order of offloading, as `OffloadBatch` does
-   under a plan, at most so many bytes in advance.
+   under a plan. At most ``ahead`` bytes are prefetched.
 
-Copies overlap with computation, one at a time in each direction. The allocator counts memory when
-work is issued, far ahead of the device. So the engine cannot wait until a copy is done: the plan
-tells it after which op the copy will be done, as simulated here, and the device waits if it is not.
+Copies overlap with computation, one at a time in each direction. The allocator frees memory when
+work is issued, far ahead of the device. So the plan says after which op a copy counts as done, as
+simulated here, and the device waits if it is late.
 
-The schedule leaves most events alone. Only those are played at which something is recomputed,
-released or copied; for the others, the changes of memory are added up.
+Only events at which something is recomputed, freed or copied are played one by one. For the others,
+changes of memory are summed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from functools import reduce
+from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import FREE, OP, UNPACK, Action, Graph
+from recollect.graph.graph import FREE, OP, PASS, UNPACK, Action, Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
@@ -44,7 +45,7 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 class Playback:
-    """One step. Its attributes tell what happened in it."""
+    """One step. Its attributes hold the result."""
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
@@ -55,18 +56,29 @@ class Playback:
         #: The values that are not recomputed.
         self.held = here | self.away if self.away else here
         self.is_ticket = [value not in here for value in tables.saved]
-        #: The saved tensors that are not kept here, in the order of forward.
-        self.tickets = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
-        needs = find_needs(graph, [tables.saved[n] for n in self.tickets], self.held)
+        #: By region: the saved tensors that are not kept on the device, in the order of forward.
+        self.tickets: list[list[int]] = [[] for _ in graph.regions]
+        missing = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
+        for number in missing:
+            self.tickets[tables.regions[number]].append(number)
+        needs = find_needs(graph, [tables.saved[n] for n in missing], self.held)
         #: What backward has recomputed or fetched, in bytes.
         self.working = WorkingSet[int](needs.uses)
-        #: The kept values that others are recomputed from, with the first ticket that needs each.
-        self.order = [each for each in needs.order if each[0] in here]
+        #: By region: the kept values that others are recomputed from, with the first of its tickets
+        #: that needs each.
+        self.order: list[list[tuple[int, int]]] = [[] for _ in graph.regions]
+        begins = [*accumulate(map(len, self.tickets), initial=0)]
+        for value, index in needs.order:
+            if value in here:
+                region = tables.regions[missing[index]]
+                self.order[region].append((value, index - begins[region]))
         self.again = needs.again
         #: Bytes of generator states, which are held until the end.
         self.states = sum([graph.ops[op].state for op in needs.again])
-        #: By value: how many tensors of it autograd has unpacked, and still holds.
+        #: By value: how many unpacked tensors of it autograd still holds; and how many copies of it
+        #: earlier backwards through the same graph have unpacked.
         self.given = [0] * len(graph.values)
+        self.copies: dict[int, int] = {}
         self.dead = [False] * len(graph.saved)
         #: The time, and how many events are over.
         self.clock = 0.0
@@ -76,8 +88,8 @@ class Playback:
         self._find_costs(schedule)
         self._plan_copies(schedule)
         self._hold(kept)
-        #: The phase of an event; the bytes by which memory has changed in it; the bytes that are
-        #: there and were recomputed or fetched, and how many when it began.
+        #: The current phase; the change of memory in it; the live bytes that were recomputed or
+        #: fetched, now and at its start.
         self.phase = 0
         self.change = 0
         self.made = self.made_before = 0
@@ -87,10 +99,9 @@ class Playback:
         self.notes: list[Note] = []
 
     def _find_costs(self, schedule: Schedule) -> None:
-        """The costs of a whole engine, or of modules, which are spent all over the step.
+        """Add the cost of the engine, or of modules, which includes their recomputation.
 
-        They are counted first, to hide no copy. The seconds of ops that run again come on top,
-        except in modules, whose costs include them.
+        It counts before the first event, so that it hides no copy.
         """
         graph = self.graph
         if schedule.modules:
@@ -126,21 +137,21 @@ class Playback:
     def _hold(self, kept: Iterable[int]) -> None:
         """Find until when the storages of forward are held."""
         storages, values, holds = self.graph.storages, self.graph.values, self.tables.holds
-        #: By storage: how many hold it until something happens in backward or on the link.
+        #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
-        held = [value for value, _ in self.order]
+        held = [value for order in self.order for value, _ in order]
         for value in (*held, *(value for sent in self.sent.values() for value in sent)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
-        #: By storage that is held for longer than in the plain forward: the last event at which
-        #: anybody else holds it.
+        #: By storage that the schedule holds longer: the last event at which anything else holds
+        #: it.
         ends = self.ends = {number: storages[number].dies for number in self.holders}
         for op in kept:
             for number, end in holds[op]:
                 if end > ends.get(number, -1):
                     ends[number] = end
-        #: By event: the bytes by which the schedule changes memory before it; and those of values
-        #: that are recomputed or fetched.
+        #: By event: by how many bytes the schedule changes memory before it; and the part that was
+        #: recomputed or fetched.
         self.changes = [0] * (len(self.graph.events) + 2)
         self.changes_made = self.changes[:]
         for number, end in ends.items():
@@ -153,9 +164,9 @@ class Playback:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket
         if self.sent:
-            actions = [a for a in tables.actions if a[1] == OP or is_ticket[a[2]]]
+            actions = [a for a in tables.actions if a[1] in (OP, PASS) or is_ticket[a[2]]]
         else:
-            actions = [a for a in tables.of_saved if is_ticket[a[2]]]
+            actions = [a for a in tables.of_saved if a[1] == PASS or is_ticket[a[2]]]
         turn = bisect_left(actions, (2 * self.graph.turn,))
         self._play(actions[:turn])
         self.left = actions[turn:]
@@ -170,11 +181,13 @@ class Playback:
             if phase != self.phase:
                 self._begin_phase(phase)
             if kind == UNPACK:
-                self._unpack(self.tables.saved[number])
+                self._unpack(number)
             elif kind == FREE:
                 self._free(number)
-            else:
+            elif kind == OP:
                 self._end_op(number)
+            else:
+                self._begin_pass()
         self._begin_phase(self.phase)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -193,7 +206,7 @@ class Playback:
         self.phase = phase
         over = (phase + 1) // 2
         if over > self.over:
-            # One after the other: the last digit depends on the order.
+            # In order: the last digit of the sum depends on it.
             self.clock = reduce(add, self.tables.event_seconds[self.over : over], self.clock)
             self.over = over
 
@@ -202,12 +215,12 @@ class Playback:
         self.notes.append((self.phase // 2, self.change, more, self.made, self.clock))
 
     def _drop(self, storage: int) -> None:
-        """Release a storage; it is freed when nobody else holds it."""
+        """Release a storage; it is freed when nothing else holds it."""
         self.holders[storage] -= 1
         if self.holders[storage]:
             return
         nbytes = self.graph.storages[storage].nbytes
-        after = self.ends[storage] + 1  # the first event at which nobody else does
+        after = self.ends[storage] + 1  # the first event at which nothing else holds it
         if after <= (self.phase + 1) // 2:
             self.change -= nbytes
         else:
@@ -220,12 +233,26 @@ class Playback:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _unpack(self, value: int) -> None:
+    def _begin_pass(self) -> None:
+        """Another backward begins. What the one before recomputed and did not use is released."""
+        for value in self.working.here:
+            if not self.given[value]:
+                self._shrink(value)
+        for value, count in enumerate(self.given):
+            if count:  # by a graph that was retained: they are held as long as that
+                self.given[value] = 0
+                self.copies[value] = self.copies.get(value, 0) + 1
+        alive = [n for tickets in self.tickets for n in tickets if not self.dead[n]]
+        saved = [self.tables.saved[number] for number in alive]
+        self.working = WorkingSet(find_needs(self.graph, saved, self.held).uses)
+
+    def _unpack(self, saved: int) -> None:
         """Autograd unpacks a saved tensor that is not kept."""
-        working = self.working
+        working, value = self.working, self.tables.saved[saved]
         if value not in working.here:
-            self._release_held()
-            if len(self.tickets) <= self.begin:
+            region = self.tables.regions[saved]
+            self._release_held(region)
+            if len(self.tickets[region]) <= self.begin:
                 self._begin()
             if value in self.away:
                 self._fetch_now(value)
@@ -241,16 +268,19 @@ class Playback:
         """Autograd has freed a saved tensor that is not kept."""
         self.dead[saved] = True
         value = self.tables.saved[saved]
+        if self.copies:
+            for _ in range(self.copies.pop(value, 0)):
+                self._shrink(value)
         if self.given[value]:
             self.given[value] -= 1
             if not self.given[value] and value not in self.working.here:
                 self._shrink(value)
 
-    def _release_held(self) -> None:
-        tickets = self.tickets
+    def _release_held(self, region: int) -> None:
+        tickets = self.tickets[region]
         while tickets and self.dead[tickets[-1]]:
             tickets.pop()
-        for value in pop_unneeded(self.order, len(tickets)):
+        for value in pop_unneeded(self.order[region], len(tickets)):
             self._drop(self.graph.values[value].storage)
 
     def _run_op(self, number: int) -> None:
@@ -307,14 +337,14 @@ class Playback:
             self.leaving_bytes += value.nbytes
 
     def _can_arrive_after(self, number: int) -> bool:
-        """Whether the engine can be told: only at the end of a function, by an op with a key."""
+        """Whether a schedule can name this op: the last one of its function, with a key."""
         op = self.graph.ops[number]
         return op.last <= number and (bool(op.key) or number == self.last_op)
 
     def _let_arrive(self, op: int) -> None:
-        """After ``op``: free what is copied by now, and the oldest if too much is in flight.
+        """After ``op``: free copied tensors, and the oldest if too many bytes are in flight.
 
-        At the end of forward, everything.
+        At the end of forward, all.
         """
         before = len(self.leaving)
         while len(self.leaving) > 1 and self.leaving_bytes > self.limit:

@@ -1,15 +1,15 @@
-"""When a value is needed, recomputed and released.
+"""When a value is needed, recomputed, and freed: one set of rules for engine and simulator.
 
-The replay engine runs this code on tensors, the simulator on bytes: what the simulator predicts is
-what the engine does.
+The replay engine runs this code on tensors, the simulator on bytes. So the simulator predicts
+exactly what the engine does.
 
 Forward drops values that are not held. Backward unpacks saved tensors, roughly from the last to the
 first:
 
-1. A value that is not there is recomputed: the `missing_ops` lead to it from values that are.
-2. A recomputed value stays in the `WorkingSet` until its last use: a read by an op that runs again,
-   or a saved tensor that autograd unpacks.
-3. A held value is released once every saved tensor that needs it is dead (`pop_unneeded`).
+1. A missing value is recomputed: `missing_ops` finds the ops.
+2. A recomputed value stays in the `WorkingSet` and is freed after its last use: a read by an op
+   that runs again, or an unpack by autograd.
+3. A held value is freed once every saved tensor that needs it is dead (`pop_unneeded`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Needs(NamedTuple):
     Args:
         uses: By value: how often it is read or unpacked.
         again: The ops that run again.
-        order: The values that are needed and not recomputed, each with the index of the first saved
-            tensor that needs it, in the order of that index.
+        order: The values to recompute from, each with the index of the first saved tensor that
+            needs it, sorted by that index.
     """
 
     uses: list[int]
@@ -147,12 +147,12 @@ class WorkingSet(Generic[T]):
             self.here.pop(value, None)
 
     def use_up(self, value: int) -> bool:
-        """Use a value that an op writes to, and return whether that needs no copy."""
+        """Use a value that an op writes to in place; returns whether the op needs no copy of it."""
         self.use(value)
         return value not in self.here and value not in self.given
 
     def end_op(self, reads: Iterable[int], results: Iterable[tuple[int, T]]) -> None:
-        """An op has run again: release what it read last, and keep results that will be used."""
+        """An op has run again: free values after their last use, and keep results still needed."""
         uses, here = self.uses, self.here
         for value in reads:
             left = uses[value] - 1

@@ -17,10 +17,10 @@ class Schedule:
     Args:
         kept: The ops whose results stay on the device.
         away: The ops whose results are offloaded to the host.
-        limit: Bytes that may be on their way to the host.
-        ahead: Bytes that may be fetched ahead; None: ``limit``.
-        begin: How many saved tensors that are not on the device are left when fetching ahead
-            begins; None: it begins with backward.
+        limit: Bytes that may be in flight to the host.
+        ahead: Bytes that may be prefetched; None: ``limit``.
+        begin: Prefetching starts when this many saved tensors off the device are left; None: when
+            backward starts.
         modules: Paths of modules, each with the engine that runs it.
     """
 

@@ -1,8 +1,7 @@
-"""Simulates a step under a schedule: its peak of memory, and its time (P4).
+"""Simulates a step under a schedule: its peak memory, and its time (P4).
 
-Every solver is judged by it. `Playback` does with bytes what the replay engine does with tensors.
-The bytes at each event if nothing is kept for backward are computed once for a graph (`Tables`),
-and the changes that a schedule makes are added to them.
+Every solver is judged by it. The bytes at each event if nothing is kept for backward are computed
+once per graph (`Tables`); the changes that a schedule makes are added to them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from recollect.graph.schedule import Schedule
 
 __all__ = ["Outcome", "simulate", "simulate_if", "simulate_plain", "uses_under"]
 
-#: For a lower bound that is added up in another order.
+#: Covers rounding: a lower bound is summed in another order.
 _ROUNDED_DOWN = 1 - 1e-12
 
 
@@ -34,10 +33,10 @@ class Outcome:
         rerun: The part of it in which ops run again.
         waits: The part of it in which the device waits for copies.
         busiest: The number of the event with the peak.
-        parts: The parts of the peak: bytes that are there throughout, other fixed bytes (gradients,
-            the loss, workspace), what the plan keeps, and what was recomputed or fetched.
-        arrivals: The ops after which offloaded tensors are freed on the device, each with how many
-            of those that were offloaded first.
+        parts: The parts of the peak: the base, other fixed bytes (gradients, the loss, workspace),
+            kept bytes, and recomputed or fetched bytes.
+        arrivals: The ops after which offloaded tensors are freed on the device, each with how many,
+            the oldest first.
         curve: The seconds and bytes whenever memory changes, if asked for.
     """
 
@@ -71,7 +70,7 @@ def simulate_if(
 
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
-    """Simulate the step without a plan: autograd holds what it saved."""
+    """Simulate the step without a plan: autograd holds all saved tensors."""
     run = Playback(graph, Schedule(frozenset(range(len(graph.ops)))))
     run.clock = 0.0  # no engine
     run.forward()
@@ -104,19 +103,16 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
 
 
 def _at_least(run: Playback) -> tuple[int, float]:
-    """After forward: the least that the peak and the seconds can be.
-
-    It leaves out the memory of what is recomputed. It counts all ops that lead to a saved
-    tensor, even if backward does not unpack that.
-    """
+    """After forward: lower bounds on the peak and the seconds."""
     tables, changes = run.tables, run.changes[:]
     until = {number: run.ends[number] for number, count in run.holders.items() if count}
-    # Values that others are recomputed from are held until these tickets are dead, and all
-    # later ones.
-    dead = [*accumulate([tables.frees[ticket] for ticket in reversed(run.tickets)], max)]
-    for value, index in run.order:
-        number = run.graph.values[value].storage
-        until[number] = max(until[number], dead[-1 - index])
+    # Without the memory of recomputed values. A value that others are recomputed from is held until
+    # its first ticket and all later ones are dead.
+    for tickets, order in zip(run.tickets, run.order, strict=True):
+        dead = [*accumulate([tables.frees[ticket] for ticket in reversed(tickets)], max)]
+        for value, index in order:
+            number = run.graph.values[value].storage
+            until[number] = max(until[number], dead[-1 - index])
     for number, end in until.items():
         changes[end + 1] -= run.graph.storages[number].nbytes
     peak = max(map(add, tables.least, accumulate(changes))) + run.states
@@ -126,7 +122,7 @@ def _at_least(run: Playback) -> tuple[int, float]:
 
 
 def _noted(run: Playback, levels: list[int]) -> list[int]:
-    """The bytes of the notes. ``levels``: by event, the bytes during it."""
+    """The bytes at each note. ``levels``: by event, the bytes during it."""
     during, unpacked = run.tables.during, run.unpacked
     return [
         levels[event] - during[event] - unpacked.get(event, 0) + change + more

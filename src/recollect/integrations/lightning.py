@@ -25,14 +25,14 @@ _STEP = "training_step"
 
 
 class Fit(Callback):
-    """Keeps the training steps of a Lightning ``Trainer`` within a budget of memory.
+    """Keeps the training steps of a Lightning ``Trainer`` within a memory budget.
 
     The plan is made from the trainer's own first step; see `recollect.fit`. With automatic
     optimization all of ``training_step`` is planned, the loss too. With manual optimization, where
     it runs backward itself, say which module it calls.
 
     Args:
-        budget: As of `recollect.fit`: ``"22GiB"``, or ``"auto"`` for what the device has.
+        budget: As in `recollect.fit`: ``"22GiB"``, or ``"auto"`` for the memory of the device.
         module: The name of the module to plan, such as ``"model"``, in place of ``training_step``.
         options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
 
@@ -60,7 +60,7 @@ class Fit(Callback):
             names = ", ".join(repr(name) for name, _ in pl_module.named_children())
             raise ValueError(
                 f"Fit: {type(pl_module).__name__} has manual optimization, and training_step runs "
-                "backward itself. Say which of its modules is to be planned: "
+                "backward itself. Name the module to plan: "
                 f"Fit(budget, module=...), one of {names}"
             )
         runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)

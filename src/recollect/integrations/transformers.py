@@ -26,13 +26,13 @@ _log = logging.getLogger("recollect")
 
 
 class FitCallback(TrainerCallback):
-    """Keeps the training steps of a ``Trainer`` within a budget of memory.
+    """Keeps the training steps of a ``Trainer`` within a memory budget.
 
     The plan is made from the trainer's own first step; see `recollect.fit`. Gradient checkpointing
     of the model is switched off while it trains: the plan takes its place.
 
     Args:
-        budget: As of `recollect.fit`: ``"22GiB"``, or ``"auto"`` for what the device has.
+        budget: As in `recollect.fit`: ``"22GiB"``, or ``"auto"`` for the memory of the device.
         options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
 
     Example::

@@ -12,4 +12,7 @@ One path leads through the package (P1 to P8 of docs/internals.md):
    `watch` compares memory with the plan.
 5. Another kind of step (`model_state`) is traced while the loop runs it (`live`), and gets a
    schedule of its own (`variant`). `lazy` makes a whole plan from such a step.
+6. `largest_batch` searches for the largest size that fits (`largest`): `sized_steps` makes steps
+   of each size, `growth` and `forecast` predict those that were not run. `progress` shows what is
+   being done.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +20,8 @@ from recollect.planning.planner import (
     Planner,
     check_offload,
     check_unplanned,
-    silent,
 )
+from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
 from recollect.planning.together import make_plan
@@ -118,8 +117,8 @@ def fit(
         optimizer: The same.
         offload: As in `plan`.
         holds_output: The same, with a batch alone.
-        progress: True: print what is being done; or a function that is called with that and the
-            fraction that is done.
+        progress: True: show what is being done, by a bar if tqdm is installed, else in lines; or a
+            function that is called with that and the fraction that is done.
 
     Example::
 
@@ -130,7 +129,7 @@ def fit(
             optimizer.zero_grad()
     """
     check_budget(budget)
-    report = _reporter(progress)
+    report = reporter(progress)
     if batch is not None:
         plan = make_plan(
             model, batch, budget, loss, optimizer, offload, report, holds_output=holds_output
@@ -160,28 +159,7 @@ def lazy_runner(
     check_budget(budget)
     check_offload(offload)
     check_unplanned(model, runs_steps=False)
-    return Runner(None, LazyPlan(budget, offload, _reporter(progress)))
-
-
-class _Printed:
-    """Prints each stage once."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, what: str, _: float) -> None:
-        if what != self._last:
-            self._last = what
-            print(f"recollect: {what}", file=sys.stderr)  # noqa: T201 - it was asked for
-
-
-def _reporter(progress: bool | Progress | None) -> Progress:
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise TypeError(
-            "progress should be True, False or a function of what is being done and of the "
-            f"fraction that is done, but got {progress!r}"
-        )
-    return progress if callable(progress) else _Printed() if progress else silent
+    return Runner(None, LazyPlan(budget, offload, reporter(progress)))
 
 
 def frontier(

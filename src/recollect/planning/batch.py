@@ -105,7 +105,7 @@ def describe_difference(signature: tuple[Any, ...], other: tuple[Any, ...]) -> s
     """Describe the first difference between two batches that are not alike; None if they are."""
     for mine, theirs in zip_longest(signature, other, fillvalue="nothing more"):
         if isinstance(mine, tuple) and isinstance(theirs, tuple):
-            is_same = len(mine[0]) == len(theirs[0]) and mine[1] == theirs[1]
+            is_same = len(mine[0]) == len(theirs[0]) and mine[1:] == theirs[1:]
         else:
             is_same = mine == theirs
         if not is_same:
@@ -115,7 +115,7 @@ def describe_difference(signature: tuple[Any, ...], other: tuple[Any, ...]) -> s
 
 def _in_words(entry: Any) -> str:
     if isinstance(entry, tuple):
-        return f"a tensor {list(entry[0])} of {entry[1]}"
+        return " that ".join((f"a tensor {list(entry[0])} of {entry[1]}", *entry[2:]))
     return f"a collection of {entry}" if isinstance(entry, int) else str(entry)
 
 
@@ -146,7 +146,9 @@ class _Search:
         if isinstance(value, _Tensor):
             if _is_scalar(value):
                 return
-            self.signature.append((tuple(value.shape), str(value.dtype)))
+            # The gradient of an input takes memory too.
+            grad = ("requires grad",) if value.requires_grad else ()
+            self.signature.append((tuple(value.shape), str(value.dtype), *grad))
             self.tensors.append(value)
         elif isinstance(value, (str, bool, type(None))):
             signature.append(repr(value))

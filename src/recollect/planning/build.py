@@ -1,11 +1,11 @@
-"""Builds the graph that a plan is made on, from the trace of a step and the recording (P2).
+"""Builds the graph that a plan is made on, from the trace of a step and its recordings (P2).
 
-The trace has every op of the step, the recording those of the region: the model's forward.
+The trace has every op of the step, the recordings those of the regions: the forwards of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,89 +25,109 @@ _SMALLEST_TO_OFFLOAD = 1 << 20
 
 
 def build_graph(
-    trace: StepTrace, recording: Recording, *, base: int, on_device: bool, link: Link | None = None
+    trace: StepTrace,
+    recordings: Sequence[Recording],
+    *,
+    base: int,
+    on_device: bool,
+    link: Link | None = None,
 ) -> Graph:
-    """Build the graph of a step. ``base``: bytes that are allocated throughout."""
-    return _Builder(trace, recording, on_device).build(base, link)
+    """Build the graph of a step.
+
+    ``recordings``: of each forward, in their order. ``base``: bytes that are allocated throughout.
+    """
+    return _Builder(trace, recordings, on_device).build(base, link)
 
 
-class _Builder:
-    def __init__(self, trace: StepTrace, recording: Recording, on_device: bool) -> None:
+class _Storages:
+    """The storages of the graph, which the plan decides on."""
+
+    def __init__(self, trace: StepTrace, block: int) -> None:
+        self._sizes = trace.sizes
+        self._block = block
+        #: By number in the trace: the number in the graph.
+        self.planned: dict[int, int] = {}
+        #: By number in the graph: the number in the trace, and the event that allocates it.
+        self.found: list[tuple[int, int]] = []
+
+    def add(self, storage: int, event: int) -> None:
+        self.planned[storage] = len(self.found)
+        self.found.append((storage, event))
+
+    def size(self, storage: int) -> int:
+        """The bytes of a storage of the trace, as the allocator counts them."""
+        return -(-self._sizes[storage] // self._block) * self._block
+
+
+class _Region:
+    """One forward.
+
+    Args:
+        trace: The trace of the step.
+        recording: The recording of the forward.
+        first: How many ops earlier regions have.
+        on_device: Whether it runs on a CUDA device.
+    """
+
+    def __init__(
+        self, trace: StepTrace, recording: Recording, first: int, *, on_device: bool
+    ) -> None:
         self._trace = trace
         self._recording = recording
-        self._recorded = recording.graph
+        self.recorded = recording.graph
+        self._first = first
         self._on_device = on_device
-        self._block = _CUDA_BLOCK if on_device else 1
-        #: By op of the region: the event in which it ran.
-        self._events = {e.op: n for n, e in enumerate(trace.events) if e.op >= 0}
+        count = len(recording.graph.ops)
+        #: By op: the event in which it ran.
+        self.events = {
+            e.op - first: n for n, e in enumerate(trace.events) if first <= e.op < first + count
+        }
         # First: this leaves the saved tensors to autograd that cannot be recomputed.
         self._forced = forced_values(recording.graph, recording.calls)
         #: By recorded value: its number in the graph.
-        self._values: dict[int, int] = {}
-        #: The storages of the graph, which the plan decides on: by number in the trace, the number
-        #: in the graph; by number in the graph, the number in the trace and the allocating event.
-        self._planned: dict[int, int] = {}
-        self._storages: list[tuple[int, int]] = []
-
-    def build(self, base: int, link: Link | None) -> Graph:
-        values = self._find_values()
-        saved = self._saved_tensors()
-        ends = self._last_events(values)
-        return Graph(
-            ops=[self._op(op) for op in self._recorded.ops],
-            values=values,
-            storages=[Storage(self._size(n), born, ends[n]) for n, born in self._storages],
-            saved=list(saved.values()),
-            events=self._make_events({number: n for n, number in enumerate(saved)}),
-            turn=next((n for n, e in enumerate(self._trace.events) if e.is_backward), 0),
-            base=base,
-            link=link,
-            varies=bool(self._recording.shapes),
-        )
-
-    def _size(self, storage: int) -> int:
-        """The bytes of a storage of the trace, as the allocator counts them."""
-        return -(-self._trace.sizes[storage] // self._block) * self._block
+        self.values: dict[int, int] = {}
+        #: The tensors that autograd saved, in the order of forward.
+        self.packed: list[PackedTensor] = [p for call in recording.calls for p in call.packed]
 
     # --- values -----------------------------------------------------------------------------------
 
-    def _find_values(self) -> list[Value]:
-        values: list[Value] = []
+    def add_values(self, values: list[Value], storages: _Storages) -> None:
+        """Add its values and storages to those of the graph."""
         #: By storage of the recording: its number in the trace.
-        storages: dict[int, int] = {}
-        for op in self._recorded.ops:
-            event = self._events.get(op.number)
+        known: dict[int, int] = {}
+        for op in self.recorded.ops:
+            event = self.events.get(op.number)
             if event is None:
                 continue
             allocated = self._trace.events[event].allocated
             for path, value in zip(op.paths, op.makes, strict=True):
                 storage = allocated.get(path)
                 if storage is not None:
-                    storages[self._recorded.values[value].storage] = storage
-                    self._planned[storage] = len(self._storages)
-                    self._storages.append((storage, event))
+                    known[self.recorded.values[value].storage] = storage
+                    storages.add(storage, event)
             for recorded in self._results(op):
-                storage = storages.get(recorded.storage)
+                storage = known.get(recorded.storage)
                 if storage is not None:
-                    self._values[recorded.number] = len(values)
-                    values.append(Value(self._size(storage), op.number, self._planned[storage]))
-        return values
+                    self.values[recorded.number] = len(values)
+                    number = self._first + op.number
+                    values.append(Value(storages.size(storage), number, storages.planned[storage]))
 
     def _results(self, op: RecordedOp) -> list[RecordedValue]:
-        return [self._recorded.values[number] for number in op.results]
+        return [self.recorded.values[number] for number in op.results]
 
     def _numbers(self, recorded: Iterable[int]) -> tuple[int, ...]:
         """The numbers in the graph of recorded values, of those that it has."""
-        return tuple(self._values[number] for number in recorded if number in self._values)
+        return tuple(self.values[number] for number in recorded if number in self.values)
 
     # --- ops --------------------------------------------------------------------------------------
 
-    def _op(self, op: RecordedOp) -> Op:
+    def op(self, op: RecordedOp) -> Op:
+        """The op of the graph for a recorded one."""
         key = op.key
         path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
-        number = self._events.get(op.number)
+        number = self.events.get(op.number)
         event = None if number is None else self._trace.events[number]
-        values = self._values
+        values, last = self.values, self._last_ops.get(op.number, -1)
         can_keep = key is not None and self._can_keep(op)
         return Op(
             name=name,
@@ -127,7 +147,7 @@ class _Builder:
             can_keep=can_keep,
             can_send=can_keep and self._can_offload(op),
             forced=not self._forced.isdisjoint(op.results),
-            last=self._last_ops.get(op.number, -1),
+            last=last if last < 0 else self._first + last,
         )
 
     @cached_property
@@ -135,7 +155,7 @@ class _Builder:
         """By op: the last op that its function ran."""
         last: dict[int, int] = {}
         for call in self._recording.calls:
-            ran = [number for number in range(*call.ops) if number in self._events]
+            ran = [number for number in range(*call.ops) if number in self.events]
             last.update(dict.fromkeys(ran, ran[-1] if ran else -1))
         return last
 
@@ -152,8 +172,8 @@ class _Builder:
     @cached_property
     def _used(self) -> set[int]:
         """The recorded values that ops read or autograd saved."""
-        read = {number for op in self._recorded.ops for number in op.reads}
-        return read | {pack.view.value.number for pack in self._packed if pack.view is not None}
+        read = {number for op in self.recorded.ops for number in op.reads}
+        return read | {pack.view.value.number for pack in self.packed if pack.view is not None}
 
     def _can_keep(self, op: RecordedOp) -> bool:
         info = op_info(op.op)
@@ -175,23 +195,82 @@ class _Builder:
 
     # --- saved tensors ----------------------------------------------------------------------------
 
-    @cached_property
-    def _packed(self) -> list[PackedTensor]:
-        return [pack for call in self._recording.calls for pack in call.packed]
-
-    def _saved_tensors(self) -> dict[int, SavedTensor]:
-        """By saved tensor of the trace: that of the graph, if it has the value."""
-        saved: dict[int, SavedTensor] = {}
-        number = 0
+    def saved_tensors(self) -> Iterator[SavedTensor | None]:
+        """The saved tensors in their order: that of the graph, if it has the value."""
         for call in self._recording.calls:
             first, last = call.ops
-            event = self._events.get(first if first < last else first - 1, 0)
+            event = self.events.get(first if first < last else first - 1, 0)
             for pack in call.packed:
-                value = None if pack.view is None else self._values.get(pack.view.value.number)
-                if value is not None:
-                    saved[number] = SavedTensor(value, event)
-                number += 1
-        return saved
+                value = None if pack.view is None else self.values.get(pack.view.value.number)
+                yield None if value is None else SavedTensor(value, event)
+
+    # --- storages ---------------------------------------------------------------------------------
+
+    def held_for_the_trace(self) -> Iterator[tuple[int, int, bool]]:
+        """The values of the graph that were held for the schedule of the traced step.
+
+        Each with the last event at which forward made or read it, and whether it must be kept.
+        """
+        # Results that opaque functions do not return were not held.
+        for op in self.recorded.ops:
+            kept = op.results if op.keep is not None else op.held
+            for value in (self.recorded.values[number] for number in kept):
+                if value.unsure is None and value.number in self.values:
+                    last = self._last_reads[value.number]
+                    yield self.values[value.number], last, op.keep is not None
+
+    @cached_property
+    def _last_reads(self) -> dict[int, int]:
+        """By recorded value: the last event of forward that made or read it."""
+        return {
+            number: self.events.get(op.number, 0)
+            for op in self.recorded.ops
+            for number in (*op.results, *op.reads)
+        }
+
+
+class _Builder:
+    def __init__(self, trace: StepTrace, recordings: Sequence[Recording], on_device: bool) -> None:
+        self._trace = trace
+        self._regions: list[_Region] = []
+        first = 0
+        for recording in recordings:
+            self._regions.append(_Region(trace, recording, first, on_device=on_device))
+            first += len(recording.graph.ops)
+        self._storages = _Storages(trace, _CUDA_BLOCK if on_device else 1)
+        # What the graph of a backward holds is known roughly.
+        self._varies = trace.has_second_order or any(each.shapes for each in recordings)
+
+    def build(self, base: int, link: Link | None) -> Graph:
+        values: list[Value] = []
+        for region in self._regions:
+            region.add_values(values, self._storages)
+        saved = {
+            number: each
+            for number, each in enumerate(s for r in self._regions for s in r.saved_tensors())
+            if each is not None
+        }
+        ops = [[region.op(op) for op in region.recorded.ops] for region in self._regions]
+        ends, size = self._last_events(values), self._storages.size
+        return Graph(
+            ops=[op for of_region in ops for op in of_region],
+            values=values,
+            storages=[Storage(size(n), born, ends[n]) for n, born in self._storages.found],
+            saved=list(saved.values()),
+            events=self._make_events({number: n for n, number in enumerate(saved)}),
+            turn=self._turn(),
+            base=base,
+            link=link,
+            varies=self._varies,
+            regions=tuple(sum(map(len, ops[:number])) for number in range(len(ops))),
+        )
+
+    def _turn(self) -> int:
+        """The first event of backward after the last forward."""
+        events = self._trace.events
+        begin = max((n for n, event in enumerate(events) if event.op >= 0), default=-1) + 1
+        later = (n for n, event in enumerate(events[begin:], begin) if event.is_backward)
+        return next(later, 0)
 
     @cached_property
     def _released(self) -> dict[int, int]:
@@ -200,38 +279,30 @@ class _Builder:
         released = {saved: n - 1 for n, event in enumerate(events) for saved in event.released}
         return released | dict.fromkeys(self._trace.released, len(events) - 1)
 
-    # --- storages ---------------------------------------------------------------------------------
-
     def _last_events(self, values: list[Value]) -> dict[int, int]:
         """By storage of the trace: the last event at which somebody holds it, plan or not."""
         events = self._trace.events
         ends = dict.fromkeys(range(len(self._trace.sizes)), len(events) - 1)
         ends |= {storage: n - 1 for n, event in enumerate(events) for storage in event.freed}
-        # The traced step held what must be kept, and what its schedule keeps; not the results that
-        # opaque functions do not return. Another schedule holds them for as long as they are
-        # needed, and others until their last read, or until the loop drops them.
-        for op in self._recorded.ops:
-            kept = op.results if op.keep is not None else op.held
-            for value in (self._recorded.values[number] for number in kept):
-                if value.unsure is None and value.number in self._values:
-                    storage = self._storages[values[self._values[value.number]].storage][0]
-                    if op.keep is None and storage in self._trace.outputs:
-                        continue  # the loop may hold it too, for as long as was seen
-                    ends[storage] = min(ends[storage], self._last_reads[value.number])
-        for saved, pack in enumerate(self._packed):
+        dropped = {storage: n - 1 for n, event in enumerate(events) for storage in event.dropped}
+        # The traced step held what must be kept, and what its schedule keeps. Another schedule
+        # holds it for as long as it is needed, and others until their last read, or until the model
+        # and the loop drop it.
+        last_region = self._regions[-1]
+        for region in self._regions:
+            for value, last_read, is_forced in region.held_for_the_trace():
+                storage = self._storages.found[values[value].storage][0]
+                may_be_held = not is_forced or region is not last_region
+                if may_be_held and storage in self._trace.outputs:
+                    continue  # by the loop or a later forward too, for as long as was seen
+                last = max(last_read, dropped.get(storage, len(events)))
+                ends[storage] = min(ends[storage], last)
+        packed = (pack for region in self._regions for pack in region.packed)
+        for saved, pack in enumerate(packed):
             held = self._trace.saved[saved]
             if pack.view is None and held is not None:  # autograd holds it, plan or not
                 ends[held] = max(ends[held], self._released.get(saved, 0))
         return ends
-
-    @cached_property
-    def _last_reads(self) -> dict[int, int]:
-        """By recorded value: the last event of forward that made or read it."""
-        return {
-            number: self._events.get(op.number, 0)
-            for op in self._recorded.ops
-            for number in (*op.results, *op.reads)
-        }
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -248,7 +319,8 @@ class _Builder:
         ):
             unpacks = tuple(numbers[saved] for saved in event.unpacked if saved in numbers)
             frees = tuple(released[number])
-            events.append(Event(event.price.seconds, before, during, event.op, unpacks, frees))
+            seconds, backward = event.price.seconds, event.backward
+            events.append(Event(seconds, before, during, event.op, unpacks, frees, backward))
         return events
 
     def _fixed_bytes(self) -> Iterator[tuple[int, int]]:
@@ -273,7 +345,7 @@ class _Builder:
 
     def _fixed(self, storages: Iterable[int]) -> list[int]:
         """Those that no plan changes."""
-        return [storage for storage in storages if storage not in self._planned]
+        return [storage for storage in storages if storage not in self._storages.planned]
 
     def _total(self, storages: Iterable[int]) -> int:
-        return sum(map(self._size, storages))
+        return sum(map(self._storages.size, storages))

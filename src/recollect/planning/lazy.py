@@ -44,24 +44,25 @@ class LazyPlan:
     progress: Progress
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, signature: Any, state: ModelState
+        self, model: nn.Module, live: LiveStep, signatures: tuple[Any, ...], state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
-        start, recording = now(), live.recording
-        offloads = self.offload and shards_of(model) is None
+        start, recordings = now(), live.recordings
+        offloads = self.offload and len(recordings) == 1 and shards_of(model) is None
         link = measured_link(live.device) if offloads else None
         graph = replace(live.graph(), base=live.later_base(model), link=link)
-        profile = simulated_profile(
-            graph, bytes_by_module(recording), recording.reason, can_run=False
-        )
-        local = Local(graph, profile.made, signature, state, live.gradients)
-        talks = communicating_op(recording)
+        made = [*map(bytes_by_module, recordings)]
+        reason = next((each.reason for each in recordings if each.reason), None)
+        profile = simulated_profile(graph, made[0], reason, can_run=False)
+        others = tuple(zip(signatures[1:], made[1:], strict=True))
+        local = Local(graph, profile.made, signatures[0], state, live.gradients, others)
+        talks = next(filter(None, map(communicating_op, recordings)), None)
         plan = make_traced_plan(
             model, profile, local, self.budget, talks, partial(self._plan, model, local)
         )
         if plan is None:
             return None
-        self._compare_first(graph, recording, plan)
+        self._compare_first(graph, recordings, plan)
         slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
         _log.info(
             "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
@@ -81,6 +82,7 @@ class LazyPlan:
             local.state,
             local.signature,
             local.gradients,
+            others=local.others,
             offload=profile.graph.link is not None,
             progress=self.progress,
             bench=bench,
@@ -92,9 +94,10 @@ class LazyPlan:
             budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
             return planner.least_plan(budget)
 
-    def _compare_first(self, graph: Graph, recording: Recording, plan: Plan) -> None:
+    def _compare_first(self, graph: Graph, recordings: list[Recording], plan: Plan) -> None:
         """Warn if the steps before there was a plan have exceeded the budget."""
-        kept = frozenset(op.number for op in recording.graph.ops if op.planned is not None)
+        ops = [op for recording in recordings for op in recording.graph.ops]
+        kept = frozenset(number for number, op in enumerate(ops) if op.planned is not None)
         peak = simulate(graph, Schedule(kept)).peak
         if peak > plan.budget >= plan.predicted_peak:
             warn_user(

@@ -29,10 +29,10 @@ from recollect.planning.build import build_graph
 from recollect.planning.model_state import gradients_of, parameters_of
 from recollect.planning.observe import observe_forward
 from recollect.planning.prices import Prices
-from recollect.planning.sharded import regions_of
+from recollect.planning.sharded import units_of
 from recollect.planning.step import device_of, storage_sizes
 from recollect.planning.trace import TraceMode
-from recollect.planning.watch import when_backward_reaches
+from recollect.planning.watch import Waiting
 from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
@@ -64,15 +64,14 @@ def obstacle_to_tracing() -> str | None:
     return obstacle_around()
 
 
-class _Waits:
-    """Alive for as long as backward may reach the output of a forward."""
-
-
 class LiveStep:
-    """One training step of the user's loop, from a forward to the end of its backward.
+    """One training step of the user's loop: forwards of a model, up to the end of their backward.
+
+    A loop may call the model several times before it goes backward. All of these forwards are
+    traced together.
 
     Args:
-        model: The model whose forward it is.
+        model: The model whose forwards they are.
         base: The bytes that are allocated before it, which CUDA's allocator knows better.
         link: The link to the host, if results may be offloaded.
         on_end: Called when backward has ended.
@@ -96,19 +95,29 @@ class LiveStep:
         self._on_end = on_end
         self._prices = Prices(self.device, once=True)
         self._trace = TraceMode(self._prices, shards_of(model))
-        self._regions = regions_of(model)
+        #: The modules that are recorded each by itself; see `Graph`.
+        self.units = units_of(model)
         self._thread = threading.get_ident()
-        self._recording: Recording | None = None
-        self._waits: Callable[[], Any] = lambda: None
+        #: What its forwards did, and whether their backward has come.
+        self.recordings: list[Recording] = []
+        self._waiting: list[Waiting] = []
+        self._is_open = False
         #: Whether its backward has ended.
         self.is_over = False
         #: The optimizers that have made a step since its forward, and whether one has.
         self.has_updated = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._is_reached = False
+        #: Whether backward has reached it, and whether one has that did not end.
+        self._is_reached = self._is_running = False
         #: How many backwards have ended that were not its own.
         self._missed = 0
         self._stop_waiting: Callable[[], None] = lambda: None
+
+    def can_join(self) -> bool:
+        """Whether another forward that begins now is part of it, and can be traced with it."""
+        modes = dispatch_modes()
+        is_mine = len(modes) == 1 and modes[0] is self._trace and not self._trace.is_paused
+        return self.is_pending and is_mine and obstacle_around() is None
 
     def forward(
         self,
@@ -117,52 +126,70 @@ class LiveStep:
         kwargs: dict[str, Any],
         by: NamedSchedule | None = None,
         blocks: Iterable[nn.Module] = (),
-    ) -> Any:
-        """Call the forward of the model, with results kept by a schedule, or at ``blocks``."""
-        trace = self._trace
-        _active.step = self
-        _watched_by_optimizers(self)
-        trace.__enter__()
+    ) -> tuple[Any, Waiting]:
+        """Call the forward of the model, with results kept by a schedule, or at ``blocks``.
+
+        Returns what it returns, and what tells whether its backward has come.
+        """
+        if not self._is_open:
+            self._open()
         try:
-            output, self._recording = observe_forward(
-                trace, function, args, kwargs, by=by, blocks=blocks, regions=self._regions
+            output, recording, remat = observe_forward(
+                self._trace, function, args, kwargs, by=by, blocks=blocks, units=self.units
             )
         except BaseException:
             self.close()
             raise
+        self.recordings.append(recording)
+        weak = ref(self)
+        reached = partial(_call, weak, LiveStep.reached)
+        dropped = partial(_call, weak, LiveStep.dropped)
+        waiting = Waiting(output, remat, reached, dropped)
+        self._waiting.append(waiting)
+        return output, waiting
+
+    def _open(self) -> None:
+        """Begin to trace."""
+        self._is_open = True
+        _active.step = self
+        _watched_by_optimizers(self)
+        self._trace.__enter__()
         # Nothing of the process may hold this object: its thread or its model may be gone first.
         weak = ref(self)
         self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
         finalize(self, self._stop_waiting)
-        waits = _Waits()
-        self._waits = ref(waits, lambda _: _call(weak, LiveStep._dropped))
-        when_backward_reaches(output, partial(self._reached, waits))
-        return output
 
-    def _dropped(self) -> None:
-        """Nothing leads to the output of forward any more."""
-        if not self._is_reached:
+    def dropped(self) -> None:
+        """Nothing leads to the output of one of its forwards any more."""
+        if not self._is_reached and not self.is_pending:
             self.close()
 
-    def _reached(self, _: _Waits) -> None:
-        """Backward has reached the output of forward; perhaps in a thread of autograd's."""
+    def reached(self) -> None:
+        """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
         if any(mode is self._trace for mode in dispatch_modes()):
-            self._is_reached = True
+            self._is_reached = self._is_running = True
             at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self.is_over = self._trace.is_paused = True
+        """A backward has ended that went through a forward. Others may follow."""
+        self._is_running = False
+        if not any(each.is_waiting() for each in self._waiting):
+            self.is_over = self._trace.is_paused = True
 
     def _after_backward(self) -> None:
         """A backward is over, or has failed: perhaps that of this step."""
         is_inside = current_graph_task() != -1  # of another one
-        if is_inside or threading.get_ident() != self._thread:
+        if is_inside or threading.get_ident() != self._thread or not self._is_open:
             return
         if not self._is_reached:
             self._missed += 1
             if self._missed >= _PATIENCE:
                 self.close()
             return
+        if self.is_over or self._is_running or not self.is_pending:  # it is over, or has failed
+            self._finish()
+
+    def _finish(self) -> None:
         on_end, is_over = self._on_end, self.is_over
         self.close()
         if is_over and on_end is not None:
@@ -170,14 +197,24 @@ class LiveStep:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its backward may still come."""
-        return not self.is_over and (self._is_reached or self._waits() is not None)
+        """Whether a backward through it may still come."""
+        return self._is_open and not self.is_over and any(e.is_waiting() for e in self._waiting)
+
+    def end_if_retained(self) -> None:
+        """Another forward begins: the step is over if just its graph is still there.
+
+        Backward has gone through all of it, and an optimizer has made its step.
+        """
+        if self.has_updated and self.is_pending and all(e.is_reached for e in self._waiting):
+            self.is_over = True
+            self._finish()
 
     def close(self) -> None:
         """Stop tracing. In another thread than it began in, its mode stays, and sees nothing."""
         self._trace.is_paused = True
         self._stop_waiting()
-        self._is_reached, self._waits, self._on_end = False, lambda: None, None
+        self._is_open, self._is_reached, self._on_end = False, False, None
+        self._waiting.clear()
         if threading.get_ident() == self._thread:
             leave_dispatch_mode(self._trace)
         if _active.step is self:
@@ -185,23 +222,17 @@ class LiveStep:
 
     # --- the result -------------------------------------------------------------------------------
 
-    @property
-    def recording(self) -> Recording:
-        """What forward did."""
-        assert self._recording is not None
-        return self._recording
-
     def graph(self) -> Graph:
         """The graph of the step, once it is over."""
         self._prices.settle()
         graph = build_graph(
             self._trace.finish(),
-            self.recording,
+            self.recordings,
             base=self._base,
             on_device=self.device.type == "cuda",
-            link=self._link,
+            link=self._link if len(self.recordings) == 1 else None,
         )
-        return replace(graph, regions=self._regions)
+        return replace(graph, units=self.units)
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""

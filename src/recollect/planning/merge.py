@@ -1,8 +1,8 @@
-"""Merges the recordings of several regions of one forward into one (P2).
+"""Merges the recordings of the units of one forward into one (P2).
 
-Each region has recorded its own ops and values, with numbers of its own. What one region returns is
+Each unit has recorded its own ops and values, with numbers of its own. What one unit returns is
 a tensor from outside for the next one: in the merged recording it is not read from the op that made
-it, but there, since what crosses the border of a region is held.
+it, but there, since what crosses the border of a unit is held.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from recollect.replay.function_call import FunctionCall, PackedTensor
 from recollect.replay.recorded_graph import RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.replay.recording import Recording
 
-__all__ = ["RegionRecord", "merged"]
+__all__ = ["UnitRecord", "merged"]
 
 
 @dataclass(frozen=True)
-class RegionRecord:
-    """What one call of a region was recorded to do."""
+class UnitRecord:
+    """What one call of a unit was recorded to do."""
 
     recording: Recording
     #: How many tensors autograd saved in it: more than were recorded, if it was not to its end.
     saved: int
 
 
-def merged(records: Sequence[RegionRecord]) -> Recording:
+def merged(records: Sequence[UnitRecord]) -> Recording:
     """One recording with the ops of all, in order. The others stay as they are."""
     graph, calls = RecordedGraph(), list[FunctionCall]()
     for each in records:

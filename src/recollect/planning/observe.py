@@ -1,4 +1,4 @@
-"""Records a forward while a `TraceMode` traces the step: the whole of it, or each region (P2)."""
+"""Records a forward while a `TraceMode` traces the step: the whole of it, or each unit (P2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.planning.merge import RegionRecord, merged
+from recollect.planning.merge import UnitRecord, merged
 from recollect.planning.module_regions import run_regions, wrap_modules
 from recollect.planning.trace import TraceMode
 from recollect.replay.engine import Hooks, observe_region
@@ -33,10 +33,12 @@ def observe_forward(
     *,
     by: NamedSchedule | None = None,
     blocks: Iterable[nn.Module] = (),
-    regions: tuple[str, ...] = (),
+    units: tuple[str, ...] = (),
     unpack_of: UnpackOf = lambda remat: remat.unpack,
-) -> tuple[Any, Recording]:
+) -> tuple[Any, Recording, Rematerializer | None]:
     """Call the forward of a model, whose step is traced, and record it.
+
+    Returns what it returns, the recording, and what it holds if it was recorded as a whole.
 
     Args:
         trace: Traces the step.
@@ -45,23 +47,25 @@ def observe_forward(
         kwargs: Its keyword arguments.
         by: What is kept; by default as little as possible.
         blocks: Modules whose outputs are kept too.
-        regions: The modules that are recorded, each for itself; empty: the whole forward is.
+        units: The modules that are recorded, each by itself; empty: the whole forward is.
         unpack_of: Gives the function that backward unpacks tensors by.
     """
     observer = _Observer(trace, by or NamedSchedule(), [*blocks], unpack_of)
-    if regions:
+    if units:
         model: Any = getattr(function, "__self__", None)
-        wrap_modules(model, regions)  # if they are not
-        output = run_regions(function, args, kwargs, regions, observer.observe)
+        wrap_modules(model, units)  # if they are not
+        output = run_regions(function, args, kwargs, units, observer.observe)
     else:
         output = observer.observe("", function, args, kwargs)
     trace.note_end()
-    records = observer.records
-    return output, merged(records) if regions else records[0].recording
+    remat, observer.remat = observer.remat, None
+    if units:
+        return output, merged(observer.records), None
+    return output, observer.records[0].recording, remat
 
 
 class _Observer:
-    """Records the regions of one forward."""
+    """Records one forward, or its units."""
 
     def __init__(
         self, trace: TraceMode, by: NamedSchedule, blocks: list[nn.Module], unpack_of: UnpackOf
@@ -71,14 +75,14 @@ class _Observer:
         self._blocks = blocks
         self._unpack_of = unpack_of
         self._calls: Counter[str] = Counter()
-        self._ops = 0
-        self.records: list[RegionRecord] = []
+        self.records: list[UnitRecord] = []
+        self.remat: Rematerializer | None = None
 
     def observe(
         self, path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Call the forward of the region at ``path``."""
-        if not torch.is_grad_enabled():
+        """Call the forward of the unit at ``path``; if that is empty, of the model."""
+        if path and not torch.is_grad_enabled():
             return function(*args, **kwargs)
         trace, before = self._trace, self._trace.saved_so_far
         by = self._by.within(path, self._calls[path]) if path else self._by
@@ -88,14 +92,13 @@ class _Observer:
                 function, args, kwargs, self._hooks, by, self._blocks
             )
         finally:
-            trace.count_ops = None
+            trace.end_region()
         trace.note_output(output)
-        self._ops += len(recording.graph.ops)
-        self.records.append(RegionRecord(recording, trace.saved_so_far - before))
+        self.records.append(UnitRecord(recording, trace.saved_so_far - before))
         return output
 
     def _hooks(self, recorder: Recorder, remat: Rematerializer) -> Hooks:
-        """The saved-tensor hooks of a recorded region, which the trace sees too."""
-        trace, first = self._trace, self._ops
-        trace.count_ops = lambda: first + recorder.count_ops()
+        """The saved-tensor hooks of a recorded call, which the trace sees too."""
+        trace, self.remat = self._trace, remat
+        trace.begin_region(recorder.count_ops)
         return partial(trace.pack, recorder.pack), partial(trace.unpack, self._unpack_of(remat))

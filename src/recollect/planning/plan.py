@@ -17,7 +17,7 @@ from recollect._torch.modules import is_compiled
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.model_state import ModelState, first_difference
 from recollect.planning.module_regions import wrap_modules
-from recollect.planning.planned_step import PlannedStep
+from recollect.planning.planned_step import PlannedForward, PlannedStep
 from recollect.planning.runner import Runner
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.page import page
@@ -30,7 +30,7 @@ __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 6
+_FORMAT = 8
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,6 +60,8 @@ class Plan(PlannedStep):
         made: The bytes that forward makes, by module: one that makes more is another step.
         stopped: Why forward could not be recorded to its end, if so: the rest of it is kept.
         excess: By what fraction of the simulated peak the measured one was higher.
+        from_loop: Whether it was made from a step of the loop, by a fit without a batch.
+        others: The forwards after the first, if the step calls the model several times.
     """
 
     plain_time: float
@@ -170,12 +172,15 @@ class Plan(PlannedStep):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON. All ranks may do so: the file is always whole."""
-        bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=())
+        bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=(), others=())
         content = {
             "format": _FORMAT,
             **asdict(bare),
             "schedule": self.schedule.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
+            "others": [
+                (each.signature, each.schedule.to_json(), each.made) for each in self.others
+            ],
         }
         del content["graph"]
         own = Path(f"{path}.{os.getpid()}")
@@ -204,6 +209,10 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
         "schedule": NamedSchedule(**content["schedule"], alike=alike),
         "alternatives": tuple(
             NamedSchedule(**each, alike=alike) for each in content["alternatives"]
+        ),
+        "others": tuple(
+            PlannedForward(signature, NamedSchedule(**schedule, alike=alike), made)
+            for signature, schedule, made in content["others"]
         ),
         "state": ModelState(**content["state"]),
         "report": PlanReport(

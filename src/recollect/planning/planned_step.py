@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate
 from recollect.planning.model_state import ModelState
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = ["COSTS", "PlannedStep", "with_gradients", "with_larger_batch"]
+__all__ = ["COSTS", "PlannedForward", "PlannedStep", "with_gradients", "with_larger_batch"]
 
 #: The fields of a graph with what the engine costs.
 COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
+
+
+class PlannedForward(NamedTuple):
+    """One of the forwards of a step."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    schedule: NamedSchedule  #: what it runs by
+    made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,6 +46,10 @@ class PlannedStep:
     measured_peak: int | None = None
     output_bytes: int | None = None
     gradients: int = 0
+    #: The forwards after the first, if the step calls the model several times.
+    others: tuple[PlannedForward, ...] = ()
+    #: Whether it was made from a step of the loop, by a fit without a batch.
+    from_loop: bool = False
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)
 
@@ -45,6 +57,11 @@ class PlannedStep:
     def needed_schedule(self) -> NamedSchedule | None:
         """What the planned step runs by; None if it fits without."""
         return None if self.plain_peak <= self.budget else self.schedule
+
+    @property
+    def forwards(self) -> tuple[PlannedForward, ...]:
+        """All forwards of the step."""
+        return PlannedForward(self.signature, self.schedule, self.made), *self.others
 
     @property
     def least(self) -> NamedSchedule:
@@ -68,10 +85,6 @@ class PlannedStep:
         if self.graph is None:
             return graph
         return replace(graph, **{name: getattr(self.graph, name) for name in COSTS})
-
-    def has_room_for(self, forwards: int) -> bool:
-        """Whether the budget has room for what so many forwards hold at once."""
-        return self.base + forwards * (self.predicted_peak - self.base) <= self.budget
 
 
 # --- the graph of other steps, roughly ------------------------------------------------------------

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,14 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect.errors import InfeasibleBudget
-from recollect.graph.graph import Graph
+from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import resolve_budget
+from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import with_larger_batch
+from recollect.planning.planned_step import PlannedForward, with_larger_batch
 from recollect.planning.prepare import (
     Offload,
     Prepared,
@@ -41,22 +43,26 @@ from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Trials
-from recollect.planning.variant import IF_SHAPES_VARY
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner", "check_offload", "check_unplanned", "silent"]
+__all__ = ["Offload", "Planner", "Record", "check_offload", "check_unplanned", "silent"]
+
+#: Records a step, with the link to the host if results may be offloaded.
+Record = Callable[[TrainingStep, Link | None], Profile]
 
 #: How often a lower target is set for a plan that takes more memory than predicted.
 _CORRECTIONS = 6
 #: How many schedules a plan carries for other batches: so many of the best for the planned batch,
 #: and so many of the best for a larger one.
 _ALTERNATIVES = 8
-#: The fraction of a budget that stays free on CUDA if the plan cannot be tried: blocks of the
-#: allocator may be larger than what was asked for.
+#: The fraction of a budget that stays free if the plan cannot be tried. On CUDA, blocks of the
+#: allocator may be larger than what was asked for. And on the CPU, for the numbers that autograd
+#: saves (as in ``2.0 * x``), which no op makes.
 _UNTRIED = 0.01
+_UNTRIED_ON_CPU = 1e-4
 #: How many times as large the larger one is.
 _LARGER = 2
 #: A schedule that is predicted to take so many times as long as another is not tried.
@@ -78,6 +84,8 @@ class Planner:
         offload: Whether results may be offloaded.
         progress: Called with what is being done.
         untried: The fraction of a budget that is left free.
+        others: If the step calls the model several times: the signature of the batch of each
+            forward after the first, and the bytes that it made by module.
         bench: Runs the step, perhaps in other processes too; by default in this one.
     """
 
@@ -91,6 +99,7 @@ class Planner:
         offload: bool = False,
         progress: Progress = silent,
         untried: float = 0.0,
+        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
         bench: Bench | None = None,
     ) -> None:
         self.step = step
@@ -100,6 +109,9 @@ class Planner:
         self._progress = progress
         self._offload = offload
         self._untried = untried
+        self._others = others
+        #: Whether the step is one of the user's loop.
+        self._from_loop = False
         self._bounds: dict[int, float] = {}
 
     @classmethod
@@ -113,11 +125,12 @@ class Planner:
         progress: Progress = silent,
         *,
         holds_output: bool = True,
+        record: Record = record_step,
     ) -> Planner:
-        """Record a step. Arguments as of `recollect.plan`."""
+        """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
         prepared = prepare(model, batch, loss, optimizer, offload, holds_output=holds_output)
         progress("recording a step", 0.0)
-        profile = record_step(prepared.step, prepared.link)
+        profile = record(prepared.step, prepared.link)
         return cls.of_recorded(prepared, profile, progress)
 
     @classmethod
@@ -148,6 +161,7 @@ class Planner:
         signature: tuple[Any, ...],
         gradients: int,
         *,
+        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
         offload: bool,
         progress: Progress = silent,
         bench: Bench | None = None,
@@ -158,16 +172,19 @@ class Planner:
         """
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
-        return cls(
+        found = cls(
             step,
             profile,
             state,
             signature,
             offload=offload,
             progress=progress,
-            untried=_UNTRIED if step.on_cuda else 0.0,
+            untried=_UNTRIED if step.on_cuda else _UNTRIED_ON_CPU,
+            others=others,
             bench=bench,
         )
+        found._from_loop = True
+        return found
 
     @property
     def graph(self) -> Graph:
@@ -312,6 +329,11 @@ class Planner:
             holds_output=self.step.holds_output,
             output_bytes=None if peaks is None else peaks.output,
             gradients=self.step.gradient_bytes,
+            others=tuple(
+                PlannedForward(each, self.trials.named(candidate.schedule, n), tuple(made.items()))
+                for n, (each, made) in enumerate(self._others, 1)
+            ),
+            from_loop=self._from_loop,
         )
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
@@ -375,13 +397,15 @@ class Planner:
         found = _sample_evenly(self.solver.frontier())
         found += _sample_evenly(Solver(larger, rough=True).frontier())
         schedules = {trimmed(graph, each.schedule) for each in found}
+        regions = range(len(graph.regions))
+        named = dict.fromkeys(self.trials.named(e, region) for e in schedules for region in regions)
         # In descending order of peaks; of those with equal peaks the fastest.
         outcomes = sorted(
-            ((simulate(larger, each), each) for each in schedules),
+            ((simulate(larger, each.schedule_in(larger)), each) for each in named),
             key=lambda pair: (-pair[0].peak, pair[0].seconds),
         )
         best = {outcome.peak: each for outcome, each in reversed(outcomes)}
-        return tuple(self.trials.named(each) for each in reversed(best.values()))
+        return tuple(reversed(best.values()))
 
     # --- the frontier -----------------------------------------------------------------------------
 

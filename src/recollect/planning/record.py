@@ -30,7 +30,7 @@ from recollect.planning.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.observe import UnpackOf, observe_forward
 from recollect.planning.prices import Prices
 from recollect.planning.sampling import Timing, timing_of
-from recollect.planning.sharded import play_regions, regions_of
+from recollect.planning.sharded import play_units, units_of
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.trace import StepTrace, TraceMode
 from recollect.planning.warn_once import WarnOnce
@@ -49,6 +49,8 @@ __all__ = [
     "predict_step",
     "profile_step",
     "record_step",
+    "record_under",
+    "record_unrun",
     "simulated_profile",
     "trace_step",
 ]
@@ -108,8 +110,24 @@ def record_step(step: TrainingStep, link: Link | None, agree: Agree = bool) -> P
             if not is_out_of_memory(error):
                 raise
         step.free_memory()
+    return record_unrun(step, link)
+
+
+def record_unrun(step: TrainingStep, link: Link | None) -> Profile:
+    """Record the step on fake tensors: it is not run, and takes no memory."""
     with no_fakes_left(step.caches), step.undone():
         return predict_step(step, link)
+
+
+def record_under(step: TrainingStep, link: Link | None, by: NamedSchedule | None = None) -> Profile:
+    """Record the step as it runs under a schedule: the plain step is not run.
+
+    ``by``: by default the outputs of its blocks are kept alone. On the meta device nothing runs.
+    """
+    if step.device.type == "meta":
+        return record_unrun(step, link)
+    with step.undone():
+        return profile_with_least(step, link, by)
 
 
 def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
@@ -138,11 +156,13 @@ def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
     )
 
 
-def profile_with_least(step: TrainingStep, link: Link | None = None) -> Profile:
-    """Trace a step that does not fit plain: only the outputs of its blocks are kept."""
-    prices, blocks = Prices(step.device), find_blocks(step.model)
-    trace_step(step, prices, link, blocks)  # allocates what is allocated once
-    return simulated_profile(*trace_step(step, prices, link, blocks))
+def profile_with_least(
+    step: TrainingStep, link: Link | None = None, by: NamedSchedule | None = None
+) -> Profile:
+    """Trace a step that does not fit plain: a schedule, or the outputs of its blocks, are kept."""
+    prices, blocks = Prices(step.device), find_blocks(step.model) if by is None else ()
+    trace_step(step, prices, link, blocks, by)  # allocates what is allocated once
+    return simulated_profile(*trace_step(step, prices, link, blocks, by))
 
 
 def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
@@ -154,9 +174,9 @@ def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
     model, device = step.model, step.device
     blocks, prices = find_blocks(model), Prices(device)
     # This also allocates what is allocated once: optimizer state, gathered parameters.
-    wrap_module(model, partial(_run_least, regions_of(model)))
+    wrap_module(model, partial(_run_least, units_of(model)))
     try:
-        wrap_modules(model, regions_of(model))
+        wrap_modules(model, units_of(model))
         step.run_first()
     finally:
         unwrap_modules(model)
@@ -180,15 +200,15 @@ def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
 
 
 def _run_least(
-    regions: tuple[str, ...],
+    units: tuple[str, ...],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call the forward of a model with as little kept as possible."""
-    by, report = NamedSchedule(regions=regions), CallReport()
-    if regions:
-        return play_regions(function, args, kwargs, by, WarnOnce(), report)
+    by, report = NamedSchedule(units=units), CallReport()
+    if units:
+        return play_units(function, args, kwargs, by, WarnOnce(), report)
     result = replay_region(function, args, kwargs, by, OffloadBatch(), False, report)
     return function(*args, **kwargs) if type(result) is LeftToRerun else result
 
@@ -225,13 +245,14 @@ def trace_step(
     prices: Prices,
     link: Link | None = None,
     blocks: Iterable[nn.Module] = (),
+    by: NamedSchedule | None = None,
 ) -> tuple[Graph, dict[str, int], str | None]:
-    """Run the step once with only the outputs of ``blocks`` kept, and trace it.
+    """Run the step once with only a schedule and the outputs of ``blocks`` kept, and trace it.
 
     Returns its graph; the bytes that forward made, by module; and why it was not recorded to its
     end, if it was not.
     """
-    traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks)
+    traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks, by)
     return _build(step, prices, link, *traced)
 
 
@@ -240,6 +261,7 @@ def _run_traced(
     prices: Prices,
     unpack_of: UnpackOf,
     blocks: Iterable[nn.Module] = (),
+    by: NamedSchedule | None = None,
 ) -> tuple[StepTrace, list[Recording], int]:
     """Run the step once. ``unpack_of`` gives the function that backward unpacks tensors by.
 
@@ -247,11 +269,11 @@ def _run_traced(
     """
     trace = TraceMode(prices, shards_of(step.model))
     recordings: list[Recording] = []
-    base, regions = step.base_bytes(), regions_of(step.model)
+    base, units = step.base_bytes(), units_of(step.model)
 
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output, recording = observe_forward(
-            trace, function, args, kwargs, blocks=blocks, regions=regions, unpack_of=unpack_of
+        output, recording, _ = observe_forward(
+            trace, function, args, kwargs, by=by, blocks=blocks, units=units, unpack_of=unpack_of
         )
         recordings.append(recording)
         return output
@@ -285,7 +307,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def bytes_made(report: CallReport, known: Mapping[str, int]) -> dict[str, int]:
     """The bytes that the ops of a call made, by module, if it was recorded at all.
 
-    ``known``: the same of the call that was planned, for regions that ran as they did then.
+    ``known``: the same of the call that was planned, for units that ran as they did then.
     """
     if report.parts:
         made = dict(known)
@@ -334,8 +356,8 @@ def _build(
             "in place of a plan: recollect.checkpointed(block)"
         )
     on_device = prices.device.type == "cuda"
-    graph = build_graph(trace, recording, base=base, on_device=on_device, link=link)
-    graph = replace(graph, spread=prices.spread, regions=regions_of(step.model))
+    graph = build_graph(trace, recordings, base=base, on_device=on_device, link=link)
+    graph = replace(graph, spread=prices.spread, units=units_of(step.model))
     return graph, bytes_by_module(recording), recording.reason
 
 

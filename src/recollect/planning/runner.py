@@ -1,24 +1,23 @@
 """Running the forward of a model under a plan (P7).
 
-Each call is one of a `Variant`: calls with batches of one shape, of the model in one state. A call
-that is not the planned one gets a variant of its own (P8): it runs with little memory, its step is
-traced as the loop runs it (`live`), and later ones run by a schedule that suits them.
+Each call is one of a kind: calls with batches of one shape, of the model in one state, at one place
+in a step (`kinds`). One that is not known runs with little memory, its step is traced as the loop
+runs it (`live`), and later ones run by a schedule that suits them (P8).
 """
 
 from __future__ import annotations
 
-import math
 import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 
+from recollect._torch.autograd import after_each_backward
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
@@ -26,19 +25,17 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.modes import forward_ad_active, is_transforming
-from recollect.planning.batch import describe_difference, is_alike, is_smaller, signature_of_batch
+from recollect.planning.attempt import Attempt
+from recollect.planning.batch import signature_of_batch
+from recollect.planning.forwards import Forwards
+from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
-from recollect.planning.model_state import (
-    Differences,
-    ModelState,
-    compare_state,
-    facts_of,
-    gradient_bytes,
-)
+from recollect.planning.model_state import ModelState
 from recollect.planning.module_regions import run_modules, unwrap_modules, wrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
-from recollect.planning.sharded import play_regions, regions_of, warn_not_in_effect
+from recollect.planning.sharded import play_units, units_of, warn_not_in_effect
+from recollect.planning.step import is_out_of_memory
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
 from recollect.planning.watch import PeakWatch, Waiting, report_output, watch_output
@@ -50,24 +47,24 @@ from recollect.replay.engine import (
     replay_region,
 )
 from recollect.replay.named_schedule import NamedSchedule
-from recollect.replay.rematerialize import Rematerializer
+from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["MakePlan", "Runner", "run_planned"]
 
 
-#: Makes a plan from a model, a traced step of it, the signature of its batch and its state; None
-#: if there can be none.
-MakePlan = Callable[[nn.Module, LiveStep, Any, ModelState], PlannedStep | None]
-#: For how many shapes of batches variants are remembered.
-_REMEMBERED = 64
-#: How many forwards are remembered that still wait for their backward.
-_WAITING = 64
+#: Makes a plan from a model, a traced step of it, the signatures of its batches and the state of
+#: the model; None if there can be none.
+MakePlan = Callable[[nn.Module, LiveStep, tuple[Any, ...], ModelState], PlannedStep | None]
 #: How many forwards may come before the first step of an optimizer.
 _UPDATE = 64
 #: After how many forwards without a plan a warning says so.
 _FUTILE = 8
+_PLAN_AS_TRAINED = (
+    ": make the plan with the loss, the optimizer and the largest batch of the training, "
+    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
+)
 #: In how many steps it is checked whether the loop holds the output of the model.
 _CHECKS = 3
 
@@ -79,11 +76,14 @@ def run_planned(
     by: NamedSchedule,
     warnings: WarnOnce,
     report: CallReport | None = None,
+    known: Recording | None = None,
     *,
     is_checked: bool = False,
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided.
 
+    ``known``: a recording of such a call under another schedule, if there is one: of the whole
+    forward, so it is of no use if units are recorded each by itself.
     ``is_checked``: compare what modules recompute with forward, by its values.
     """
     if by.modules:
@@ -92,30 +92,16 @@ def run_planned(
             return function(*args, **kwargs)
         return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
     report = CallReport() if report is None else report
-    if by.regions:
-        return play_regions(function, args, kwargs, by, warnings, report)
+    if by.units:
+        return play_units(function, args, kwargs, by, warnings, report)
     offload_batch = OffloadBatch(host=by.store, last_first=True)
-    result = replay_region(function, args, kwargs, by, offload_batch, False, report)
+    result = replay_region(function, args, kwargs, by, offload_batch, False, report, known)
     if type(result) is LeftToRerun:
         warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
     if by.away:
         offload_batch.release()  # forward is over: what is leaving would only be in the way
     return result
-
-
-class _Tracing(threading.local):
-    """What a thread is tracing."""
-
-    step: LiveStep | None = None
-    #: The variant that it is one of; None: there is no plan yet.
-    variant: Variant | None = None
-    #: Before there is a plan: the signature of the batch, the state of the model, and how many
-    #: forwards have run since.
-    first: tuple[Any, ModelState] | None = None
-    waited: int = 0
-    #: How often no step could be traced, before there was a plan.
-    futile: int = 0
 
 
 class Runner:
@@ -127,31 +113,24 @@ class Runner:
     def __init__(self, plan: PlannedStep | None, make_plan: MakePlan | None = None) -> None:
         self._make_plan = make_plan
         self._warnings = WarnOnce()
-        self._tracing = _Tracing()
-        #: Forwards whose backward may not have run yet, with their model and thread.
-        self._waiting: list[
-            tuple[ReferenceType[Any] | None, int, ReferenceType[Rematerializer | Waiting]]
-        ] = []
+        self._forwards = Forwards()
+        self._is_watching = False
         self._set_plan(plan)
 
-    def _set_plan(self, plan: PlannedStep | None) -> None:
+    def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
         self.plan = plan
-        #: By the signature of a batch, the state of the model and the gradients that are there.
-        self._known: dict[Any, Variant] = {}
-        #: The facts of the model at the last call, and how they differ from the planned ones.
-        self._seen: tuple[Any, Differences | None] = (None, None)
+        self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
         #: In how many calls as planned it is still to be checked who holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
-        self._as_planned: Variant | None = None
-        #: The variant of the last step whose peak was compared with the budget.
-        self._watched: Variant | None = None
+        #: The last step whose peak was compared with the budget.
+        self._watched: Step = ()
 
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
-        if self._tracing.step is not None:
-            self._tracing.step.close()
-            self._tracing.step = None
+        if self._forwards.live is not None:
+            self._forwards.live.close()
+            self._forwards.live = None
         unwrap_modules(model)
 
     def __reduce__(self) -> Any:
@@ -171,52 +150,110 @@ class Runner:
             self._warn_of_compiler()
             return run_without_dynamo(self, _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
+        self._forwards.begin(model)
         self._end_trace(model)
-        if self.plan is None and self._make_plan is None:
+        if self._kinds is None and self._make_plan is None:
             return function(*args, **kwargs)  # there can be none
-        if self.plan is None:
+        if self._kinds is None or self.plan is None:
             return self._run_first(model, function, args, kwargs)
-        return self._run(self.plan, model, function, args, kwargs)
+        return self._run(self.plan, self._kinds, model, function, args, kwargs)
 
     def _run(
         self,
         plan: PlannedStep,
+        kinds: Kinds,
         model: Any,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        self._act_on_last_step()
-        before = self._peaks.read(model)
-        variant, more = self._variant(plan, model, args, kwargs)
-        schedule, waiting = variant.schedule, self._count_waiting(model)
-        if waiting and not plan.has_room_for(waiting + 1):
-            self._warn_of_two()
-            schedule = plan.least
-        elif not waiting and variant.wants_trace and self._can_trace(model):
+        self._act_on_last_step(kinds)
+        before, forwards = self._peaks.read(model), self._forwards
+        kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
+        step = (*forwards.step, kind)
+        live = forwards.live
+        if live is None and kinds.is_surprise(step) and not kinds.has_room(step):
+            kinds.surprised(step)
+            self._warn_of_more()
+        variant = kinds.find(step)
+        schedule = variant.schedule
+        if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
             end = partial(self._end_trace, model)
-            live = LiveStep(model, plan.base + more, plan.link, on_end=end)
-            self._tracing.step, self._tracing.variant = live, variant
-            result = live.forward(function, args, kwargs, schedule)
-            self._wait_for(result, model)
+            live = forwards.live = LiveStep(model, plan.base + kind.more, plan.link, on_end=end)
+        if live is not None:
+            forwards.traced = step
+            result, waiting = live.forward(function, args, kwargs, schedule)
+            forwards.add(kind, waiting)
             return result
-        report = CallReport()
-        if schedule is None:
-            result = function(*args, **kwargs)
+        attempt = None if before is None else Attempt(model)
+        try:
+            result, report = self._run_by(variant, function, args, kwargs)
+        except RuntimeError as error:
+            if attempt is None or not is_out_of_memory(error):
+                raise
+            if not self._tighten(kinds, step, error) or not attempt.undo():
+                raise
+            is_retried = True
         else:
-            result = run_planned(function, args, kwargs, schedule, self._warnings, report)
-        self._wait_for(result if report.remat is None else report.remat, model)
-        if schedule is None:
-            return result
-        if report.recording is not None or report.is_unrecorded:
-            variant.judge(report)
-        if self._checks > 0 and variant is self._as_planned and not waiting:
-            self._checks -= 1
-            watch_output(result, self._check_output)
-        if before is not None:
-            self._watched = variant
-            self._peaks.compare(result, before)
+            is_retried = False
+        if is_retried:  # when nothing holds the frames of the first attempt any more
+            torch.cuda.empty_cache()
+            schedule = variant.schedule
+            result, report = self._run_by(variant, function, args, kwargs)
+        forwards.add(kind, Waiting(result, report.remat))
+        if schedule is not None:
+            if report.recording is not None or report.is_unrecorded:
+                variant.judge(report)
+            if self._checks > 0 and kinds.is_planned(step):
+                self._checks -= 1
+                watch_output(result, self._check_output)
+            if before is not None:
+                self._watch_backward()
+                self._watched = step
+                self._peaks.compare(result, before)
         return result
+
+    def _run_by(
+        self,
+        variant: Variant,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, CallReport]:
+        report, schedule, known = CallReport(), variant.schedule, variant.recording
+        if schedule is None:
+            return function(*args, **kwargs), report
+        return run_planned(function, args, kwargs, schedule, self._warnings, report, known), report
+
+    # --- memory that has run out ------------------------------------------------------------------
+
+    def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
+        """Have steps take less memory after one that ran out of it. Whether they do."""
+        less = kinds.tighten(step)
+        note = (
+            f"recollect: steps like this one take {bytes_text(less)} less from now on: they keep "
+            "less and recompute more. This one cannot be run again: backward had begun, or forward "
+            "had changed buffers or other state of the model"
+            if less
+            else "recollect: this step runs by the plan of the least memory already"
+        )
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            self._warnings.warn("out of memory", note)
+        return less > 0
+
+    def _watch_backward(self) -> None:
+        """Notice backwards that run out of memory."""
+        if not self._is_watching:
+            self._is_watching, weak = True, ref(self)
+            finalize(self, after_each_backward(lambda: _backward_is_over(weak)))
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward ran out of memory: perhaps that of this model."""
+        forwards = self._forwards
+        if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
+            self._tighten(self._kinds, forwards.step, error)
 
     # --- steps that are traced --------------------------------------------------------------------
 
@@ -225,23 +262,38 @@ class Runner:
     ) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
-        blocks, tracing = find_blocks(model), self._tracing
+        blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
-        if tracing.step is not None:
-            tracing.waited += 1
-        elif obstacle is not None:
+        live, signature = forwards.live, signature_of_batch(args, kwargs)
+        if live is None and obstacle is not None:
             self._tried_in_vain(obstacle)
+        elif live is None:
+            live = forwards.live = LiveStep(model)
+            forwards.signatures, forwards.state = (), ModelState.of(model)
+        if live is not None and not live.is_over:
+            forwards.signatures += (signature,)
+            result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
-            live = LiveStep(model)
-            tracing.step, tracing.variant = live, None
-            tracing.first = signature_of_batch(args, kwargs), ModelState.of(model)
-            return live.forward(function, args, kwargs, blocks=blocks)
+            result = self._run_untraced(model, function, args, kwargs, blocks)
+            waiting = Waiting(result)
+        forwards.add(Kind(signature), waiting)
+        return result
+
+    def _run_untraced(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        blocks: Iterable[nn.Module],
+    ) -> Any:
+        """Run a forward before there is a plan with little kept, if possible."""
         if obstacle_around() is not None:
             return function(*args, **kwargs)
-        regions = regions_of(model)
-        if regions:
-            wrap_modules(model, regions)
-            by = NamedSchedule(regions=regions)
+        units = units_of(model)
+        if units:
+            wrap_modules(model, units)
+            by = NamedSchedule(units=units)
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, blocks)
 
@@ -250,8 +302,8 @@ class Runner:
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. If that goes on, say so."""
-        self._tracing.futile += 1
-        if self._tracing.futile == _FUTILE:
+        self._forwards.futile += 1
+        if self._forwards.futile == _FUTILE:
             self._warnings.warn(
                 "no plan",
                 f"there is no plan after {_FUTILE} forwards, and steps may exceed the budget, "
@@ -260,105 +312,34 @@ class Runner:
             )
 
     def _end_trace(self, model: Any) -> None:
-        """Choose a schedule, or make the plan, if a step that this thread traced is over."""
-        tracing = self._tracing
-        live, variant = tracing.step, tracing.variant
+        """Choose schedules, or make the plan, if a step that this thread traced is over."""
+        forwards = self._forwards
+        live = forwards.live
         if live is None:
             return
-        if live.is_pending and tracing.waited < _UPDATE:
-            tracing.waited += 1
-            return  # a second forward before its backward
-        if variant is None and live.is_over and not live.has_updated and tracing.waited < _UPDATE:
+        live.end_if_retained()
+        if forwards.waiting and live.can_join():
+            return  # another forward of the same step
+        forwards.waited += 1
+        is_first = self.plan is None
+        if is_first and live.is_over and not live.has_updated and forwards.waited < _UPDATE:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
-        tracing.step, tracing.waited = None, 0
-        if variant is None and not live.is_over:
+        forwards.live, forwards.waited = None, 0
+        if not is_first and self._kinds is not None:
+            if live.is_over:
+                self._kinds.traced(forwards.traced, live.graph(), live.recordings)
+            else:
+                self._kinds.failed(forwards.traced)
+        elif not live.is_over:
             self._tried_in_vain(
                 "no backward went through what the model returned, in the thread that called it"
             )
-        elif variant is not None:
-            if live.is_over:
-                variant.traced(live.graph(), live.recording)
-            else:
-                variant.failed()
-        elif live.is_over and self.plan is None and self._make_plan is not None:
-            assert tracing.first is not None
+        elif self._make_plan is not None:
+            assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
-            self._set_plan(make_plan(model, live, *tracing.first))
-
-    # --- which variant ----------------------------------------------------------------------------
-
-    def _variant(
-        self, plan: PlannedStep, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Variant, int]:
-        """The variant of such a call, and the bytes that are there beyond the planned ones."""
-        other, more = self._differences(plan, model)
-        if other is not None:
-            more += other.nbytes
-        signature = signature_of_batch(args, kwargs)
-        key = signature, (other, more)
-        variant = self._known.get(key)
-        if variant is None:
-            variant = self._new_variant(plan, *key)
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[key] = variant
-        variant.count()
-        return variant, more
-
-    def _differences(self, plan: PlannedStep, model: Any) -> tuple[Differences | None, int]:
-        """How the model and autocast differ from what was planned, and the gradients in bytes."""
-        if not isinstance(model, nn.Module):
-            return None, 0
-        facts, found = self._seen  # once: another thread may change it
-        now, parameters = facts_of(model)
-        if now != facts:
-            found = compare_state(plan.state, model)
-            self._seen = now, found
-        return found, gradient_bytes(model, parameters, plan.gradients)
-
-    def _new_variant(
-        self, plan: PlannedStep, signature: Any, kind: tuple[Differences | None, int]
-    ) -> Variant:
-        """``kind``: how the model differs from the planned one, and by how many bytes."""
-        warnings, is_planned = self._warnings, kind == (None, 0)
-        planned = Variant(plan, warnings, plan.needed_schedule, dict(plan.made))
-        if is_planned and signature == plan.signature:
-            self._as_planned = planned
-            return planned
-        larger = [
-            (known, variant)
-            for (known, of), variant in [*self._known.items()]
-            if of == kind and variant.is_known and _is_within(signature, known)
-        ]
-        if larger:
-            return Variant.within(min(larger, key=lambda each: _numbers_in(each[0]))[1])
-        if is_planned and _is_within(signature, plan.signature):
-            return Variant.within(planned)
-        differences = _describe_differences(plan, signature, *kind)
-        only_gradients = kind[0] is None and _is_within(signature, plan.signature)
-        least = plan.least_with(kind[1]) if only_gradients else plan.least
-        return Variant(plan, warnings, least, differences=differences)
-
-    # --- earlier calls ----------------------------------------------------------------------------
-
-    def _wait_for(self, waits: Any, model: Any) -> None:
-        """Remember a forward until its backward. ``waits``: what it holds, or its output."""
-        # Plain, and by whole modules, there is nothing of ours that waits.
-        waits = waits if isinstance(waits, Rematerializer) else Waiting(waits)
-        entry = None if model is None else ref(model), threading.get_ident(), ref(waits)
-        self._waiting = [*self._waiting[1 - _WAITING :], entry]
-
-    def _count_waiting(self, model: Any) -> int:
-        """How many earlier forwards of the model still wait for their backward."""
-        thread, count = threading.get_ident(), 0
-        self._waiting = [entry for entry in self._waiting if entry[2]() is not None]
-        for owner, where, reference in self._waiting:
-            waits = reference()
-            of = None if owner is None else owner()
-            if waits is not None and of is model and where == thread and waits.is_waiting():
-                count += 1
-        return count
+            plan = make_plan(model, live, forwards.signatures, forwards.state)
+            self._set_plan(plan, () if live.units else live.recordings)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
@@ -369,22 +350,20 @@ class Runner:
 
     # --- warnings ---------------------------------------------------------------------------------
 
-    def _act_on_last_step(self) -> None:
+    def _act_on_last_step(self, kinds: Kinds) -> None:
         """After a step that exceeded the budget: keep less, and warn where users see it."""
         over, self._peaks.over = self._peaks.over, None
-        if over is None or self.plan is None or self._watched is None:
+        if over is None or self.plan is None or not self._watched:
             return
         budget = self.plan.budget
-        keeps_less = self._watched.exceeded(over)
+        keeps_less = kinds.exceeded(self._watched, over)
         self._warnings.warn(
             "measured",
             f"the last step under the plan took {bytes_text(over)} on the device, "
             f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
             + ("Those that follow keep less and recompute more. " if keeps_less else "")
             + "Either something else is in memory beside the step, or the step is another one "
-            "than was planned: make the plan with the loss, the optimizer and the largest "
-            "batch of the training, recollect.plan(model, batch, budget, loss=..., "
-            "optimizer=...)",
+            "than was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
         )
 
     def _warn_of_compiler(self) -> None:
@@ -395,50 +374,20 @@ class Runner:
             "plan.remove(model); or compile parts of it before recollect.plan(...)",
         )
 
-    def _warn_of_two(self) -> None:
+    def _warn_of_more(self) -> None:
         self._warnings.warn(
-            "two forwards",
+            "several forwards",
             "a forward under the plan begins while an earlier one still waits for its backward: "
-            "what both hold is in memory at once, and the budget counts one of them. It runs with "
-            "the least memory that the plan knows of. Call backward before the next forward; let "
-            "go of outputs that have no backward, or make them under torch.no_grad(); or plan a "
-            "module whose forward makes both calls",
+            "what both hold is in memory at once, and this step may exceed its budget. The next "
+            "one like it is traced, and those that follow are planned as a whole. If no backward "
+            "is to come: let go of the output, or call the model under torch.no_grad()",
         )
 
 
-def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether a batch has the tensors of another, none of them larger."""
-    return is_alike(signature, other) and is_smaller(signature, other)
-
-
-def _numbers_in(signature: tuple[Any, ...]) -> int:
-    """How many numbers are in a batch."""
-    return sum(math.prod(each[0]) for each in signature if isinstance(each, tuple))
-
-
-def _describe_differences(
-    plan: PlannedStep, signature: tuple[Any, ...], other: Differences | None, more: int
-) -> Differences:
-    """Say how a call differs from the planned ones, and how to plan for it."""
-    texts = [] if other is None else [*other.texts]
-    cures = [] if other is None else [*other.cures]
-    if not is_alike(signature, plan.signature):
-        texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
-        cures.append("recollect.plan(...) with such a batch")
-    elif not is_smaller(signature, plan.signature):
-        texts.append("the batch is larger")
-        cures.append("recollect.plan(...) with the largest batch")
-    gradients = more - (0 if other is None else other.nbytes)
-    if gradients:
-        texts.append(
-            f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
-            "accumulate, or after zero_grad(set_to_none=False)"
-        )
-        cures.append(
-            "recollect.plan(...) after a backward, while gradients are there: it counts "
-            "them; or set them to None before each forward"
-        )
-    return Differences(tuple(texts), tuple(cures), more)
+def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
+    runner, error = weak(), sys.exc_info()[1]
+    if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
+        runner.backward_failed(error)
 
 
 def run_blocks(

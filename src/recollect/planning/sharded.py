@@ -1,4 +1,4 @@
-"""The regions of a model that ``fully_shard`` was applied to, and running them by a schedule (P7).
+"""The units of a model that ``fully_shard`` was applied to, and running them by a schedule (P7).
 
 Inside of FSDP's hooks a gathered parameter is the same tensor in every step, and it is gathered
 once more before backward asks for what a unit has saved. So ops inside of a unit can run again:
@@ -24,28 +24,29 @@ from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["play_regions", "regions_of", "warn_not_in_effect"]
+__all__ = ["play_units", "units_of", "warn_not_in_effect"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def regions_of(model: nn.Module) -> tuple[str, ...]:
-    """The paths of the modules that are the regions of a sharded model.
+def units_of(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the modules that a sharded model is recorded and run by.
 
-    Those are the largest modules without a unit inside: units themselves, and parts of the units
-    around them. Empty if the forward of the model is one region: it is not sharded, or as a whole.
+    Those are the largest modules without a unit of FSDP inside: these units themselves, and parts
+    of the ones around them. Empty if the forward of the model is recorded as a whole: it is not
+    sharded, or as one unit.
     """
     if shards_of(model) is None:
         return ()
-    found = tuple(_regions_in(model, ""))
+    found = tuple(_units_in(model, ""))
     return () if found == ("",) else found
 
 
-def _regions_in(module: nn.Module, path: str) -> Iterator[str]:
+def _units_in(module: nn.Module, path: str) -> Iterator[str]:
     has_units = any(is_unit(each) for each in module.modules() if each is not module)
     if has_units or isinstance(module, _CONTAINERS):
         for name, child in module.named_children():
-            yield from _regions_in(child, f"{path}.{name}" if path else name)
+            yield from _units_in(child, f"{path}.{name}" if path else name)
     elif is_unit(module) or not _is_layer(module):
         yield path
 
@@ -56,7 +57,7 @@ def _is_layer(module: nn.Module) -> bool:
     return is_of_torch and next(module.children(), None) is None
 
 
-def play_regions(
+def play_units(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -64,23 +65,23 @@ def play_regions(
     warnings: WarnOnce,
     report: CallReport,
 ) -> Any:
-    """Call the forward of a model with what its regions save kept or dropped as decided."""
+    """Call the forward of a model with what its units save kept or dropped as decided."""
     calls: Counter[str] = Counter()
 
-    def play(path: str, region: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def play(path: str, unit: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return region(*args, **kwargs)
+            return unit(*args, **kwargs)
         part, one = by.within(path, calls[path]), CallReport()
         calls[path] += 1
-        result = replay_region(region, args, kwargs, part, OffloadBatch(), False, one)
+        result = replay_region(unit, args, kwargs, part, OffloadBatch(), False, one)
         if type(result) is LeftToRerun:
             warn_not_in_effect(warnings, result.reason)
-            return region(*args, **kwargs)
+            return unit(*args, **kwargs)
         one.remat = one.rest = None  # which hold tensors
         report.parts.append(one)
         return result
 
-    output = run_regions(function, args, kwargs, by.regions, play)
+    output = run_regions(function, args, kwargs, by.units, play)
     _summarize(report)
     return output
 

@@ -25,7 +25,7 @@ from recollect.graph.simulate import simulate
 from recollect.planning.distributed import ranks_of
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import COSTS
+from recollect.planning.planned_step import COSTS, PlannedForward
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
@@ -103,7 +103,7 @@ def make_traced_plan(
     if ranks is None:
         return plan(profile, None) if _may_plan(talks) else None
     team = Team(ranks, min(_IN_A_LOOP, group_timeout() / 3))
-    about = Meeting.of(model, local.state, budget, talks)
+    about = Meeting.of(model, local.state, budget, 1 + len(local.others), talks)
     try:
         with team.failing_together():
             team, found = meet(team, about, "a forward after recollect.fit")
@@ -151,17 +151,24 @@ class Meeting:
     tensors: tuple[tuple[str, str, bool], ...]
     budget: str
     is_sharded: bool
+    #: How many forwards a step has.
+    forwards: int = 1
     #: Why there can be no plan, if so.
     obstacle: str | None = None
 
     @classmethod
     def of(
-        cls, model: nn.Module, state: ModelState, budget: Any, obstacle: str | None = None
+        cls,
+        model: nn.Module,
+        state: ModelState,
+        budget: Any,
+        forwards: int = 1,
+        obstacle: str | None = None,
     ) -> Meeting:
         """What is said of ``model``, which is in ``state``."""
         tensors = tuple((name, text, trained) for name, text, _, trained in state.tensors)
         is_sharded = shards_of(model) is not None
-        return cls(type(model).__name__, tensors, repr(budget), is_sharded, obstacle)
+        return cls(type(model).__name__, tensors, repr(budget), is_sharded, forwards, obstacle)
 
 
 def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:
@@ -175,13 +182,25 @@ def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:
             f"plans for another model, {found[other].model}. Call {call} for the same model, in "
             "the same order, on every rank"
         )
-    budgets = {rank: found[rank].budget for rank in same}
-    if len(set(budgets.values())) > 1:
-        listed = ", ".join(f"{budget} on rank {rank}" for rank, budget in budgets.items())
+    budgets = _differing({rank: found[rank].budget for rank in same})
+    if budgets:
         raise ValueError(
-            f"budget: all ranks make one plan, and need one budget, but it is {listed}"
+            f"budget: all ranks make one plan, and need one budget, but it is {budgets}"
+        )
+    forwards = _differing({rank: found[rank].forwards for rank in same})
+    if forwards:
+        raise ValueError(
+            f"model: all ranks make one plan, for steps with as many forwards of this "
+            f"{about.model} before backward on each, but there are {forwards}"
         )
     return team.among(same), [found[rank] for rank in same]
+
+
+def _differing(by_rank: Mapping[int, object]) -> str | None:
+    """What each rank has, if that is not the same."""
+    if len(set(by_rank.values())) == 1:
+        return None
+    return ", ".join(f"{value} on rank {rank}" for rank, value in by_rank.items())
 
 
 # --- what is run on every rank --------------------------------------------------------------------
@@ -196,6 +215,8 @@ class Local:
     signature: tuple[Any, ...]
     state: ModelState
     gradients: int
+    #: Of each forward after the first: the signature of its batch, and the bytes that it made.
+    others: tuple[tuple[Any, Mapping[str, int]], ...] = ()
 
     @classmethod
     def of(cls, prepared: Prepared, profile: Profile) -> Local:
@@ -205,9 +226,14 @@ class Local:
 
     def of_plan(self, plan: Plan, costs: Mapping[str, Any]) -> Plan:
         """The plan of the leader, for this rank."""
+        others = zip(plan.others, self.others, strict=True)
         return replace(
             plan,
             graph=replace(self.graph, **costs),
+            others=tuple(
+                PlannedForward(signature, forward.schedule, tuple(made.items()))
+                for forward, (signature, made) in others
+            ),
             base=self.graph.base,
             made=tuple(self.made.items()),
             signature=self.signature,
@@ -250,7 +276,7 @@ class Leader(Bench):
         )
         return highest, any(differs for _, differs in found)
 
-    def predicted_peak(self, by: NamedSchedule, simulated: int) -> int:
+    def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
         return max(self._all("predicted_peak", lambda: simulated, by, simulated))
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
@@ -287,9 +313,12 @@ class Follower(Bench):
     ) -> tuple[Peaks, bool]:
         return super().peaks(way, progress)
 
-    def predicted_peak(self, by: NamedSchedule, simulated: int) -> int:
+    def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
         graph = self.local.graph
-        return simulate(graph, by.schedule_in(graph)).peak
+        parts = [each.schedule_in(graph, [region]) for region, each in enumerate(by)]
+        kept = frozenset[int]().union(*(part.kept for part in parts))
+        away = frozenset[int]().union(*(part.away for part in parts))
+        return simulate(graph, replace(parts[0], kept=kept, away=away)).peak
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
         return samples_under(ways, self.step, self._warnings, warm, _ROUNDS)

@@ -41,7 +41,7 @@ class TracedOp:
     """One op that ran. Views cost and allocate nothing, and are left out."""
 
     price: OpPrice
-    op: int = -1  #: its number among the ops of the region; -1 if it is not one of them
+    op: int = -1  #: its number among the ops of all regions; -1 if it is not one of them
     #: The storages that it allocated, by place in its result.
     allocated: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Since the last op: the saved tensors that backward unpacked, those that autograd released,
@@ -49,8 +49,12 @@ class TracedOp:
     unpacked: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    #: And the storages whose tensor is gone: at most the schedule still holds them.
+    dropped: list[int] = field(default_factory=list)
     is_backward: bool = False  #: whether backward had begun
-    adds_to: int | None = None  #: the storage of its first argument, if it adds tensors
+    backward: int = 0  #: which backward ran it; 0: none
+    #: The storage of its first argument, if it adds tensors without a graph.
+    adds_to: int | None = None
     #: Bytes that no op has allocated, before it ran and after: gathered parameters.
     gathered: tuple[int, int] = (0, 0)
 
@@ -63,8 +67,10 @@ class StepTrace:
     sizes: list[int] = field(default_factory=list)  #: by storage: its bytes
     #: By saved tensor: its storage; None if the step did not allocate that.
     saved: list[int | None] = field(default_factory=list)
-    #: The storages of what regions returned: the loop, or the model, may hold them.
+    #: The storages of what forwards and units returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
+    #: Whether backward made a graph of its own, which holds what it unpacked.
+    has_second_order: bool = False
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -98,17 +104,30 @@ class TraceMode(DispatchMode):
         self._passes_meta = prices.device.type != "meta"
         self._trace = StepTrace()
         self._unpacked: list[int] = []  # since the last op
+        self._dropped: list[int] = []
+        self._tensors: dict[int, Any] = {}
         self._is_backward = False
         #: Whether ops are not traced now, and after how many events no more are.
         self.is_paused = False
         self.limit = sys.maxsize
-        #: How many ops of the region have begun, and the function that counts them.
-        self._begun = 0
-        self.count_ops: Callable[[], int] | None = None
+        #: How many ops of regions have begun, how many earlier regions have, and the function that
+        #: counts those of the region that is running.
+        self._begun = self._first = 0
+        self._count_ops: Callable[[], int] | None = None
         #: By key of a storage that the step allocated, and by saved tensor: a weak reference to it
         #: or to its handle, and the number of the storage.
         self._storages: dict[int, tuple[Any, int]] = {}
         self._saved: dict[int, Any] = {}
+
+    def begin_region(self, count_ops: Callable[[], int]) -> None:
+        """A forward, or a unit of one, begins, whose ops ``count_ops`` counts."""
+        self._count_ops = count_ops
+
+    def end_region(self) -> None:
+        """It is over, or has failed."""
+        if self._count_ops is not None:
+            self._first += self._count_ops()
+        self._begun, self._count_ops = self._first, None
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
@@ -117,6 +136,7 @@ class TraceMode(DispatchMode):
                 self._trace.sizes[self._storages[key][1]] = 0
         self._storages.clear()
         self._saved.clear()
+        self._tensors.clear()
         return self._trace
 
     def __torch_dispatch__(
@@ -130,8 +150,8 @@ class TraceMode(DispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = -1
-        if self.count_ops is not None and self.count_ops() > self._begun:
-            number, self._begun = self._begun, self.count_ops()
+        if self._count_ops is not None and self._first + self._count_ops() > self._begun:
+            number, self._begun = self._begun, self._first + self._count_ops()
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, _Tensor)]
         if self._passes_meta and any(map(_is_meta, leaves)):
@@ -140,19 +160,21 @@ class TraceMode(DispatchMode):
         gathered = self._gathered()
         price, result = self._prices.run(func, args, kwargs)
         if price is not None:
-            self._is_backward |= current_graph_task() != -1
+            backward = current_graph_task() + 1
+            self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
-            op.is_backward = self._is_backward
+            op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
-            self._unpacked, trace.freed, trace.released = [], [], []
+            op.dropped = self._dropped
+            self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
             trace.events.append(op)
             self.is_paused |= len(trace.events) >= self.limit
             for path, tensor in tensors_of(result):
                 key = storage_key(tensor)
                 if key is not None and key not in inputs and key not in self._storages:
                     op.allocated[path] = self._add_storage(tensor, key)
-            if func is torch.ops.aten.add.Tensor:
+            if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 op.adds_to = self._storage_of(args[0])
         return result
 
@@ -160,7 +182,7 @@ class TraceMode(DispatchMode):
         return 0 if self._shards is None else self._shards.gathered_bytes()
 
     def note_output(self, output: Any) -> None:
-        """Note what a region returned, in objects too."""
+        """Note what a forward, or a unit of one, returned, in objects too."""
         storages = map(self._storage_of, tensors_of_batch((output,), {}))
         self._trace.outputs |= {storage for storage in storages if storage is not None}
 
@@ -184,7 +206,12 @@ class TraceMode(DispatchMode):
         storage = tensor.untyped_storage()
         self._trace.sizes.append(storage.nbytes())
         self._storages[key] = ref(storage, partial(self._free, key)), number
+        self._tensors[number] = ref(tensor, partial(self._drop, number))
         return number
+
+    def _drop(self, number: int, _: Any) -> None:
+        del self._tensors[number]
+        self._dropped.append(number)
 
     def _free(self, key: int, _: Any) -> None:
         self._trace.freed.append(self._storages.pop(key)[1])
@@ -210,6 +237,7 @@ class TraceMode(DispatchMode):
     def unpack(self, unpack: Callable[[Any], _Tensor], handle: SavedHandle) -> _Tensor:
         """The hook that backward calls to get it back: the same tensor, or a recomputed one."""
         self._is_backward = True
+        self._trace.has_second_order |= torch.is_grad_enabled()
         self._unpacked.append(handle.number)
         with self._paused():
             return unpack(handle.packed)

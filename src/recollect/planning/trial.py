@@ -70,7 +70,9 @@ class Trials:
         self.expected: dict[Schedule, int] = {}
         self._peaks: dict[Schedule, Peaks] = {}
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
-        self._named: dict[Schedule, NamedSchedule] = {}
+        self._named: dict[tuple[Schedule, int], NamedSchedule] = {}
+        #: Whether a forward that was tried was not the recorded one.
+        self.has_differed = False
 
     @cached_property
     def graph(self) -> Graph:
@@ -92,13 +94,18 @@ class Trials:
     @cached_property
     def op_counts(self) -> Counter[str]:
         """How many ops of each name each module has."""
-        return Counter(op.key.rpartition("|")[0] for op in self.graph.ops if op.key)
+        graph, counts = self.graph, Counter[str]()
+        for region in range(len(graph.regions)):
+            keys = [graph.ops[number].key for number in graph.ops_of(region)]
+            counts |= Counter(key.rpartition("|")[0] for key in keys if key)
+        return counts
 
-    def named(self, schedule: Schedule) -> NamedSchedule:
-        """The schedule that the engine plays."""
-        known = self._named.get(schedule)
+    def named(self, schedule: Schedule, region: int = 0) -> NamedSchedule:
+        """The schedule that the engine plays, for one of the forwards."""
+        known = self._named.get((schedule, region))
         if known is None:
-            known = self._named[schedule] = NamedSchedule.of(self.graph, schedule, self.alike)
+            known = NamedSchedule.of(self.graph, schedule, self.alike, region)
+            self._named[schedule, region] = known
         return known
 
     # --- peaks ------------------------------------------------------------------------------------
@@ -112,7 +119,9 @@ class Trials:
     def _try(self, schedule: Schedule) -> int:
         simulated = simulate(self.graph, schedule).peak
         if not self.profile.can_run:
-            return self._bench.predicted_peak(self.named(schedule), simulated)
+            regions = range(len(self.graph.regions))
+            by = [self.named(schedule, region) for region in regions]
+            return self._bench.predicted_peak(by, simulated)
         try:
             peaks, differs = self._run(Way(self.named(schedule)))
         except Exception as error:
@@ -124,6 +133,7 @@ class Trials:
             raise
         if differs:
             # Forward depends on chance, and the steps that ran may have been smaller ones.
+            self.has_differed = True
             peaks = replace(peaks, expected=max(peaks.expected, int(simulated * _BY_CHANCE)))
         self._peaks[schedule] = peaks
         return peaks.expected

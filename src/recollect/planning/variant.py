@@ -1,17 +1,14 @@
-"""Chooses the schedule for one kind of calls under a plan, and warns if they do not fit (P8).
+"""One kind of forwards under a plan: what it runs by, and a warning if that does not fit (P8).
 
-Calls of a kind that is not known run with the least memory, and their step is traced as the loop
-runs it. The plan's schedules are simulated on what was traced, and the fastest that fits is taken.
+A forward of a kind that is not known runs with the least memory, and its step is traced as the loop
+runs it. Then a schedule is chosen for it (`choice`).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
-from recollect.graph.graph import Graph
-from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.model_state import Differences
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import bytes_by_module, bytes_made
@@ -21,27 +18,27 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-__all__ = ["IF_SHAPES_VARY", "Variant"]
+__all__ = ["Variant"]
 
 #: A forward that makes this fraction more bytes than the known one still counts as that one.
 _TOLERANCE = 0.01
-#: The part of a budget that is used if shapes depend on data.
-IF_SHAPES_VARY = 0.97
-#: A kind of calls that a larger kind allows for is traced for itself when it comes so often.
+#: A kind that a larger one allows for is traced for itself when it comes so often.
 _RECURS = 3
-#: How often a step is traced in vain before its kind is given up.
+#: How often a step is traced in vain before its kind is given up; and for how many steps more
+#: forwards are expected after they came as a surprise, times as many for each further surprise.
 _TRIES = 3
 
 
 class Variant:
-    """Calls with batches of one shape, of a model in one state.
+    """Forwards with batches of one shape, of a model in one state, at one place in a step.
 
     Args:
         plan: The plan that is applied.
         warnings: Warns the user, once for each cause.
         schedule: What they run by; None: plain.
-        made: The bytes that their forward makes, by module, if that is known.
-        differences: How they differ from the planned calls.
+        made: The bytes that they make, by module, if that is known.
+        differences: How they differ from the planned ones.
+        first: The first forward of such steps; None: it is this one.
     """
 
     def __init__(
@@ -51,47 +48,63 @@ class Variant:
         schedule: NamedSchedule | None,
         made: Mapping[str, int] | None = None,
         differences: Differences | None = None,
+        first: Variant | None = None,
     ) -> None:
         self._plan = plan
         self._warnings = warnings
         self._differences = differences
+        self.first = first or self
         self.schedule = schedule
         self._made = made
-        #: The peak to expect, and by what factor it is above the simulated one.
-        self._peak = plan.predicted_peak
-        self._scale = 1 + plan.excess
-        #: By schedule, None being plain: how it would do, as far as that is known.
-        self._outcomes: dict[NamedSchedule | None, Outcome] | None = None
-        self._varies = False
+        #: A recording of such a forward, under this schedule or another one.
+        self.recording: Recording | None = None
+        #: The peak to expect of the step.
+        self.peak = plan.predicted_peak
         #: Whether it is a kind of its own, for which a schedule was chosen.
         self.is_known = made is not None
-        #: Whether the next step is to be traced, and how often that has been in vain.
-        self.wants_trace = not self.is_known
+        #: Of a first forward: whether the next step is traced, and how often that was in vain.
+        self.wants_trace = False
         self._tries = 0
-        #: The schedule that a step ran by which made more than was known.
+        #: For how many more steps further forwards are expected which are not known, and how often
+        #: they came as a surprise.
+        self.expects = self._surprises = 0
+        #: What a forward ran by which made more than was known.
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
         self._uses = 0
-
-    # --- what is known of it ----------------------------------------------------------------------
+        if not self.is_known:
+            self.first.wants_trace = True
 
     @classmethod
-    def within(cls, other: Variant) -> Variant:
+    def within(cls, other: Variant, first: Variant | None) -> Variant:
         """A variant that takes no more memory than ``other``."""
-        found = cls(other._plan, other._warnings, other.schedule, other._made, other._differences)
-        found.is_known = False
+        found = cls(
+            other._plan, other._warnings, other.schedule, other._made, other._differences, first
+        )
+        found.is_known, found.peak = False, other.peak
         return found
 
     def count(self) -> None:
         """Count a call. One that recurs gets a schedule of its own, if it runs by another's."""
         self._uses += 1
         if not self.is_known and self._uses == _RECURS and self.schedule is not None:
-            self.wants_trace = True
+            self.first.wants_trace = True
 
     def failed(self) -> None:
         """A step was traced in vain: its backward did not come."""
         self._tries += 1
         self.wants_trace = self._tries < _TRIES
+
+    def surprised(self) -> None:
+        """More forwards followed than are known: from now on it takes little memory for a while."""
+        self._surprises += 1
+        self.expects = _TRIES**self._surprises
+        self.schedule, self.first.wants_trace = self._plan.least, True
+
+    @property
+    def ran_by(self) -> NamedSchedule | None:
+        """What the last forward ran by that was not traced with less."""
+        return self._outgrown if self._has_outgrown else self.schedule
 
     def judge(self, report: CallReport) -> None:
         """Compare a call that was recorded, as a whole or from some op on, with the known one."""
@@ -110,58 +123,34 @@ class Variant:
         if (added if recording.shapes else grown) > _TOLERANCE * known:
             # Roughly: as if all that is new were there at once, or in proportion. The trace will
             # tell.
-            share = added / known * (self._peak - self._plan.base)
-            peak = self._peak + (min(share, added) if recording.shapes else grown)
+            share = added / known * (self.peak - self._plan.base)
+            peak = self.peak + (min(share, added) if recording.shapes else grown)
             if peak > self._plan.budget:
-                self._warn(round(peak), made)
+                self.warn(round(peak), made)
             self._has_outgrown, self._outgrown = True, self.schedule
-            self.schedule, self.wants_trace = self._plan.least, True
+            self.schedule, self.first.wants_trace = self._plan.least, True
 
-    def traced(self, graph: Graph, recording: Recording) -> None:
-        """A step was traced: choose the schedule of those that follow."""
-        plan, made = self._plan, bytes_by_module(recording)
+    def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
+        """A step was traced. Returns the bytes that the forward made, by module.
+
+        ``is_whole``: whether it is recorded as a whole, and not merged from its units.
+        """
+        self.recording = recording if is_whole else None
         if recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
-        self._outcomes = _outcomes_of(plan, graph)
-        self._varies = graph.varies
-        ran = self._outgrown if self._has_outgrown else self.schedule
-        self.schedule = self._chosen()
-        self._peak = self._expected(self.schedule)
-        ran_peak = self._expected(ran) if ran in self._outcomes else self._peak
-        if max(self._peak, ran_peak) > plan.budget:
-            self._warn(ran_peak, made, self._peak)
-        if self._made is not None:  # the most that was seen
+        return bytes_by_module(recording)
+
+    def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
+        """Run by ``schedule`` from now on, in steps that are expected to take ``peak`` bytes."""
+        self.schedule, self.peak = schedule, peak
+        self.is_known, self.wants_trace, self._has_outgrown = True, False, False
+        self.expects = 0
+
+    def learn(self, made: Mapping[str, int]) -> None:
+        """Remember what a forward made; the most that was seen."""
+        if self._made is not None:
             made = {path: max(size, self._made.get(path, 0)) for path, size in made.items()}
         self._made = made
-        self.is_known, self.wants_trace, self._has_outgrown = True, False, False
-
-    def exceeded(self, measured: int) -> bool:
-        """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
-        before, plan = self.schedule, self._plan
-        if self._outcomes is None:
-            if plan.graph is None:
-                self.schedule = plan.least
-                return self.schedule != before
-            self._outcomes = _outcomes_of(plan, plan.graph)
-        if before in self._outcomes:
-            self._scale = max(self._scale, measured / self._outcomes[before].peak)
-            self.schedule = self._chosen()
-        return self.schedule != before
-
-    def _chosen(self) -> NamedSchedule | None:
-        """The fastest schedule that fits, or else the one of the least peak."""
-        outcomes = self._outcomes
-        assert outcomes is not None
-        room = self._plan.budget * (IF_SHAPES_VARY if self._varies else 1.0)
-        fitting = [each for each in outcomes if self._expected(each) <= room]
-        if fitting:
-            return min(fitting, key=lambda each: outcomes[each].seconds)
-        return min(outcomes, key=lambda each: outcomes[each].peak)
-
-    def _expected(self, schedule: NamedSchedule | None) -> int:
-        """The peak to expect under a schedule."""
-        assert self._outcomes is not None
-        return math.ceil(self._outcomes[schedule].peak * self._scale)
 
     # --- warnings ---------------------------------------------------------------------------------
 
@@ -175,13 +164,21 @@ class Variant:
             "after it stays in memory",
         )
 
-    def _warn(self, peak: int, made: Mapping[str, int], later: int = 0) -> None:
-        """Warn of a step that takes ``peak`` bytes; those that follow take ``later``."""
+    def warn(self, peak: int, made: Mapping[str, int], later: int = 0, forwards: int = 1) -> None:
+        """Warn of a step that takes ``peak`` bytes; those that follow take ``later``.
+
+        ``made``: what this forward made, of so many in the step.
+        """
         plan = self._plan
         texts: list[str] = []
         cures: tuple[str, ...] = ("make the plan with the largest step that there is",)
         if self._differences is not None:
             texts, cures = [*self._differences.texts], self._differences.cures or cures
+        if forwards > 1:
+            texts.insert(0, f"it calls the model {forwards} times before it goes backward")
+            cures = ("smaller batches, or a budget that has room for all of them",)
+        if plan.from_loop:  # there was no batch to plan with
+            cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
         grown = _growth(self._made or dict(plan.made), made)
         cause = "; ".join(texts)
         if grown:
@@ -197,18 +194,9 @@ class Variant:
             cause,
             f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
             f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. The "
-            f"steps like it that follow keep less and recompute more{still}. For a plan that knows "
-            f"of it: {'; '.join(cures)}",
+            f"steps like it that follow keep less and recompute more{still}. "
+            + ("" if plan.from_loop and not still else f"To have room for it: {'; '.join(cures)}"),
         )
-
-
-def _outcomes_of(plan: PlannedStep, graph: Graph) -> dict[NamedSchedule | None, Outcome]:
-    """How the schedules of a plan, and the plain step, do on the graph of a step."""
-    graph = plan.with_costs(graph)
-    outcomes: dict[NamedSchedule | None, Outcome] = {None: simulate_plain(graph)}
-    for each in dict.fromkeys((plan.schedule, *plan.alternatives)):
-        outcomes[each] = simulate(graph, each.schedule_in(graph))
-    return outcomes
 
 
 def _growth(known: Mapping[str, int], made: Mapping[str, int]) -> list[tuple[str, int, int]]:

@@ -9,17 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from recollect._torch.autograd import at_end_of_backward
+from recollect._torch.autograd import (
+    at_end_of_backward,
+    backward_keeps_graph,
+    current_graph_task,
+)
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
+from recollect.replay.rematerialize import Rematerializer
 
 __all__ = ["PeakWatch", "Waiting", "report_output", "watch_output", "when_backward_reaches"]
 
@@ -50,18 +56,78 @@ def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
         when_backward_reaches(output, reached)
 
 
+class _Token:
+    """Alive for as long as something leads to the output of a forward."""
+
+
 class Waiting:
-    """Alive until backward reaches ``output``, or its graph is dropped. Nothing else holds it."""
+    """A forward that waits for its backward. Holds no tensor.
 
-    def __init__(self, output: Any) -> None:
-        when_backward_reaches(output, self._reached)
+    Args:
+        output: What it returned.
+        remat: What it holds; None if it ran without the engine.
+        on_reached: Called when a backward reaches the output.
+        on_dropped: Called when nothing leads to the output any more.
+    """
 
-    def _reached(self) -> None:
-        """Nothing to do: the hook that holds this object is gone."""
+    def __init__(
+        self,
+        output: Any,
+        remat: Rematerializer | None = None,
+        on_reached: Callable[[], None] | None = None,
+        on_dropped: Callable[[], None] | None = None,
+    ) -> None:
+        self._remat = None if remat is None else ref(remat)
+        self._on_reached = on_reached
+        #: The last backward that has reached it; and how many saved tensors were there then, if it
+        #: has ended and left the graph as it was.
+        self._backward = -1
+        self._retained = 0
+        self._is_running = False
+        #: Whether a backward has gone through it, and whether that has freed the graph.
+        self.is_reached = self._is_over = False
+        token = _Token()
+        self._token = ref(token, None if on_dropped is None else lambda _: on_dropped())
+        nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
+        self._handles = [
+            node.register_prehook(partial(self._reached, token)) for node in nodes.values()
+        ]
+
+    def _reached(self, _: _Token, __: Any) -> None:
+        """Backward has reached the output; perhaps in a thread of autograd's."""
+        backward = current_graph_task()
+        if backward == self._backward:
+            return  # as by another of its nodes
+        self._backward, self._is_running = backward, True
+        at_end_of_backward(partial(self._ended, backward_keeps_graph(), self._count()))
+        if self._on_reached is not None:
+            self._on_reached()
+
+    def _ended(self, is_retained: bool, count: int) -> None:
+        self.is_reached, self._is_running = True, False
+        self._retained, self._is_over = count, not is_retained
+        if self._is_over:
+            for handle in self._handles:
+                handle.remove()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward that has reached it has not ended: it failed, or runs."""
+        return self._is_running
+
+    def _count(self) -> int:
+        """How many saved tensors it has in the graph, of those that it can tell of."""
+        remat = None if self._remat is None else self._remat()
+        return 0 if remat is None else remat.count_waiting()
 
     def is_waiting(self) -> bool:
-        """Whether backward has yet to come: it is alive."""
-        return True
+        """Whether it holds what a backward that has yet to come may need."""
+        if self._is_over or (self._token() is None and not self._retained):
+            return False
+        if self._is_running and current_graph_task() == -1:
+            return False  # backward has failed, and cannot go through it again
+        # The second backward through a graph that was retained need not pass the output.
+        return self._count() >= self._retained
 
 
 def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:

@@ -180,8 +180,11 @@ class Bench:
             return report.difference is not None
         return bytes_made(report, self._made) != self._made
 
-    def predicted_peak(self, by: NamedSchedule, simulated: int) -> int:
-        """The peak of a step that cannot be run here, which was ``simulated``."""
+    def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
+        """The peak of a step that cannot be run here, which was ``simulated``.
+
+        ``by``: what its forwards run by.
+        """
         return simulated
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
@@ -262,8 +265,8 @@ def with_overhead(profile: Profile, bench: Bench) -> Profile:
         costs["offload_cost"] = _unit_cost(graph, "offload_cost", schedule, kept, timing)
     graph = replace(graph, engine_cost=in_forward, **costs)
     # What varies has to be checked in every step, which only the replay engine does, op by op.
-    # And hooks around regions must not run again with a module.
-    if in_forward > _LITTLE * profile.seconds and not (graph.varies or graph.regions):
+    # And hooks around units must not run again with a module.
+    if in_forward > _LITTLE * profile.seconds and not (graph.varies or graph.units):
         graph = replace(graph, module_costs=_module_costs(graph, bench))
     return replace(profile, graph=graph)
 

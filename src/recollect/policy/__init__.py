@@ -1,15 +1,15 @@
 """Policies: which results of a checkpointed region are kept, and where.
 
-A policy is a list of rules. The first rule that matches an op of forward decides about its results;
-an op that no rule matches is recomputed::
+A policy is a list of rules. For each op of forward, the first rule that matches decides; results
+that no rule matches are recomputed::
 
     from recollect import policy
 
     recollect.checkpoint(block, x, policy=policy.matmuls() | policy.attention())
 
-Policies are values: immutable, comparable, cheap to combine with ``|``, and the same object can
-serve any number of regions, in eager code and under ``torch.compile``. A rule that matches nothing
-is loud: a pattern raises and lists what there is, an op that never runs warns.
+Policies are values: immutable, comparable, cheap to combine with ``|``. One object can serve any
+number of regions, in eager code and under ``torch.compile``. A rule that matched nothing is
+reported: a pattern raises an error that lists the names, an op that never runs gives a warning.
 """
 
 from __future__ import annotations
@@ -65,25 +65,24 @@ def _op_policy(name: str, given: tuple[Any, ...], decision: CheckpointPolicy) ->
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Keep what these ops return. A packet, ``torch.ops.aten.mm``, stands for all its overloads."""
+    """Keep the results of these ops. A packet, ``torch.ops.aten.mm``, means all its overloads."""
     return _op_policy("save_ops", ops, _SAVE)
 
 
 def recompute_ops(*ops: Any) -> Policy:
-    """Run these ops again, whatever later rules and our own defaults say."""
+    """Recompute the results of these ops, whatever later rules and the defaults say."""
     return _op_policy("recompute_ops", ops, _RECOMPUTE)
 
 
 def offload_ops(*ops: Any) -> Policy:
-    """Keep what these ops return in host memory."""
+    """Keep the results of these ops in host memory."""
     return _op_policy("offload_ops", ops, _OFFLOAD)
 
 
 def every_nth(op: Any, n: int) -> Policy:
     """Keep the ``n``-th, ``2n``-th, ... result of ``op``, counted in every call of a region.
 
-    The calls in between are left to the rules that follow. All overloads of a packet are counted
-    together.
+    The next rules decide about the calls in between. All overloads of a packet count together.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n should be a positive int, but got {n!r}")
@@ -92,12 +91,12 @@ def every_nth(op: Any, n: int) -> Policy:
 
 
 def matmuls() -> Policy:
-    """Keep matrix products: most of the time of a transformer, for a share of its memory."""
+    """Keep matrix products: most of a transformer's time, for part of its memory."""
     return Policy(OpRule("matmuls()", _SAVE, names=MATMULS))
 
 
 def attention() -> Policy:
-    """Keep the results of attention kernels (``scaled_dot_product_attention`` and its kind)."""
+    """Keep the results of attention kernels, such as ``scaled_dot_product_attention``."""
     return Policy(OpRule("attention()", _SAVE, names=ATTENTION))
 
 
@@ -107,9 +106,9 @@ def everything() -> Policy:
 
 
 def nothing() -> Policy:
-    """Keep nothing but the results that are kept by default: discrete choices, communication.
+    """Keep only the results that are kept by default: discrete choices, communication.
 
-    To recompute those as well, name them before: ``recompute_ops(...) | nothing()``.
+    To recompute those too, put them first: ``recompute_ops(...) | nothing()``.
     """
     return Policy(Rule("nothing()", CheckpointPolicy.PREFER_RECOMPUTE))
 
@@ -133,16 +132,16 @@ def _pattern_policy(
 
 
 def save_modules(*patterns: str) -> Policy:
-    """Keep what runs inside these modules.
+    """Keep all results computed inside these modules.
 
-    A pattern is compared with the path of a module, or with the end of it after a dot; ``*`` stands
-    for any characters: ``"attn.wo"``, ``"layers.*.mlp"``. The modules need not be changed.
+    A pattern matches the whole path of a module, or its end after a dot; ``*`` stands for any
+    characters: ``"attn.wo"``, ``"layers.*.mlp"``.
     """
     return _pattern_policy(ModuleRule, "save_modules", patterns, _SAVE, "*.attn.wo")
 
 
 def offload_modules(*patterns: str) -> Policy:
-    """Keep what runs inside these modules in host memory. Patterns are those of `save_modules`."""
+    """Keep all results computed inside these modules in host memory. Patterns: `save_modules`."""
     return _pattern_policy(ModuleRule, "offload_modules", patterns, _OFFLOAD, "*.mlp.up")
 
 

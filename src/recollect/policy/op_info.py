@@ -1,8 +1,4 @@
-"""Everything that is known of an op, in one record per op.
-
-It is read once from the schema and the tags, which takes microseconds, and from lists of names for
-what those do not say.
-"""
+"""What the engines know about an op: `OpInfo`, read from its schema, its tags and name lists."""
 
 from __future__ import annotations
 
@@ -22,14 +18,21 @@ from recollect._torch.ops import (
     returned_aliases,
 )
 
-__all__ = ["ATTENTION", "MATMULS", "SAC_IGNORED_OPS", "OpInfo", "known_ops", "op_info"]
+__all__ = [
+    "ATTENTION",
+    "MATMULS",
+    "SAC_IGNORED_OPS",
+    "OpInfo",
+    "known_ops",
+    "op_info",
+    "tensors_in",
+]
 
 _Args = tuple[Any, ...]
 #: Position and name of an argument.
 _Place = tuple[int, str]
 
-# Sets of ops are by the dispatcher's names: the ops of other libraries appear when those are
-# imported, and a name can be compared before.
+# Sets of ops hold the dispatcher's names: the ops of other libraries exist only once imported.
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -42,7 +45,7 @@ MATMULS = _aten(
     "_addmm_activation _grouped_mm _int_mm _scaled_grouped_mm _scaled_mm"
 )
 
-#: Attention in one kernel: torch's, and those of libraries that register theirs.
+#: Attention kernels: torch's, and those that other libraries register.
 ATTENTION = _aten(
     "_efficient_attention_forward _flash_attention_forward "
     "_scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention "
@@ -55,21 +58,21 @@ ATTENTION = _aten(
     *("xformers::efficient_attention_forward_cutlass", "xformers_flash::flash_fwd"),
 }
 
-#: A choice that may come out otherwise from inputs that differ in the last bit, and then everything
-#: after it is another computation: which expert gets which token.
+#: Discrete choices: inputs that differ in the last bit may give another one, such as another expert
+#: for a token, and then everything after it differs.
 _DISCRETE = _aten(
     "argmax argmin argsort bincount bucketize cummax cummin histc kthvalue mode multinomial "
     "nonzero nonzero_static searchsorted sort topk unique_consecutive unique_dim _unique _unique2"
 )
 
-#: Likewise, but not in their other overloads.
+#: The same, in these overloads only.
 _DISCRETE_OVERLOADS = ("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim")
 
 #: Namespaces of communication between processes.
 _COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
-#: Ops that no policy is applied to. Forward and recomputation detach a different number of times,
-#: and our own checks read the metadata of tensor subclasses through ops.
+#: Ops that policies never see. Forward and recomputation detach a different number of times, and
+#: our checks read the metadata of tensor subclasses through ops.
 SAC_IGNORED_OPS: set[Any] = {
     torch.ops.aten.detach.default,
     torch.ops.prim.device.default,
@@ -77,9 +80,9 @@ SAC_IGNORED_OPS: set[Any] = {
 
 _OF_TORCH = ("aten::", "prims::", "prim::", "rngprims::")
 
-#: Namespaces whose ops return the same for the same arguments, or say by a tag that they draw
-#: random numbers: torch, its own libraries, and bitsandbytes, which dequantizes weights at every
-#: use (QLoRA): to keep those would take more memory than they take in full precision.
+#: Namespaces of deterministic ops, and of random ops that have the tag: torch, its own libraries,
+#: and bitsandbytes, which dequantizes weights at every use (QLoRA). Keeping those would take more
+#: memory than weights in full precision.
 _FUNCTIONS = (
     *_OF_TORCH,
     *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),
@@ -93,14 +96,14 @@ _HIDDEN_WRITES = _aten(
 )
 #: Normalizations whose results are independent of the running statistics that they update.
 _UPDATING_NORMS = _HIDDEN_WRITES | _aten("_native_batch_norm_legit _batch_norm_with_update")
-#: Communication between processes in place: writes to the first argument, which the schemas do not
-#: say and autograd does not count. Only these write to none.
+#: In-place collectives write to their first argument. Schemas do not say so, and autograd does not
+#: count it. Only these write to none.
 _IN_PLACE_COLLECTIVES = "c10d::"
 _WRITING_NOTHING = frozenset(
     f"c10d::{name}" for name in ("barrier", "check_for_nan", "monitored_barrier_", "send")
 )
-#: A namespace of ops that write to any of their arguments although their schemas do not say so; and
-#: the one higher-order op that is known to write to none.
+#: A namespace of ops that may write to any argument although their schemas do not say so; and the
+#: one higher-order op that is known to write to none.
 _HIDDEN_WRITERS = "symm_mem::"
 _FLEX_ATTENTION = "flex_attention"
 #: The ranges of a profiler.
@@ -108,33 +111,33 @@ _RANGES = "profiler::"
 #: Namespaces of ops that are run for their effect.
 _EFFECTS = (_IN_PLACE_COLLECTIVES, _HIDDEN_WRITERS, _RANGES)
 
-#: Ops that replace what they write to without reading it. (bernoulli_ with a tensor of
-#: probabilities reads that tensor, not the one it writes to.)
+#: Ops that overwrite a tensor without reading it. (bernoulli_ with a tensor of probabilities reads
+#: that tensor, not the one it writes to.)
 _OVERWRITING = _aten(
     "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ "
     "zero_"
 )
-#: Ops that allocate memory for somebody else to fill.
+#: Ops that allocate memory for others to fill.
 _ALLOCATING = ("aten::empty", "aten::new_", "aten::zeros", "aten::ones", "aten::full")
 #: Views that show memory conjugated or negated.
 _LAZY = _aten("_conj _neg_view conj resolve_conj resolve_neg")
 #: Ops that give their argument another storage.
 _REPLACING = _aten("resize_ resize_as_ set_ _resize_output_")
-#: Views of the whole storage, wherever in it their argument begins.
+#: Views by an absolute offset into the storage.
 _ABSOLUTE = _aten("as_strided as_strided_")
-#: Recurrent layers of a library. They draw from a state that the library has on the device. No
-#: generator knows of it, but it is seeded again from one whose state has been set.
+#: Recurrent layers of a library. They draw from the library's own state on the device, which is
+#: seeded from a torch generator whenever the generator's state was set.
 _RECURRENT = _aten("_cudnn_rnn miopen_rnn")
-#: Attention of the CPU, which refuses dropout: it draws nothing, whatever its tag says.
+#: Attention on the CPU. It has no dropout, so it draws nothing, whatever its tag says.
 _NEVER_RANDOM = "aten::_scaled_dot_product_flash_attention_for_cpu"
-#: Beside pointwise ops: those that are computed in the same way under all global flags.
+#: Ops, besides pointwise ones, that no global flag affects.
 _FLAGLESS = _aten("_to_copy cat clone copy_")
 #: Pointwise ops that libraries compute in their own way.
 _FLAGGED = _aten("gelu gelu_")
 
 
 class OpInfo:
-    """What is known of one op. Immutable; use `op_info`."""
+    """Properties of one op. Immutable; use `op_info`."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -154,14 +157,14 @@ class OpInfo:
         self.has_dynamic_shape = has_tag(op, torch.Tag.dynamic_output_shape) or not (
             self.is_overload or name.startswith((_IN_PLACE_COLLECTIVES, _RANGES))
         )
-        #: Whether it returns a Python number that it reads from a tensor.
+        #: Whether it returns a Python number read from a tensor.
         self.reads_number = has_tag(op, torch.Tag.data_dependent_output)
-        #: Whether only the metadata of tensors is touched.
+        #: Whether it touches only metadata.
         self.runs_no_kernel = self.is_view or self.is_ignored or self.is_inplace_view
         #: Whether a global flag may decide how it is computed.
         self.depends_on_flags = name in _FLAGGED or not (name in _FLAGLESS or self.is_pointwise)
-        #: Whether its results can be handed out in place of a second run. Those of views and of ops
-        #: that write are memory of the inputs, and in a recomputation that memory is another.
+        #: Whether its results can be kept instead of rerunning it. Results of views and of ops that
+        #: write are memory of the inputs, and a recomputation has other inputs.
         self.can_be_kept = not (
             self.is_alias or self.writes or self.allocates or name.startswith(_EFFECTS)
         )
@@ -170,9 +173,9 @@ class OpInfo:
             op, torch.Tag.nondeterministic_bitwise
         )
         self.kept_by_default = self._kept_by_default()
-        # An op of anybody may have a state of its own, or draw random numbers without a word.
+        # An op of another library may keep state, or draw random numbers without a tag.
         self._is_function = name.startswith(_FUNCTIONS) or self.is_attention or self.is_pointwise
-        #: Whether there is nothing special about it: it writes and draws nothing, casts no weight.
+        #: Whether it neither writes, draws nor casts.
         self.is_plain = self.is_overload and not (
             self.writes or self.is_cast or self.is_random or self.is_ignored
         )
@@ -181,18 +184,18 @@ class OpInfo:
         if name in _LAZY:
             self.unrecordable = f"{op}: conjugate and negative views"
         elif self.changes_memory:
-            self.unrecordable = f"{op} gives a tensor another memory"
+            self.unrecordable = f"{op} gives a tensor another storage"
 
     def _read_effects(self, op: Any, name: str) -> None:
         arguments, is_hidden = arguments_of(op), name in _HIDDEN_WRITES
         #: For each result whether it is an argument or a view of one; None: there is no schema.
         self.returned_aliases = returned_aliases(op)
-        # The one view that does not say so promises that its input is not used any more.
+        # `_unsafe_view` is a view whose schema does not say so.
         self.is_alias = name == "aten::_unsafe_view" or any(self.returned_aliases or ())
         #: Whether it communicates with other processes.
         self.communicates = name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
         is_in_place = name.startswith(_IN_PLACE_COLLECTIVES)
-        #: Whether it writes without a count by autograd, which then uses the changed tensor.
+        #: Whether autograd does not count its writes, and would use the changed tensor.
         self.writes_uncounted = is_in_place and name not in _WRITING_NOTHING
         #: The arguments that it may write to.
         self.written_arguments: list[_Place] = [
@@ -203,7 +206,7 @@ class OpInfo:
             or (self.writes_uncounted and each.position == 0)
         ]
         self.writes = bool(self.written_arguments)
-        #: Whether it may write to any of its arguments, and nothing says to which.
+        #: Whether it may write to any of its arguments, and its schema does not say to which.
         self.writes_unseen = name.startswith(_HIDDEN_WRITERS) or not (
             self.is_overload or is_in_place or name.startswith(_RANGES) or name == _FLEX_ATTENTION
         )
@@ -214,10 +217,10 @@ class OpInfo:
         self.changes_memory = name in _REPLACING
         self.sets_storage = op is torch.ops.aten.set_.source_Storage
         self.allocates = name.startswith(_ALLOCATING)
-        #: Whether somebody else has to fill what it allocates.
+        #: Whether it allocates uninitialized memory.
         self.leaves_uninitialized = name.startswith(("aten::empty", "aten::new_empty"))
         self._absolute_offset = _find(op, "storage_offset") if name in _ABSOLUTE else None
-        #: Whether it may update running statistics; the argument that says so, or None: it does.
+        #: Whether it may update running statistics, and the argument that decides; None: always.
         self.updates_statistics = name in _UPDATING_NORMS
         self._training = _find(op, "training") if self.updates_statistics else None
 
@@ -227,7 +230,7 @@ class OpInfo:
         self._generator = (generators[0].position, generators[0].name) if generators else None
         others = is_op_of_others(op)
         self._dropout = _find(op, "dropout_p", "dropout", "p") if others else None
-        #: Dropout, its switch and its state among the arguments.
+        #: The positions of dropout, of its switch and of its state among the arguments.
         self._library_rng: tuple[int, int, int] | None = None
         if name in _RECURRENT:
             places = (_find(op, each) for each in ("dropout", "train", "dropout_state"))
@@ -254,21 +257,21 @@ class OpInfo:
         return _value(self._generator, args, kwargs)  # type: ignore[no-any-return]
 
     def is_function(self, args: _Args, kwargs: dict[str, Any]) -> bool:
-        """Whether the call returns the same each time, but for draws that a tag declares."""
+        """Whether the call is deterministic, apart from draws that a tag declares."""
         return self._is_function and not _value(self._dropout, args, kwargs)
 
     def has_absolute_offset(self, args: _Args, kwargs: dict[str, Any]) -> bool:
-        """Whether the call makes a view that counts from the beginning of a memory."""
+        """Whether the call makes a view by an absolute storage offset."""
         place = self._absolute_offset
         return place is not None and _value(place, args, kwargs) is not None
 
     def written(self, args: _Args, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that the call writes to, or may write to."""
         if self.name.startswith(_HIDDEN_WRITERS):
-            return _tensors_in([*args, *kwargs.values()])
+            return tensors_in([*args, *kwargs.values()])
         if self._training is not None and not _value(self._training, args, kwargs, True):
             return []
-        return _tensors_in([_value(place, args, kwargs) for place in self.written_arguments])
+        return tensors_in([_value(place, args, kwargs) for place in self.written_arguments])
 
     @property
     def has_library_rng(self) -> bool:
@@ -283,10 +286,7 @@ class OpInfo:
         return bool(args[dropout] and args[train])
 
     def without_idle_state(self, args: _Args) -> _Args:
-        """The arguments, without the library's random state if the call does not draw from it.
-
-        It is shared with other layers.
-        """
+        """The arguments, without the library's random state, shared by layers, if it is unused."""
         if self._library_rng is None or self.uses_library_rng(args):
             return args
         state = self._library_rng[2]
@@ -307,20 +307,21 @@ def _value(place: _Place | None, args: _Args, kwargs: dict[str, Any], default: A
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, in lists and tuples too."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in _tensors_in(each)]
+        return [tensor for each in value for tensor in tensors_in(each)]
     return []
 
 
-#: By id: ops hash slowly. The record holds the op, so that the id is not used again.
+#: By id, because ops hash slowly. The record keeps the op, and so its id, alive.
 known_ops: dict[int, OpInfo] = {}
 
 
 def op_info(op: Any) -> OpInfo:
-    """What is known of ``op``."""
+    """The properties of ``op``."""
     known = known_ops.get(id(op))
     if known is None:
         known = known_ops[id(op)] = OpInfo(op)

@@ -1,7 +1,7 @@
 """A policy during one call of a region: a decision for each op, and for each named tensor.
 
-Rules about modules need to know which modules are being called. For the time of the call those that
-rules match, and no others, get a pair of hooks; afterwards the model is as it was.
+Module rules need to know which modules are being called. During the call, the modules that rules
+match have a pair of hooks. A rule that matched nothing is reported at the end (`check_rules`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PolicyCall:
     """Applies a policy to one call of ``function``. Enter it around the call.
 
     ``values``: the arguments. ``protects``: as for a `Rulebook`. ``checks``: report rules that
-    match nothing at the end of the call.
+    matched nothing at the end of the call.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PolicyCall:
         self.rulebook = rulebook_of(policy, protects=protects)
         self.function = function
         self.values = values
-        #: For each rule, how many modules that it matches are being called.
+        #: For each rule, how many of its modules are being called.
         self.inside = [0] * len(self.rulebook.rules)
         #: The names that tensors were given.
         self.names: list[str] = []
@@ -85,7 +85,7 @@ class PolicyCall:
             unhook_module(module, -id(self))
         if self.rulebook.names:
             listening.listener, self._outer = self._outer, None
-        # A graph may hold this object, and an argument may have got a history in the region.
+        # A graph may hold this object, and an argument may have got a graph in the region.
         self.keep = self.function = None
         self.values = ()
         if exc[0] is None and self._checks:
@@ -98,7 +98,7 @@ class PolicyCall:
                 "recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
             )
         matched = _matched_modules(self.rulebook, _roots(self.function, self.values))
-        # The region's own module may have been entered already, on the way to its forward.
+        # The region's own module has been entered already if its forward is the region.
         owner = getattr(self.function, "__self__", None)
         for module, ranks in matched:
             enter, leave = (_CountHook(ranks, self.inside, step) for step in (1, -1))
@@ -115,7 +115,7 @@ class PolicyCall:
         return self.decide_call(self.rulebook.for_op(info.op), out, args, kwargs)
 
     def decide_call(self, known: OpRuling, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
-        """The same, if what the policy says about the op is known."""
+        """The same, for an op that is resolved already."""
         rulebook = self.rulebook
         for rank, rule in known.rules:
             if type(rule) is FunctionRule:
@@ -143,14 +143,14 @@ class PolicyCall:
         for rank, rule in self.rulebook.names.items():
             if rule.covers(name):
                 assert self.keep is not None
-                with no_function_modes():  # no function of the region
+                with no_function_modes():  # not a function of the region
                     self.keep(tensor, name, self.rulebook.rulings[rank])
                 return
 
     # --- rules that match nothing -----------------------------------------------------------------
 
     def check_rules(self, ran: Iterable[str], *, warns: bool = True) -> None:
-        """Report rules that match nothing. ``ran``: the names of the ops that ran."""
+        """Report rules that matched nothing. ``ran``: the names of the ops that ran."""
         for rule in self.rulebook.names.values():
             pattern = first_unmatched(rule.patterns, tuple(self.names))
             if pattern is not None:
@@ -177,7 +177,7 @@ class PolicyCall:
 
 
 class _CountHook:
-    """Called before or after a module is. In a copy of the module, it does nothing."""
+    """A hook that counts calls of a module. In a copy of the module, it does nothing."""
 
     __slots__ = ("_counts", "_ranks", "_step", "_thread")
 
@@ -200,15 +200,15 @@ class _CountHook:
 
 
 def _roots(function: Callable[..., Any], values: tuple[Any, ...]) -> list[nn.Module]:
-    """The modules that a region may call: its own, or those that it reaches or is given."""
+    """The modules that a region may call: its own, or those that it reaches or is passed."""
     owner = getattr(function, "__self__", function)
     found = [owner] if isinstance(owner, nn.Module) else Reachable(function).modules
     return found + [value for value in values if isinstance(value, nn.Module)]
 
 
 def _matched_modules(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
-    """The modules of a region that a rule matches. A pattern must match one, here or elsewhere."""
-    # The index is another one as soon as the modules are others.
+    """The modules of a region that rules match. A pattern must match one, here or in the model."""
+    # There is a new index whenever the modules change.
     index = index_of(roots[0]) if len(roots) == 1 else None
     if index is not None and index in rulebook.matched:
         return [(module(), ranks) for module, ranks in rulebook.matched[index]]
@@ -227,9 +227,10 @@ def _matched_modules(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
 
 
 def _find(pattern: str, title: str, inside: _Named, roots: list[nn.Module]) -> list[nn.Module]:
-    """The modules inside of a region that ``pattern`` matches; an error if it matches none at all.
+    """The modules of a region that ``pattern`` matches; raises if it matches none.
 
-    By the path in the region or, which only a search through memory can tell, in the whole model.
+    It is compared with paths in the region, then with paths in the whole model (a search through
+    memory).
     """
     found = [module for name, module in inside if fits(name, pattern)]
     if found:
@@ -247,7 +248,7 @@ def _find(pattern: str, title: str, inside: _Named, roots: list[nn.Module]) -> l
 
 
 def _visible(root: nn.Module) -> _Named:
-    """Modules by name, but for those in compiled code, whose ops are not seen."""
+    """Modules by name, except those in compiled code, whose ops cannot be seen."""
     hidden = {id(each) for module in root.modules() for each in compiled_in(module)}
     pairs = root.named_modules(remove_duplicate=False)
     return [(plain_name(name), module) for name, module in pairs if id(module) not in hidden]

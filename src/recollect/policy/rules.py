@@ -1,7 +1,4 @@
-"""The rules that policies are made of, and policies.
-
-Pure: nothing here runs an op or holds a tensor.
-"""
+"""Policies and their rules. Pure: nothing here runs an op or holds a tensor."""
 
 from __future__ import annotations
 
@@ -51,8 +48,8 @@ class CheckpointPolicy(enum.Enum):
     """What selective checkpointing does with the result of an op.
 
     ``SAVE`` keeps it from forward to backward, ``RECOMPUTE`` frees it and runs the op again,
-    ``CPU_OFFLOAD`` keeps it in host memory. ``MUST_`` binds the compiler and our own defaults as
-    well; with ``PREFER_`` they may decide otherwise.
+    ``CPU_OFFLOAD`` keeps it in host memory. The compiler and our defaults may overrule ``PREFER_``,
+    but not ``MUST_``.
     """
 
     MUST_SAVE = 0
@@ -66,8 +63,8 @@ class CheckpointPolicy(enum.Enum):
 class SelectiveCheckpointContext:
     """Passed to a policy function with each op, and valid during that call.
 
-    ``op_output`` is what the op returned. A policy decides in forward only, so ``is_recompute`` is
-    always False; it is there for older policies that read it.
+    ``op_output`` is the op's result. Policies decide in forward only, so ``is_recompute`` is always
+    False; it exists for older policies that read it.
     """
 
     def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
@@ -79,7 +76,7 @@ class SelectiveCheckpointContext:
 
 
 def as_decision(value: Any, op: Any) -> CheckpointPolicy:
-    """The return value of a policy function as a decision; anything else is refused."""
+    """The return value of a policy function as a decision; raises if it is none."""
     if type(value) is CheckpointPolicy:
         return value
     if value is True or value is False:
@@ -87,7 +84,7 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
     # torch's own enum of the same name.
     if type(value) is TorchCheckpointPolicy:
         return CheckpointPolicy[value.name]
-    # No TypeError: ``x @ w`` would make "unsupported operand type(s)" of it.
+    # Not a TypeError: ``x @ w`` would turn it into "unsupported operand type(s)".
     raise ValueError(
         f"the policy function returned {value!r} for {op}; return a CheckpointPolicy, such as "
         "CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
@@ -99,7 +96,7 @@ def as_decision(value: Any, op: Any) -> CheckpointPolicy:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """Decides about the results that it matches: all, unless a subclass says which.
+    """Decides about the results that it matches; this class matches all.
 
     ``title`` is how the user wrote it.
     """
@@ -113,14 +110,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OpRule(Rule):
-    """Matches ops, by themselves or by name; of their calls every ``n``-th in a run of a region."""
+    """Matches ops, given as objects or names; only every ``n``-th call in a run of a region."""
 
     ops: frozenset[Any] = frozenset()
     names: frozenset[str] = frozenset()
     n: int = 1
 
     def covers(self, op: Any) -> bool:
-        """Whether ``op`` is one of them."""
+        """Whether the rule is about ``op``."""
         return op in self.ops or op_name(op) in self.names
 
     def __reduce__(self) -> Any:
@@ -150,7 +147,7 @@ class PatternRule(Rule):
 
 
 class ModuleRule(PatternRule):
-    """Matches whatever runs inside some modules."""
+    """Matches all ops inside some modules."""
 
     __slots__ = ()
 
@@ -163,7 +160,7 @@ class NameRule(PatternRule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FunctionRule(Rule):
-    """Calls a function of the user's, which decides about every op."""
+    """Asks the user's function, which decides about every op."""
 
     function: Callable[..., Any]
 
@@ -176,9 +173,9 @@ class Policy:
     def __init__(self, *rules: Rule) -> None:
         self._rules = rules
         self._hash: int | None = None
-        #: A cache: the rules resolved for the ops that were met. See `rulebook_of`.
+        #: A cache: the rules resolved per op. See `rulebook_of`.
         self.rulebooks: dict[bool, Any] = {}
-        #: Whether a function of the user's decides, which may hold anything, and change.
+        #: Whether it has a user's function, which may hold anything, and change.
         self.has_functions = any(isinstance(rule, FunctionRule) for rule in rules)
         #: A cache: the options of a region that has only this policy, by engine.
         self.options: dict[str | None, Any] = {}
@@ -189,7 +186,7 @@ class Policy:
         return self._rules
 
     def __or__(self, other: Any) -> Policy:
-        """This policy, then ``other`` for what no rule of it matches."""
+        """This policy, then ``other`` for results that no rule of it matches."""
         return Policy(*self.rules, *as_policy(other, "the right side of |").rules)
 
     def __ror__(self, other: Any) -> Policy:
@@ -251,8 +248,8 @@ def _of_ops(ops: tuple[Any, ...], packets: bool) -> Policy:
 def checked_ops(ops: Iterable[Any], name: str, *, packets: bool = True) -> list[Any]:
     """``ops`` with every packet (``torch.ops.aten.mm``) replaced by all its overloads.
 
-    Anything but an op is refused, and so is a packet unless ``packets``. ``name``: what the user
-    calls the ops.
+    Anything but an op raises, and so does a packet unless ``packets``. ``name``: the argument in
+    errors.
     """
     checked: list[Any] = []
     for op in ops:
@@ -276,7 +273,7 @@ def _hint(op: Any) -> str:
         )
     packet = packet_of(op)
     return (
-        "" if packet is None else f" A function of torch is no op: name torch.ops.{packet} instead."
+        "" if packet is None else f" A torch function is not an op: use torch.ops.{packet} instead."
     )
 
 
@@ -290,10 +287,9 @@ def written(name: str, values: Iterable[Any]) -> str:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` describes ``name``, or the end of it after a dot.
+    """Whether ``pattern`` matches ``name``, or its end after a dot.
 
-    So the path of a region's module in the whole model need not be known: ``*.attn.wo`` and
-    ``attn.wo`` find the projection in a block as well as in a model of blocks.
+    So ``attn.wo`` and ``*.attn.wo`` find the projection in a block as well as in a model of blocks.
     """
     if fnmatchcase(f".{name}", pattern):
         return True
@@ -312,7 +308,7 @@ def _fits_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def first_unmatched(patterns: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """The first of ``patterns`` that describes none of ``names``."""
+    """The first of ``patterns`` that matched none of ``names``."""
     return next((p for p in patterns if not any(fits(name, p) for name in names)), None)
 
 

@@ -1,4 +1,4 @@
-"""Policies resolved per op: what the rules say about each op is found once for a policy."""
+"""Policies resolved per op: the rules are matched with each op once per policy."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Ruling:
         self.rank = rank
 
 
-#: No rule has decided: the rank is behind those of all rules.
+#: No rule has decided: ranked behind all rules.
 _DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
 
 
 class OpRuling:
-    """What a policy says about one op, and what of it depends on the call."""
+    """What a policy says about one op, and the rules that depend on the call."""
 
     __slots__ = ("call", "info", "is_plain", "may_be_kept", "rules", "ruling")
 
@@ -49,7 +49,7 @@ class OpRuling:
         self.info = info
         self.call = info.call
         self.is_plain = info.is_plain
-        #: Holds unless one of ``rules`` decides, which are tried at every call.
+        #: Applies unless one of ``rules``, which are tried at every call, decides.
         self.ruling = ruling
         #: With their ranks.
         self.rules = rules
@@ -57,10 +57,10 @@ class OpRuling:
 
 
 class Rulebook:
-    """The rules of one policy, and what they say about the ops met so far.
+    """The rules of one policy, resolved for the ops seen so far.
 
-    A rule is known by its rank, its place in the policy. ``protects``: results that are
-    `OpInfo.kept_by_default` are kept unless a rule insists.
+    A rule's rank is its place in the policy. ``protects``: results that are
+    `OpInfo.kept_by_default` are kept unless a rule insists on recomputing them.
     """
 
     def __init__(self, policy: Policy, *, protects: bool) -> None:
@@ -69,7 +69,7 @@ class Rulebook:
         self.names = {n: r for n, r in enumerate(self.rules) if isinstance(r, NameRule)}
         #: What each rule says about the results that it matches.
         self.rulings = [Ruling(r.decision, r.title, n) for n, r in enumerate(self.rules)]
-        #: Ranks of the rules about ops and modules that have matched nothing yet.
+        #: Ranks of the op and module rules that have matched nothing yet.
         self.unmatched = {
             rank
             for rank, rule in enumerate(self.rules)
@@ -81,7 +81,7 @@ class Rulebook:
         #: By id of the op: ops hash slowly.
         self.known: dict[int, OpRuling] = {}
         self._protects = protects
-        #: By id of what a policy function returned: the values that are allowed are never freed.
+        #: By id of a policy function's return value: allowed values are never freed.
         self._returned: dict[int, Ruling] = {}
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Rulebook:
                     continue
                 self.unmatched.discard(rank)
             if ruling is not None:
-                continue  # only to see which other rules match
+                continue  # only to find out which other rules match
             is_nth = isinstance(rule, OpRule) and rule.n > 1
             if is_nth or isinstance(rule, (ModuleRule, FunctionRule)):
                 per_call.append((rank, rule))
@@ -122,7 +122,7 @@ class Rulebook:
         return self._protected(ruling, info)
 
     def _protected(self, ruling: Ruling, info: OpInfo) -> Ruling:
-        """``ruling``, or to keep what is kept by default if it does not insist."""
+        """``ruling``, unless the result is kept by default and the ruling does not insist."""
         reason = info.kept_by_default
         if reason is None or not self._protects:
             return ruling
@@ -132,7 +132,7 @@ class Rulebook:
 
 
 def rulebook_of(policy: Policy, *, protects: bool = True) -> Rulebook:
-    """The rulebook of ``policy``, which holds it."""
+    """The rulebook of ``policy``, which caches it."""
     rulebook: Rulebook | None = policy.rulebooks.get(protects)
     if rulebook is None:
         rulebook = policy.rulebooks[protects] = Rulebook(policy, protects=protects)

@@ -1,12 +1,12 @@
-"""Checking: a later call runs as it is, and every function is compared with the recording (R8).
+"""Checks a later call: every function is compared with the recording (R8).
 
-As long as functions, constants and tensors are those of the recording, the n-th tensor that
-autograd saves is known. It is dropped or held by the schedule once its function has ended as
-recorded. At the first difference, such as another branch, the rest of the call is recorded; if that
-is impossible (`_start_recording` says when), all that autograd saves from there on is held. What
-was dropped until then was checked, and can be recomputed.
+As long as functions, constants and tensors match the recording, the n-th saved tensor is known. It
+is dropped or held by the schedule once its function has ended as recorded. At the first difference,
+such as another branch, the rest of the call is recorded (`_start_recording`). If that is
+impossible, all saved tensors from there on are held. Tensors dropped before had been checked, and
+can be recomputed.
 
-This runs at every function of every step, and is written for speed.
+This code runs at every function of every step, and is written for speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from recollect._torch.modes import (
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key, version_of
-from recollect.policy.op_info import op_info
+from recollect.policy.op_info import op_info, tensors_in
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
@@ -50,7 +50,6 @@ from recollect.replay.function_call import (
     flatten,
     metadata_of,
     same_constant,
-    tensors_in,
 )
 from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
 from recollect.replay.memory_tracker import start_of
@@ -61,13 +60,12 @@ from recollect.replay.rematerialize import Rematerializer
 __all__ = ["Checker"]
 
 _Tensor = torch.Tensor
-#: Starts to record the rest of a call after so many ops, until the stack is closed; None if that is
-#: not possible.
+#: Starts recording the rest of a call after so many ops; see `engine._Call.record_rest`.
 RecordRest = Callable[[int, ExitStack], Recorder | None]
 
 
 class Checker:
-    """Checks one call. A function mode: torch needs no more than that it is on its stack."""
+    """Checks one call. A function mode by duck typing: torch only needs it on its mode stack."""
 
     def __init__(
         self,
@@ -77,12 +75,12 @@ class Checker:
         record_rest: RecordRest,
     ) -> None:
         self._recording = recording
-        #: The function that comes next. None at the end, and after a difference.
+        #: The next function. None at the end, and after a difference.
         self._next = recording.expected
         self._remat = remat
         self._offload_inputs = offload_inputs
         self._numbers = TensorNumbers()
-        #: Whether a function is running, and what autograd has saved in it.
+        #: Whether a function is running, and the tickets of the tensors saved in it.
         self._is_inside = False
         self._tickets: list[Ticket] = []
         #: Held tensors that the last function wrote to: the write may not have been counted yet.
@@ -90,14 +88,14 @@ class Checker:
         self._is_paused = False
         #: By key of a storage: the first outside tensor on it, and its offset.
         self._storages: dict[int, tuple[int, int]] = {}
-        #: Why the call is not the recorded one, once it differs.
+        #: How the call differs from the recording, once it does.
         self.difference: str | None = None
-        #: How many ops came before that.
+        #: How many ops came before the difference.
         self.done = 0
-        #: The recording of the rest, and whether it could not be recorded, and is held.
+        #: The recording of the rest. Whether it could not be recorded, and is held instead.
         self.recorded: Recording | None = None
         self.is_unrecorded = False
-        #: None once it was called. The recorder that it started, and its end.
+        #: None once called. The recorder that it started, and the stack that ends it.
         self._record_rest: RecordRest | None = record_rest
         self._rest: Recorder | None = None
         self._end_rest: ExitStack | None = None
@@ -131,7 +129,7 @@ class Checker:
             self._differ("the function ended early")
         self._count_versions()
         if self.difference is not None:
-            # The user may change what the region returns, and that may be held.
+            # The user may write to the region's outputs, which may be held.
             for leaf in tree_leaves(result):
                 if isinstance(leaf, _Tensor):
                     self._remat.before_write(leaf)
@@ -209,7 +207,7 @@ class Checker:
         return func(*args, **kwargs)
 
     def _start_recording(self) -> None:
-        """Have the rest of the call recorded, if nothing prevents it. Once."""
+        """After a difference, record the rest of the call, if nothing prevents it. Once."""
         record_rest, self._record_rest = self._record_rest, None
         if record_rest is None:
             return
@@ -226,7 +224,7 @@ class Checker:
         self.is_unrecorded = self._rest is None
 
     def _fits(self, expected: ExpectedCall, values: Any) -> bool:
-        """Whether the arguments are those of the recording."""
+        """Whether the arguments match the recording."""
         if expected.form is not None:
             leaves: list[Any] = []
             if [flatten(value, leaves) for value in values] != expected.form:
@@ -243,7 +241,7 @@ class Checker:
             if (
                 known[number]() is not value
                 or value is None
-                # There may have been an unseen write. Those to inference tensors are not counted.
+                # An unseen write. Torch does not count writes to inference tensors.
                 or (None if before is None else value._version - before) != writes
             ):
                 return False
@@ -255,13 +253,13 @@ class Checker:
         return True
 
     def _bind(self, tensor: Any, number: int) -> bool:
-        """Take ``tensor`` for the outside tensor of this number, if it can be that."""
+        """Bind ``tensor`` to the outside tensor of this number, if it matches."""
         outside = self._recording.outsides.get(number)
         numbers = self._numbers
         if (
             outside is None
             or number != len(numbers.tensors)
-            or not (outside.is_surely_like(tensor) or outside.is_like(tensor))
+            or not (outside.quick_test(tensor) or outside.is_like(tensor))
             or numbers.number_of(tensor) is not None
             or not self._is_at_place(tensor, outside)
         ):
@@ -274,7 +272,7 @@ class Checker:
         return True
 
     def _is_at_place(self, tensor: _Tensor, outside: OutsideTensor) -> bool:
-        """Whether ``tensor`` is in the memory in which it was when recorded, if that matters."""
+        """Whether ``tensor`` shares memory with the recorded tensors, if that matters."""
         if self._recording.shares_memory:
             key = storage_key(tensor)
             assert key is not None
@@ -319,10 +317,10 @@ class Checker:
             hold_for_good(ticket)
             return
         self._next = expected.following
-        self._settle(expected, [ticket])
+        self._drop_or_hold(expected, [ticket])
 
     def _end(self, expected: ExpectedCall, out: Any) -> None:
-        """The function has returned: if all is as recorded, drop and hold by the schedule."""
+        """The function has returned: if it ended as recorded, drop or hold its saved tensors."""
         tickets = self._tickets
         numbers = self._numbers
         known = numbers.tensors
@@ -332,8 +330,8 @@ class Checker:
             return
         key = id(out)
         other = numbers.by_id.get(key)
-        # The dtype follows from the function, its arguments and the default dtype, which is a flag:
-        # it need not be compared if the flags were.
+        # The dtype follows from the function, its arguments and the default dtype. The default
+        # dtype is a flag, so no comparison is needed if the flags were compared.
         if (
             (other is not None and known[other]() is out)
             or len(tickets) != expected.count
@@ -348,7 +346,7 @@ class Checker:
         if expected.caught_returns:
             self._catch(expected, (out,))
         if tickets:
-            self._settle(expected, tickets)
+            self._drop_or_hold(expected, tickets)
 
     def _end_with_care(self, expected: ExpectedCall, returned: list[_Tensor]) -> None:
         tickets, call = self._tickets, expected.call
@@ -363,7 +361,7 @@ class Checker:
         self._next = expected.following
         self._catch(expected, returned)
         if tickets:
-            self._settle(expected, tickets)
+            self._drop_or_hold(expected, tickets)
         if expected.arrivals:
             self._remat.offload_batch.release(expected.arrivals)
 
@@ -374,19 +372,19 @@ class Checker:
         return number == expected and tensor.dtype is dtype
 
     def _give_up(self, how: str) -> None:
-        """The function did not end as recorded: hold what autograd saved in it."""
+        """The function did not end as recorded: hold its saved tensors."""
         self._differ(how, is_over=True)
         for ticket in self._tickets:
             hold_for_good(ticket)
         self._tickets = []
 
     def _catch(self, expected: ExpectedCall, returned: Any) -> None:
-        """Keep what the schedule says of the returned tensors."""
+        """Keep the returned tensors that the schedule holds."""
         for place, value, layout, away in expected.caught_returns:
             self._remat.keep(value, without_history(returned[place]), layout, away=away)
 
     def _note_writes(self, expected: ExpectedCall, values: tuple[Any, ...]) -> None:
-        """Keep what the schedule says of the tensors that a function has written to."""
+        """Keep the written tensors that the schedule holds, and count the writes to held ones."""
         for tensor in tensors_in(values):
             known = self._numbers.number_of(tensor)
             for number, value, layout, away in expected.caught_args:
@@ -405,13 +403,13 @@ class Checker:
             held.count_version()
         self._written.clear()
 
-    def _settle(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
-        """Hold what the schedule says of the saved tensors, and drop the rest."""
+    def _drop_or_hold(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
+        """Hold the saved tensors that the schedule holds, and drop the others."""
         for place, value, layout, away in expected.caught_packed:
             hold_for_good(tickets[place])
             self._remat.keep(value, tickets[place][0], layout, away=away)
         dropped = self._remat.tickets
-        # Of an opaque function more or fewer may have been saved than when it was recorded.
+        # An opaque function may save more or fewer tensors than when it was recorded.
         saved = repeat(None) if expected.call.is_opaque else expected.saved
         for ticket, view in zip(tickets, saved, strict=False):
             if view is None:
@@ -424,7 +422,7 @@ class Checker:
 
 
 class _CopyOnWrite(DispatchMode):
-    """After a difference: copies a held tensor before an op writes to it."""
+    """After a difference: copies a held tensor before an op writes to it in place."""
 
     def __init__(self, remat: Rematerializer) -> None:
         super().__init__()

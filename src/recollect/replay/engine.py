@@ -1,21 +1,25 @@
-"""Running a region by the replay engine.
+"""Runs a region with the replay engine, or falls back to rerun.
 
 The first call with a signature:
 
-1. runs the function under modes that record functions, ops, and what autograd saves;
-2. holds at once what must not run again, and drops the rest;
-3. ends with a schedule of what later calls hold.
+1. runs the function under modes that record functions, ops and saved tensors;
+2. holds results that must not be recomputed, and drops the rest;
+3. ends with a schedule: which values later calls hold.
 
 A later call:
 
 4. runs the function under a mode that compares functions, constants and tensors;
-5. drops or holds what autograd saves, by the schedule;
-6. at a difference records the rest of the call, and has the next call recorded from its beginning.
+5. drops or holds saved tensors by the schedule;
+6. at a difference, such as another branch, records the rest of the call; the next call is recorded
+   from the start.
 
 Backward:
 
-7. runs the ops that lead from what is held to the saved tensor that it unpacks;
-8. releases each value after its last use.
+7. reruns the ops that recompute the saved tensor which it unpacks, from held values;
+8. frees each value after its last use.
+
+Replay falls back to rerun inside other regions, modes and transforms (`obstacle_around`), and for
+unsupported tensors: `replay_region` then returns `LeftToRerun` with the reason.
 """
 
 from __future__ import annotations
@@ -46,11 +50,12 @@ from recollect._torch.tensors import UnsupportedTensor
 from recollect.checks.place import warn_user
 from recollect.observer import observed_pack, observing
 from recollect.policy import nothing
+from recollect.policy.op_info import tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
-from recollect.replay.function_call import FunctionCall, tensors_in
+from recollect.replay.function_call import FunctionCall
 from recollect.replay.named_schedule import NamedSchedule, ScheduleQuery
 from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
@@ -62,7 +67,7 @@ from recollect.store.offload_batch import OffloadBatch
 
 __all__ = ["CallReport", "LeftToRerun", "obstacle_around", "observe_region", "replay_region"]
 
-#: What is called when autograd saves a tensor, and when it unpacks it.
+#: Saved-tensor hooks: pack and unpack.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _NOTHING = nothing()
@@ -78,51 +83,51 @@ _running = _Running()
 
 
 def obstacle_around() -> str | None:
-    """What around the call is not supported, if anything is."""
+    """Why replay falls back to rerun where this call is made; None if it need not."""
     if saved_tensor_hooks_active():
-        # Another region around this one needs it to save the same tensors every time, but a
-        # recorded and a checked call save different ones.
-        return "it is inside of another region, or of saved-tensor hooks"
+        # The outer region needs the same saved tensors every time, but a recorded and a checked
+        # call save different ones.
+        return "it is inside another region, or inside saved-tensor hooks"
     if foreign_function_modes():
-        return "it is inside of a function mode, which may do anything"
+        return "it is inside a function mode, which may do anything"
     if is_compiling():
         return "a compiler traces it"
     if is_transforming() or forward_ad_active():
-        return "it is inside of a transform of torch.func, or of forward-mode differentiation"
+        return "it is inside a transform of torch.func, or forward-mode differentiation"
     if is_capturing():
-        return "it is captured into a CUDA graph, where generators cannot be read"
+        return "a CUDA graph captures it, and generators cannot be read then"
     return None
 
 
 @dataclass(eq=False)
 class CallReport:
-    """What a caller learns about a call. Filled in by the engine."""
+    """What the engine reports about a call."""
 
-    #: What the call holds; None if another engine has to run it.
+    #: Holds the call's values; None if replay fell back to rerun.
     remat: Rematerializer | None = None
-    #: What the rest of it holds, if it differed from the recording.
+    #: Holds the values of the rest of the call, if it differed from the recording.
     rest: Rematerializer | None = None
     policy: Policy | None = None
     #: Why everything is held, or recorded, from some point on.
     stopped: str | None = None
     #: Why every call is recorded.
     unsettled: str | None = None
-    #: Whether it was recorded, so that the next call runs differently.
+    #: Whether this call was recorded and the next one will be checked, or will fall back.
     is_rehearsal: bool = False
     #: What was recorded: the whole call, or the rest of one that differed from the recording.
     recording: Recording | None = None
-    #: How it differed from the recording, if it did, and what was as recorded until then.
+    #: How it differed from the recording, if it did, and the ops and functions before that.
     difference: str | None = None
     before: RecordedGraph = field(default_factory=RecordedGraph)
     calls: list[FunctionCall] = field(default_factory=list)
-    #: Whether the rest could not be recorded, and everything that autograd saved in it is held.
+    #: Whether the rest could not be recorded, so that all its saved tensors are held.
     is_unrecorded: bool = False
     #: One for each region that the call ran, if it is not one region itself.
     parts: list[CallReport] = field(default_factory=list)
 
 
 class LeftToRerun(NamedTuple):
-    """In the place of a result: the function has not run, and the rerun engine has to run it."""
+    """Returned instead of a result: the function has not run, and replay falls back to rerun."""
 
     reason: str
 
@@ -135,10 +140,15 @@ def replay_region(
     offload_batch: OffloadBatch,
     offload_inputs: bool,
     report: CallReport | None = None,
+    known: Recording | None = None,
 ) -> Any:
-    """Run the function and return its result; `LeftToRerun` if others have to run it."""
+    """Run the function and return its result; `LeftToRerun` if replay cannot run it.
+
+    ``known``: a recording of such a call under another schedule of a plan. The call is checked
+    against it, and need not be recorded first.
+    """
     if _running.is_running:
-        # The region around it sees every op, and drops what this one would.
+        # The outer region sees every op, and frees the same activations.
         return function(*args, **kwargs)
     if not nothing_around() or is_capturing():
         obstacle = obstacle_around()
@@ -146,14 +156,15 @@ def replay_region(
             return _leave(obstacle, report)
     flags = read_flags()
     try:
-        sends_away = (offload_batch.chosen, offload_inputs)
-        entry = entry_of(function, args, kwargs, policy, sends_away, flags)
+        offloads = (offload_batch.chosen, offload_inputs)
+        entry = entry_of(function, args, kwargs, policy, offloads, flags)
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
+    if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
+        entry.recorded(known.under(policy), has_budget=True)
     recording = entry.recording  # once: another thread may change it
     if recording is None and policy is None and entry.is_new():
-        # Parameters that are gathered from other processes. Recording would find them as well, but
-        # too late: everything is held in that call.
+        # Sharded parameters. Recording would find them too, but that call would hold everything.
         module = getattr(function, "__self__", function)
         part = sharded_part(module) if isinstance(module, torch.nn.Module) else None
         entry.fallback = None if part is None else UnsupportedTensor(part)
@@ -180,7 +191,7 @@ def replay_region(
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
-    """Leave a region to another engine. Warns, unless the caller gets a report."""
+    """Fall back to rerun. Warns, unless the caller gets a report."""
     if isinstance(reason, UnsupportedTensor) and report is None:
         _warn_of_fallback(reason)
     if observing.observer is not None:
@@ -202,7 +213,7 @@ def observe_region(
         function: The region.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        wrap: Is given what records the call and what recomputes in backward; returns the hooks.
+        wrap: Makes the saved-tensor hooks from the recorder and the rematerializer.
         by: What is kept; by default as little as possible.
         blocks: Modules whose outputs are kept too.
     """
@@ -225,7 +236,7 @@ def observe_region(
 
 @contextmanager
 def _outputs_kept(recorder: Recorder, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """A context in which what ``blocks`` return is kept, as a schedule would keep it."""
+    """A context that keeps the outputs of ``blocks``, as a schedule would."""
     wanted, thread = {id(block) for block in blocks}, threading.get_ident()
     if not wanted:
         yield
@@ -247,7 +258,7 @@ def _outputs_kept(recorder: Recorder, blocks: Iterable[torch.nn.Module]) -> Iter
 
 @dataclass(eq=False)
 class _Call:
-    """A function with its arguments, what the call holds, and what the caller learns about it."""
+    """One call of a region."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -267,7 +278,7 @@ class _Call:
             pop_saved_tensor_hooks()
 
     def recorder(self) -> Recorder:
-        """What records the call."""
+        """A recorder for the call."""
         query: PolicyCall | ScheduleQuery
         if isinstance(self.policy, NamedSchedule):
             query = ScheduleQuery(self.policy, self.function)
@@ -284,7 +295,7 @@ class _Call:
             entry.fallback = recording.reason
             if self.report is None:
                 _warn_of_fallback(recording.reason)
-        # Under a plan no call may hold more than others.
+        # Under a plan no call may hold more than the others.
         entry.recorded(recording, has_budget=isinstance(self.policy, NamedSchedule))
         if self.report is not None:
             self.report.recording = recording
@@ -297,7 +308,7 @@ class _Call:
         checker = Checker(recording, self.remat, self.offload_inputs, self.record_rest)
         out = self.run(checker)
         difference = checker.finish(out)
-        # A call that was not recorded to its end is held from there on, as it was when recorded.
+        # If the recording ends early, a checked call ends the same way: that is no difference.
         is_new = difference is not None and difference != recording.reason
         entry.checked(difference if is_new else None)
         if (report := self.report) is not None:
@@ -311,20 +322,19 @@ class _Call:
         return out
 
     def record_rest(self, done: int, stack: ExitStack) -> Recorder | None:
-        """Start to record the rest of the call after ``done`` ops, until ``stack`` is closed.
+        """Record the rest of the call after ``done`` ops, until ``stack`` is closed.
 
-        None if that is not possible. Without this everything that follows would be held, and the
-        call that differs would be the one that runs out of memory.
+        Returns None if that is not possible: then everything saved from here on is held.
         """
         query: PolicyCall | ScheduleQuery
         if isinstance(self.policy, NamedSchedule):
             query = ScheduleQuery(self.policy, self.function, self.remat.graph.ops[:done])
         elif rulebook_of(self.policy).modules:
-            return None  # it is not known which modules are being called
+            return None  # the modules entered before are unknown
         else:
             query = PolicyCall(self.policy, checks=False)
         rest = Rematerializer(self.remat.offload_batch, self.remat.flags)
-        # The rest hardly ever starts from an input, and then that was offloaded before.
+        # Inputs are rarely read again in the rest, and are already offloaded then.
         recorder = Recorder(rest, query, False, self.remat)
         if self.report is not None:
             self.report.rest = rest
@@ -342,5 +352,5 @@ def _warn_of_fallback(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warn_user(
-            f"engine='replay' does not support {reason}: the region is run by the rerun engine"
+            f"engine='replay' does not support {reason}: the region falls back to the rerun engine"
         )

@@ -1,10 +1,9 @@
-"""The functions of torch that a region calls, which later calls are compared with.
+"""Calls of torch functions in a region, which later calls are compared with.
 
-A `FunctionCall` is one call. Tensors among its arguments are known by number, in the order in
-which they are first seen, whether a function made them or they come from outside. All other
-arguments are constants. If every function so far was called with the same constants and the same
-tensors, and the tensors from outside have the same metadata, then the ops that ran and the tensors
-that autograd saved are those of the recording.
+Tensors among the arguments of a `FunctionCall` have numbers, in the order in which they are first
+seen. All other arguments are constants. If every function so far got the same constants and the
+same tensors, and outside tensors have the same metadata, then the ops that ran and the tensors that
+autograd saved are those of the recording.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch.backends import opt_einsum
 
 from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
-from recollect._torch.tensors import is_plain_tensor, same_looks, version_of
+from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
 from recollect.state.rng import HAS_ACCELERATOR
 
@@ -47,7 +46,6 @@ __all__ = [
     "is_comparable",
     "metadata_of",
     "same_constant",
-    "tensors_in",
 ]
 
 _Tensor = torch.Tensor
@@ -60,7 +58,7 @@ if HAS_ACCELERATOR:
 
 
 def casts() -> Any:
-    """By type of device: whether autocast is on, and its dtype; None if it is off everywhere."""
+    """The autocast state: by device type, whether it is on and its dtype; None if it is off."""
     if not any_autocast_enabled():
         return None
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
@@ -95,7 +93,7 @@ def flatten(value: Any, leaves: list[Any]) -> Any:
     return None
 
 
-#: The metadata by which a tensor from outside is compared with the one of the recording.
+#: The metadata by which outside tensors are compared.
 Metadata = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
@@ -114,16 +112,14 @@ class OutsideTensor:
 
     number: int
     metadata: Metadata
-    #: None if it shares the storage of an earlier tensor.
+    #: None if it shares the storage of an earlier outside tensor.
     value: RecordedValue | None = None
-    #: The number of a tensor that a function returned and whose storage this is on, by a way that
-    #: was not seen.
+    #: The number of a returned tensor whose storage it shares, by unseen code.
     host: int | None = None
-    #: The number of an earlier outside tensor on the same storage, and by how many bytes this
-    #: begins after it.
+    #: The number of an earlier outside tensor on the same storage, and the offset from it in bytes.
     twin: tuple[int, int] | None = None
-    #: A fast test that may say no to a tensor which is alike. Known after the first that is.
-    is_surely_like: Callable[[Any], bool] = _unknown
+    #: A fast test, which may reject a matching tensor. Made from the first that matches.
+    quick_test: Callable[[Any], bool] = _unknown
 
     def is_like(self, tensor: Any) -> bool:
         """Whether ``tensor`` has the metadata of the recorded one."""
@@ -133,7 +129,7 @@ class OutsideTensor:
             or metadata_of(tensor) != self.metadata
         ):
             return False
-        self.is_surely_like = same_looks(tensor)
+        self.quick_test = metadata_test(tensor)
         return True
 
 
@@ -141,12 +137,12 @@ class OutsideTensor:
 class PackedTensor:
     """A tensor that autograd saved."""
 
-    #: How to recompute it; None: autograd holds it.
+    #: How to recompute it; None if autograd holds it.
     view: View | None
-    #: If it was saved outside of all functions: its number, and how often it was written to.
+    #: If saved outside of all functions: its number, and how often it was written to.
     number: int | None = None
     writes: int | None = None
-    #: The number of its storage, if the region made that.
+    #: The number of its storage, if the region allocated it.
     storage: int | None = None
 
 
@@ -167,23 +163,23 @@ class FunctionCall:
     keys: list[str] | None = None
     arity: int = 0
     form: list[Any] | None = None
-    #: Of the tensors in them, by place: the number, and how often it was written to since it was
-    #: first seen; None if torch does not count that.
+    #: Tensors among them, by place: the number, and how often it was written to since it was first
+    #: seen; None if torch does not count.
     tensors: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int | None] = field(default_factory=dict)
-    #: The constants in them that can be compared, by place.
+    #: Constants among them that can be compared, by place.
     constants: dict[int, Any] = field(default_factory=dict)
     #: The number of the first value that it makes.
     first_value: int = 0
     #: The function, if it is not torch's own. A custom op should run no op but itself.
     own: Any = None
-    #: Whether another call may run other ops, though everything that is compared is the same.
+    #: Whether another call may run other ops although everything compared is the same.
     is_opaque: bool = False
     packed: list[PackedTensor] = field(default_factory=list)
-    #: The numbers of the tensors that it returns, and the view that each is.
+    #: The returned tensors: their numbers and views.
     outs: list[int] = field(default_factory=list)
     returns: list[View | None] = field(default_factory=list)
-    #: The numbers of the arguments that it writes to, and the view that each is afterwards.
+    #: The arguments that it writes to: their numbers, and their views afterwards.
     changed: list[tuple[int, View]] = field(default_factory=list)
     #: Whether it changes the metadata of a tensor in place, which counts as a write.
     changes_metadata: bool = False
@@ -290,15 +286,6 @@ def equal_type(value: Any) -> type:
     return kind if is_enough else _NoType
 
 
-def tensors_in(out: Any) -> list[_Tensor]:
-    """The tensors that a function returns, in lists and tuples too."""
-    if isinstance(out, _Tensor):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [tensor for each in out for tensor in tensors_in(each)]
-    return []
-
-
 def _getters(*names: str) -> set[Any]:
     return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
 
@@ -307,9 +294,9 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
 
 
-#: Functions that are not recorded. They read metadata, which follows from that of the tensors
-#: before. The grad mode is compared at every function instead of here: the garbage collector may
-#: close a generator at any time, and with it a `torch.no_grad`.
+#: Functions that are not recorded: they read metadata, which is the same if all earlier functions
+#: were. Grad mode is compared at every function instead: the garbage collector may close a
+#: generator, and with it a `torch.no_grad`, at any time.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
@@ -326,7 +313,7 @@ METADATA: frozenset[Any] = frozenset(
     | {torch.is_floating_point, torch.is_complex, torch.numel, set_grad_enabled}
 )
 
-#: Functions that expose the storage of a tensor: others can read and write it unseen.
+#: Functions that give unseen code access to the storage of a tensor.
 EXPOSING: frozenset[Any] = frozenset(
     _methods(
         *("data_ptr", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage"),
@@ -355,7 +342,7 @@ UNREADABLE_IF_PACKED: frozenset[Any] = frozenset(
     {getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 )
 
-#: Functions that heed none of the switches which only special ops heed (see ``state.flags``).
+#: Functions that depend on the usual flags only (see ``state.flags``).
 USUAL: frozenset[Any] = frozenset(
     {
         getattr(namespace, name)
@@ -370,7 +357,7 @@ USUAL: frozenset[Any] = frozenset(
     }
 )
 
-#: Functions that write to lists of tensors. Torch computes wrong gradients for views among them
+#: Functions that write to lists of tensors. For views among them, torch computes wrong gradients
 #: under any dispatch mode.
 WRONG_IN_MODES: frozenset[Any] = frozenset(
     function

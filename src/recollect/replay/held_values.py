@@ -1,4 +1,7 @@
-"""What one call of a region holds from forward to backward, on the device or in a store."""
+"""The values that one call of a region holds until backward, on the device or in a store.
+
+Copy-on-write is here: `HeldTensor.before_write` copies a held tensor before an in-place write.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 __all__ = ["HeldTensor", "HeldValues", "Ticket", "hold_for_good"]
 
-#: Stands in the autograd graph for a saved tensor: the tensor if it is held, its version, and if it
-#: is not held the view that it is. A list, since one is made for each saved tensor of a model.
+#: Replaces a saved tensor in the autograd graph: the tensor if it is held, its version, and if it
+#: is not held the view to recompute it by. A list because it is fast to make.
 Ticket = list[Any]
 
 
 def hold_for_good(ticket: Ticket) -> None:
-    """Have a ticket hold its tensor until the autograd graph is freed.
+    """Hold a ticket's tensor until the autograd graph is freed.
 
-    Without history: that of a result is the node that saves it, and the two would hold each other
-    where the garbage collector does not look.
+    Detached: a result's grad_fn is the node that saves it, a cycle that the garbage collector does
+    not see.
     """
     ticket[0] = without_graph(ticket[0])
 
@@ -61,10 +64,10 @@ class HeldTensor:
         del self.tensor
 
     def before_write(self) -> None:
-        """The storage is about to be written to, or may be: hold a copy."""
+        """Copy-on-write: hold a copy, because the storage is about to be written to."""
         if self.away is not None:
             self.away.before_write()
-        elif self.is_unchanged():  # else there was an unseen write: backward raises
+        elif self.is_unchanged():  # else backward raises
             self.tensor = copy_of_storage(self.tensor)
             self.version = version_of(self.tensor)
 
@@ -73,14 +76,14 @@ class HeldTensor:
         return self.away is None and version_of(self.tensor) == self.version
 
     def count_version(self) -> None:
-        """Take the present version as unchanged: the writes until now were known."""
+        """Accept the current version: the writes so far were known."""
         if self.away is None:
             self.version = version_of(self.tensor)
         else:
             self.away.count_version()
 
     def get(self, own: Layout, is_guarded: bool) -> torch.Tensor:
-        """The tensor of the layout ``own``. ``is_guarded``: raise if it has been changed."""
+        """The tensor in layout ``own``. ``is_guarded``: raise if it has been changed."""
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
         tensor = self.tensor
@@ -90,18 +93,18 @@ class HeldTensor:
 
 
 class HeldValues:
-    """The values of ``graph`` that a call holds, and what it dropped instead of others."""
+    """The values of ``graph`` that a call holds, and the tickets of the tensors it dropped."""
 
     def __init__(self, graph: RecordedGraph, offload_batch: OffloadBatch) -> None:
         self.graph = graph
         self.offload_batch = offload_batch
         #: By number of the value.
         self.kept: dict[int, HeldTensor] = {}
-        #: These in the order in which they were kept, each with the number of tickets before.
+        #: In the order in which they were kept, each with the number of tickets before it.
         self._order: list[tuple[int, int]] = []
-        #: The state of the generator, by number of the op that drew from it.
+        #: Generator states, by number of the op that drew.
         self.states: dict[int, torch.Tensor] = {}
-        #: Of saved tensors that are not held.
+        #: The tickets of saved tensors that are not held.
         self.tickets: list[Ticket] = []
 
     def keep(
@@ -109,7 +112,7 @@ class HeldValues:
     ) -> HeldTensor:
         """Hold ``value``; ``tensor`` is a view of it.
 
-        The tensor must have no history, which would lead back to this.
+        The tensor must be detached: its graph would lead back to this object.
         """
         held = self.kept[value.number] = HeldTensor(tensor, layout, version_of(tensor))
         self._order.append((value.number, len(self.tickets)))
@@ -118,32 +121,32 @@ class HeldValues:
         return held
 
     def send(self, value: RecordedValue) -> None:
-        """Offload what is held of ``value``, if it still is and can be."""
+        """Offload ``value``, if it is still held and fills its storage."""
         held = self.kept.get(value.number)
         if held is not None and held.away is None and is_whole(value.layout, value.nbytes):
             held.send(self.offload_batch, value.layout)
 
     def release_last(self) -> None:
-        """Release the value that was kept just now after all others: older tickets need it."""
+        """Release the value kept last after all others, because older tickets need it."""
         number, _ = self._order.pop()
         self._order.insert(0, (number, 0))
 
     # --- writes -----------------------------------------------------------------------------------
 
     def held_of(self, tensor: torch.Tensor) -> list[HeldTensor]:
-        """What is held on the storage of ``tensor``, or was offloaded from there."""
+        """The held tensors on the storage of ``tensor``, or offloaded from it."""
         storage = memory_key(tensor)
         if storage is None:
             return []
         return [each for each in self.kept.values() if each.storage == storage]
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """Copy what is held on the storage of ``tensor``, which is about to be written to."""
+        """Before an in-place write to ``tensor``: copy all held tensors on its storage."""
         for held in self.held_of(tensor):
             held.before_write()
 
     def before_overwrite(self, value: RecordedValue) -> None:
-        """The held ``value`` is about to be overwritten: copy it if it is needed."""
+        """Before an in-place write to a held ``value``: copy it if needed, else free it."""
         held = self.kept[value.number]
         if held.away is not None or value.is_wanted:
             held.before_write()
@@ -151,7 +154,7 @@ class HeldValues:
             del self.kept[value.number]
 
     def after_overwrite(self, value: RecordedValue) -> None:
-        """An unseen write has changed ``value``: recompute it, or raise if that is impossible."""
+        """An unseen write has changed ``value``: backward recomputes it, or raises."""
         held = self.kept.get(value.number)
         if held is None or held.away is not None:
             return
@@ -162,9 +165,9 @@ class HeldValues:
             held.version = -1  # `HeldTensor.get` raises
 
     def before_metadata_change(self, tensor: torch.Tensor) -> list[HeldTensor]:
-        """The metadata of ``tensor`` is about to be changed in place, which counts as a write.
+        """Before an in-place change of the metadata of ``tensor``, which counts as a write.
 
-        Returns the held tensors whose version has to be read again afterwards.
+        Returns the held tensors whose versions must be read again afterwards.
         """
         held = self.held_of(tensor)
         for each in held:
@@ -173,7 +176,7 @@ class HeldValues:
         return [each for each in held if each.is_unchanged()]
 
     def copy_outputs(self, saved: Container[int]) -> None:
-        """Copy held outputs of the region, since the user may change them; not the ``saved``."""
+        """Copy held outputs, which the user may change; not the ``saved`` ones."""
         for number, held in self.kept.items():
             value = self.graph.values[number]
             must_stay = number in saved and value.unsure is None
@@ -183,7 +186,7 @@ class HeldValues:
     # --- release ----------------------------------------------------------------------------------
 
     def release_unneeded(self) -> None:
-        """After a call that was recorded: release what no saved tensor needs."""
+        """After a recorded call: free values that no saved tensor needs."""
         saved = [ticket[2].value.number for ticket in self.tickets]
         needs = find_needs(self.graph, saved, self.kept)
         self._order = needs.order

@@ -1,4 +1,4 @@
-"""Why a call holds values, and why other ops run again: read from its recorded graph."""
+"""Why a call holds a value, and why an op runs again, for `recollect.explain`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["HoldReasons"]
 
 _MUST = "must keep: "
 
-#: An op that is not to be run again, and why.
+#: An op that must not run again, and why.
 _Source = tuple[RecordedOp, str]
 
 
 class HoldReasons:
-    """Of one call. ``stopped``: why the recording ends before the call does, if so."""
+    """The reasons of one call. ``stopped``: why its recording ends early, if so."""
 
     def __init__(self, remat: Rematerializer, policy: Policy | None, stopped: str | None) -> None:
         self._graph = remat.graph
         self._kept = frozenset(remat.kept)
         self._has_policy = policy is not None
         self._titles = {rule.title for rule in (() if policy is None else policy.rules)}
-        #: Of what is held for no reason of its own.
+        #: For values without a reason of their own.
         self.other = _MUST + (stopped or "opaque")
         #: The ops that do not run again because a result computed from theirs is held.
         self._replaced: set[int] = set()
         saved = [ticket[2].value.number for ticket in remat.tickets]
         uses = find_needs(self._graph, saved, self._kept).uses
         self._again = {
-            b.storage for b in self._graph.values if uses[b.number] and b.number not in self._kept
+            v.storage for v in self._graph.values if uses[v.number] and v.number not in self._kept
         }
 
     def holding(self, value: RecordedValue) -> str:
@@ -59,7 +59,7 @@ class HoldReasons:
         return f"{reason}, but it has to run again" if op.ruling.keeps else reason
 
     def leaving_out(self, op: RecordedOp) -> str | None:
-        """Why the results of ``op`` are not held, though a rule says so; after all of `holding`."""
+        """Why results of ``op`` are not held although a rule says so. Call `holding` before."""
         if op.keep not in self._titles:
             return None
         is_replaced = op.number in self._replaced
@@ -67,7 +67,7 @@ class HoldReasons:
         return f"{op.keep}, but {why}"
 
     def _sources(self, value: RecordedValue) -> list[_Source]:
-        """The ops that are not run again thanks to ``value``: its own, or those it stems from."""
+        """The ops that need not run again because ``value`` is held."""
         ops = self._graph.sources(value.number, self._kept, self._why_not_again)
         return [(op, str(self._why_not_again(op))) for op in ops]
 

@@ -1,4 +1,4 @@
-"""While a region is recorded: which storages there are, and which value each holds."""
+"""Tracks the storages of a region while it is recorded, and the value in each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["OPAQUE", "MemoryTracker", "RecordedStorage", "start_of"]
 
 _Tensor = torch.Tensor
 
-#: Why a value is kept that another call may compute differently, or that no op was seen to make.
+#: Why a value is kept: another call may compute it differently, or no recorded op made it.
 OPAQUE = "opaque"
 
 
@@ -47,24 +47,24 @@ def start_of(tensor: _Tensor) -> int:
 
 @dataclass(eq=False, slots=True)
 class RecordedStorage:
-    """A storage, the value that it holds now, and the offset of the first tensor seen of it."""
+    """A storage, its current value, and the offset of the first tensor seen on it."""
 
     storage: ReferenceType[Any]
     value: RecordedValue
     start: int
     #: The number of the tensor by which it was first seen, if the region did not make it.
     outside: int | None
-    #: Whether the first tensor seen of it has the same offset in every call.
+    #: Whether the first tensor seen on it has the same offset in every call.
     is_placed: bool = False
     #: The numbers of the tensors on it.
     tensors: list[int] = field(default_factory=list)
-    #: The numbers of those that autograd saved, each with its version and its value at the time.
+    #: The numbers of the saved ones, each with its version and value when it was saved.
     saved: list[tuple[int, int, RecordedValue]] = field(default_factory=list)
-    #: Whether there is a tensor from ``.data``, by which to write to it unnoticed by autograd.
+    #: Whether a ``.data`` tensor exists: autograd does not notice writes through it.
     has_data: bool = False
-    #: Whether somebody unseen can write to it.
+    #: Whether code that the engine cannot see may write to it.
     is_exposed: bool = False
-    #: Whether a custom function that is still running will count its last write once more.
+    #: Whether a running custom function will count its last write once more.
     counts_late: bool = False
 
     @property
@@ -77,8 +77,8 @@ class MemoryTracker:
     """The state that the two modes which record a call share.
 
     Args:
-        remat: What the call holds.
-        earlier: What the first part of the call holds, if only the rest is recorded.
+        remat: Holds the call's values.
+        earlier: Holds the values of the first part of the call, if only the rest is recorded.
     """
 
     def __init__(self, remat: Rematerializer, earlier: Rematerializer | None) -> None:
@@ -91,29 +91,29 @@ class MemoryTracker:
         self._seen: list[int | None] = []
         #: The function that is running.
         self.call: FunctionCall | None = None
-        #: Whether it runs under autocast, which ops cannot tell.
+        #: Whether it runs under autocast, which ops do not show.
         self.is_casting = False
         #: Its flags, if they differ from those of the region.
         self.flags: Flags | None = None
         #: Why nothing is recorded any more, and everything is held.
         self.stopped: str | None = None
-        #: While ops run that are not the region's.
+        #: Whether the ops that run now are not the region's.
         self.paused = False
-        #: While an op of the region runs: below autograd, and before its writes are counted.
+        #: Whether an op of the region is running: below autograd, before its writes are counted.
         self.is_in_op = False
         #: Whether the region writes to a storage that it did not make.
         self.writes_outside = False
-        #: The storages that the function has written to, or that it has changed a view of.
+        #: The storages that the function wrote to, or changed a view of.
         self.written: set[RecordedStorage] = set()
         #: The tensors that the region did not make, by number.
         self.outsides: dict[int, OutsideTensor] = {}
-        #: The storages that an opaque function has made so far. Only what it returns can be read.
+        #: The storages that the running opaque function made. Later code sees only those it
+        #: returns.
         self.inner: set[RecordedStorage] = set()
         self._storages: dict[int, RecordedStorage] = {}
         #: Held tensors whose last write may not have been counted yet.
         self._new: list[HeldTensor] = []
-        #: Values to offload when the function is over, and how many of those offloaded before are
-        #: freed then.
+        #: Values to offload when the function ends, and how many offloaded tensors to free then.
         self._leaving: list[RecordedValue] = []
         self.arrivals = 0
 
@@ -140,7 +140,7 @@ class MemoryTracker:
         self.stop(unsupported_tensor(tensor))
 
     def number(self, tensor: _Tensor, storage: RecordedStorage | None) -> int:
-        """Give ``tensor``, which is on ``storage`` if that is known, the next number."""
+        """Give ``tensor`` on ``storage`` (None if unknown) the next number."""
         number = self.numbers.add(tensor)
         self._storage_of.append(storage)
         self._seen.append(self.numbers.versions[number])
@@ -151,7 +151,7 @@ class MemoryTracker:
     def argument(self, tensor: _Tensor, *, offloads: bool) -> int:
         """The number of ``tensor``, an argument of a function; -1 if it is not supported.
 
-        ``offloads``: offload it if it is an input of the region that an op has made.
+        ``offloads``: offload it if it is an activation that the region gets as an input.
         """
         number = self.numbers.number_of(tensor)
         if number is not None:
@@ -176,7 +176,7 @@ class MemoryTracker:
         elif storage.outside is not None:
             outside.twin = (storage.outside, start_of(tensor) - storage.start)
         else:
-            # Made by something unseen, on a storage that is known.
+            # A new tensor on a known storage, made by unseen code.
             storage.value.unsure = OPAQUE
             storage.is_exposed = True
             alive = (n for n in storage.tensors if self.numbers.tensors[n]() is not None)
@@ -214,7 +214,7 @@ class MemoryTracker:
             ref(untyped), value, start, outside
         )
         if not untyped.resizable() and not isinstance(tensor, nn.Parameter):
-            # Not allocated by torch: perhaps an array of numpy, by which others can write to it.
+            # Not allocated by torch: perhaps shared with a numpy array, which others can write to.
             storage.is_exposed = True
             value.unsure = OPAQUE
         return storage
@@ -222,8 +222,8 @@ class MemoryTracker:
     def locate(self, tensor: _Tensor) -> RecordedStorage | None:
         """The storage of ``tensor``; None if that is not supported.
 
-        A storage that is not known is added. No op has made it: perhaps it is that of a weight
-        which autocast had cast before.
+        An unknown storage is added. No recorded op made it: perhaps autocast did, when it cast a
+        weight.
         """
         storage = self.storage(tensor)
         if storage is not None:
@@ -243,7 +243,7 @@ class MemoryTracker:
         return storage
 
     def view(self, tensor: _Tensor) -> View | None:
-        """The view that ``tensor`` is; None if it is not supported."""
+        """The view for ``tensor``; None if it is not supported."""
         storage = self.locate(tensor)
         return None if storage is None else self.view_in(storage, tensor)
 
@@ -263,7 +263,7 @@ class MemoryTracker:
     # --- changes ----------------------------------------------------------------------------------
 
     def before_change(self, storage: RecordedStorage) -> None:
-        """``storage`` is about to be written to: copy what is held of it and still needed."""
+        """Copy-on-write: before a write to ``storage``, copy its held value if still needed."""
         self._note_change(storage)
         if storage.value.number in self.remat.kept:
             with self.pause():
@@ -272,17 +272,17 @@ class MemoryTracker:
     def _note_change(self, storage: RecordedStorage) -> None:
         self.writes_outside |= storage.is_outside
         if storage.value.op < 0:
-            # A later call could hold it, but would not copy it before the write.
+            # A checked call would not copy it before the write.
             storage.value.unsure = storage.value.unsure or "changed later"
 
     def _note_unseen(self, storage: RecordedStorage) -> None:
-        """Somebody unseen has written to ``storage``, or may."""
+        """Unseen code wrote to ``storage``, or may do so."""
         storage.is_exposed = True
         storage.value = self.graph.after(storage.value)
         storage.value.unsure = OPAQUE
 
     def before_write(self, tensor: _Tensor) -> RecordedStorage | None:
-        """``tensor`` is about to be written to: copy what is held of it and still needed."""
+        """Copy-on-write: before a write to ``tensor``, copy its held value if still needed."""
         self.protect(tensor)
         storage = self.storage(tensor)
         if storage is not None:
@@ -290,9 +290,9 @@ class MemoryTracker:
         return storage
 
     def protect(self, tensor: _Tensor) -> None:
-        """``tensor`` is about to be written to: copy held tensors that nobody else copies.
+        """Before a write to ``tensor``, copy held tensors that `before_change` does not know of.
 
-        These are tensors of the earlier part of the call, and all once nothing is recorded.
+        These are tensors of the earlier part of the call, and all tensors once recording stopped.
         """
         if self.paused:
             return
@@ -304,31 +304,30 @@ class MemoryTracker:
             if self.stopped is not None:
                 self.remat.before_write(tensor)
 
-    def settle(self) -> None:
-        """A function is over: find what its writes have spoilt, and what of its own is lost."""
+    def find_lost_values(self) -> None:
+        """A function is over: find values that its writes made stale, or that are gone with it."""
         for storage in self.inner:
             if storage.value.number not in self.remat.kept:
                 storage.value.unsure = OPAQUE
         self.inner.clear()
         for storage in self.written:
-            self._note_spoilt(storage)
+            self._mark_stale(storage)
             held = self.remat.kept.get(storage.value.number)
             if held is not None and storage.counts_late:
                 self._new.append(held)  # a custom function counts its writes when it is over
         self.written.clear()
 
-    def _note_spoilt(self, storage: RecordedStorage) -> None:
-        """After a write: find the saved tensors that autograd would refuse to use now."""
+    def _mark_stale(self, storage: RecordedStorage) -> None:
+        """After a write: mark the saved values that autograd would refuse to use now."""
         for number, version, value in storage.saved:
             tensor = self.numbers.tensors[number]()
             if not value.is_last and tensor is not None and tensor._version != version:
-                value.is_spoilt = True
+                value.is_stale = True
 
     def find_changes(self, tensor: _Tensor, number: int) -> None:
-        """Look for writes to ``tensor`` by no op that was seen.
+        """Look for unseen writes to ``tensor``, by another thread or by compiled code.
 
-        Another thread may have written, or compiled code. The value before is gone: if it cannot be
-        recomputed, backward raises.
+        The old value is gone: if it cannot be recomputed, backward raises.
         """
         before, version = self._seen[number], version_of(tensor)
         if version == before or (storage := self.storage(tensor)) is None:
@@ -341,23 +340,23 @@ class MemoryTracker:
         self._note_change(storage)
         self.remat.after_overwrite(storage.value)
         self._note_unseen(storage)
-        self._note_spoilt(storage)
+        self._mark_stale(storage)
 
     def _count_versions(self, storage: RecordedStorage) -> None:
-        """Note that all writes to ``storage`` so far were seen."""
+        """Count all writes to ``storage`` so far as seen."""
         for number in storage.tensors:
             tensor = self.numbers.tensors[number]()
             if tensor is not None:
                 self._seen[number] = version_of(tensor)
 
     def note_place(self, tensor: _Tensor) -> None:
-        """A view of ``tensor`` is made whose offset counts from the beginning of the storage."""
+        """A view with an absolute storage offset is made of ``tensor``."""
         storage = self.locate(tensor)
         if storage is not None and self.call is not None and not storage.is_placed:
             self.call.is_opaque = True
 
     def expose(self, tensor: _Tensor) -> None:
-        """Somebody unseen gets access to the storage of a tensor, and may write to it."""
+        """Unseen code gets access to the storage of ``tensor``, and may write to it."""
         storage = self.before_write(tensor)
         if storage is not None:
             self._note_unseen(storage)
@@ -373,7 +372,7 @@ class MemoryTracker:
             self._leaving.append(view.value)
 
     def note_metadata_change(self, tensor: _Tensor) -> None:
-        """The metadata of ``tensor`` is changed in place. That counts as a write, but is none."""
+        """The metadata of ``tensor`` changes in place. Torch counts that as a write."""
         if self.call is not None:
             self.call.changes_metadata = True
         storage = self.storage(tensor)
@@ -383,10 +382,10 @@ class MemoryTracker:
             self._new += [] if remat is None else remat.before_metadata_change(tensor)
 
     def end_function(self) -> None:
-        """Offload what is to be offloaded, and free what has arrived.
+        """Start pending offloads, and free tensors whose copies are done.
 
-        Only when a function is over its writes have been counted: before, a store would take them
-        for changes to the tensors that it was given.
+        Not before the function ends: until then its writes are not counted, and a store would take
+        them for changes to its tensors.
         """
         for held in self._new:
             held.count_version()

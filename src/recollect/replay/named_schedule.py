@@ -1,8 +1,7 @@
-"""A schedule by the names of ops: what a plan is, and what the engine plays (P6).
+"""A schedule by op names: what a plan stores, and what the engine plays (P6).
 
-A policy decides by the kind of an op; a plan decides for each op of the model. The key by which it
-is found in another call, perhaps with other shapes, is the module that runs it, its name, and how
-many ops of that name the module had run before.
+The key of an op is the same in every call, whatever the shapes: the module that runs it, its name,
+and how many ops of that name the module has run before.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _Results = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Alike:
-    """Finds the planned op that is most like one that was not in the planned step.
+    """Finds a similar planned op for one that was not in the planned step.
 
-    A loop that runs longer calls the same ops once more, and a layer that was skipped is like its
-    neighbours. ``counts``: by key without its number, how many such ops were planned.
+    A longer loop calls the same ops once more, and a skipped layer is like its neighbours.
+    ``counts``: by key without its number, how many such ops were planned.
     """
 
     def __init__(self, counts: Mapping[str, int]) -> None:
@@ -48,7 +47,7 @@ class Alike:
         self._forms = {_form(start): start for start in reversed([*counts])}
 
     def of(self, key: str) -> str:
-        """``key`` if it was planned, else the key of a planned op like it if there is one."""
+        """``key`` if it was planned, else the key of a similar planned op if there is one."""
         start, _, number = key.rpartition("|")
         count = self._counts.get(start)
         if count is None:
@@ -76,12 +75,12 @@ class NamedSchedule:
     Args:
         kept: The results that stay on the device.
         away: The results that are offloaded.
-        arrivals: Keys of ops, each with how many of the tensors that were offloaded first are freed
-            when its function is over.
+        arrivals: Keys of ops, each with how many offloaded tensors, the oldest first, are freed
+            when its function ends.
         limit: As in `Schedule`, like the next two.
         modules: As in `Schedule`.
-        regions: As in `Graph`.
-        prefix: Of the region that it is a part for (see `within`); empty: for the whole model.
+        units: As in `Graph`.
+        prefix: Of the unit that it is a part for (see `within`); empty: for the whole model.
         alike: Finds the planned op for one that was not in the planned step.
     """
 
@@ -92,22 +91,24 @@ class NamedSchedule:
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
-    regions: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
     prefix: str = ""
     alike: Alike | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graph: Graph, schedule: Schedule, alike: Alike | None = None) -> NamedSchedule:
-        """The same as ``schedule``, which is for ``graph``."""
-        wanted = _wanted(graph, schedule)
+    def of(
+        cls, graph: Graph, schedule: Schedule, alike: Alike | None = None, region: int = 0
+    ) -> NamedSchedule:
+        """The same as ``schedule``, which is for ``graph``: its part for one region."""
+        wanted, ops = _wanted(graph, schedule), graph.ops_of(region)
 
         def results(numbers: frozenset[int]) -> _Results:
             found: dict[str, tuple[int, ...]] = {}
-            for number in sorted(numbers):
+            for number in sorted(numbers.intersection(ops)):
                 op = graph.ops[number]
                 places = zip(op.makes, op.places, strict=True)
                 found[op.key] = tuple(place for value, place in places if value in wanted)
-            found.pop("", None)  # an op that cannot be named has its results kept anyway
+            found.pop("", None)  # results of ops without a key are kept anyway
             return tuple(found.items())
 
         arrivals = simulate(graph, schedule).arrivals
@@ -119,21 +120,24 @@ class NamedSchedule:
             schedule.ahead,
             schedule.begin,
             schedule.modules,
-            tuple(graph.regions),
+            graph.units,
             alike=alike,
         )
 
-    def schedule_in(self, graph: Graph) -> Schedule:
-        """The schedule for another graph of the same model."""
-        numbers = {op.key: number for number, op in enumerate(graph.ops) if op.can_keep}
-        kept = frozenset(n for key, n in numbers.items() if key and self._kept_as(key) is not None)
-        away = frozenset(numbers[key] for key in self._away if key in numbers)
-        if graph.link is None:  # it is where there is no other memory to offload to
+    def schedule_in(self, graph: Graph, regions: Iterable[int] | None = None) -> Schedule:
+        """The schedule for another graph of the same model, and for some of its regions."""
+        numbers: Iterable[int] = range(len(graph.ops))
+        if regions is not None:
+            numbers = [number for region in regions for number in graph.ops_of(region)]
+        keys = {n: graph.ops[n].key for n in numbers if graph.ops[n].can_keep}
+        kept = frozenset(n for n, key in keys.items() if key and self._kept_as(key) is not None)
+        away = frozenset(n for n, key in keys.items() if key in self._away)
+        if graph.link is None:  # there is no host memory to offload to
             return Schedule(kept | away, modules=self.modules)
         return Schedule(kept - away, away, self.limit, self.ahead, self.begin, self.modules)
 
     def to_json(self) -> dict[str, Any]:
-        """What is written to a file."""
+        """The content for a JSON file."""
         content = asdict(replace(self, alike=None))
         del content["alike"]
         return content
@@ -141,16 +145,16 @@ class NamedSchedule:
     # --- for the engine ---------------------------------------------------------------------------
 
     def within(self, path: str, call: int) -> NamedSchedule:
-        """The part of it for a call of the region at ``path``: so many came before it in forward.
+        """The part of it for a call of the unit at ``path``: so many came before it in forward.
 
-        The keys of its ops begin with the path of the region, and with the number of the call if
+        The keys of its ops begin with the path of the unit, and with the number of the call if
         that is not the first. The same object every time.
         """
         prefix = f"{path}@{call}" if call else path
         part = self._parts.get(prefix)
         if part is None:
             part = self._parts[prefix] = replace(self, prefix=prefix)
-            # Most of it is the same, and a model may have hundreds of regions.
+            # Most of it is the same, and a model may have hundreds of units.
             shared = {"_kept": self._kept, "_away": self._away, "_arrivals": self._arrivals}
             vars(part).update(shared, _hash=hash((self._hash, prefix)))
         return part
@@ -161,17 +165,17 @@ class NamedSchedule:
 
     @property
     def wrapped(self) -> tuple[str, ...]:
-        """The paths of the modules that are wrapped for it: checkpointed ones, and regions."""
-        return (*self.engines, *self.regions)
+        """The paths of the modules that are wrapped for it: checkpointed ones, and units."""
+        return (*self.engines, *self.units)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        # Once: recordings are found by it in every call.
+        # Cached: every call looks up its recording by it.
         about = (self.kept, self.away, self.arrivals, self.limit, self.begin, self.modules)
-        return hash((*about, self.regions, self.prefix))
+        return hash((*about, self.units, self.prefix))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
@@ -186,7 +190,7 @@ class NamedSchedule:
 
     @cached_property
     def engines(self) -> dict[str, str]:
-        """By path of a module that is checkpointed: its engine."""
+        """The engine of each checkpointed module, by path."""
         return dict(self.modules)
 
     @cached_property
@@ -198,11 +202,11 @@ class NamedSchedule:
         """Where results are offloaded to."""
         if not self.away:
             return None
-        # What is freed when is up to the schedule, and not to how fast copies are.
+        # The schedule decides when memory is freed, not the speed of copies.
         return HostStore(in_flight=self.limit, ahead=self.ahead, _polls=False)
 
     def _kept_as(self, key: str) -> frozenset[int] | None:
-        """The positions of the results that are kept of an op; None: it is recomputed."""
+        """The positions of an op's kept results; None if it is recomputed."""
         found = self._kept.get(key)
         if found is None and self.alike is not None:
             found = self._kept.get(self.alike.of(key))
@@ -268,7 +272,7 @@ class ScheduleQuery:
         pass
 
     def __exit__(self, *exc: object) -> None:
-        self.keep = None  # the autograd graph leads here by the hook that recorded it
+        self.keep = None  # the autograd graph may hold this object through its hooks
 
     def decide(self, op: RecordedOp, info: OpInfo) -> Ruling:
         """The decision for an op."""

@@ -1,4 +1,4 @@
-"""Recording the ops of a region."""
+"""Records the ops of a region, and the generator state before random ops such as dropout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
-from recollect.policy.op_info import OpInfo, op_info
+from recollect.policy.op_info import OpInfo, op_info, tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
-from recollect.replay.function_call import tensors_in
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
 from recollect.replay.named_schedule import ScheduleQuery
 from recollect.replay.recorded_graph import (
@@ -31,14 +30,14 @@ __all__ = ["OpRecorder"]
 
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
-#: Why the results of an op are kept that is not torch's.
+#: Why the results of an op of another library are kept.
 FOREIGN = "of another library"
-#: The storages that an op writes to, each with the argument by which it does.
+#: The storages that an op writes to, each with the argument through which it does.
 _Written = dict[RecordedStorage, _Tensor]
 
 
 class OpRecorder(DispatchMode):
-    """Records what each op reads, makes and writes, and holds what must not be recomputed."""
+    """Records what each op reads, makes and writes; holds results that must not be recomputed."""
 
     def __init__(self, tracker: MemoryTracker, query: PolicyCall | ScheduleQuery) -> None:
         super().__init__()
@@ -59,21 +58,20 @@ class OpRecorder(DispatchMode):
             return info.call(*args, **kwargs)
         if tracker.call is not None:
             return self._note(info, args, kwargs or {})
-        with no_function_modes():  # outside of functions, the recorder would see what follows
+        with no_function_modes():  # outside of functions, the recorder would see these calls
             return self._note(info, args, kwargs or {})
 
     def _note(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         tracker = self._tracker
         if info.unrecordable is not None:
-            # Recurrent layers of libraries make a new tensor a view of a storage that has all of
-            # their weights.
+            # Recurrent layers make a new tensor a view of the storage of all their weights.
             if not (info.sets_storage and not args[0].numel() and tracker.knows(args[1])):
                 tracker.stop(info.unrecordable)
             return info.call(*args, **kwargs)
         if info.runs_no_kernel:
             if (tracker.is_casting or tracker.call is None) and info.is_alias:
                 for tensor in tensors_in(args):
-                    tracker.locate(tensor)  # perhaps a cast weight, which views of it do not tell
+                    tracker.locate(tensor)  # perhaps a cast weight: its views do not show that
             if info.has_absolute_offset(args, kwargs):
                 tracker.note_place(args[0])
             if info.is_inplace_view:
@@ -81,7 +79,7 @@ class OpRecorder(DispatchMode):
             return info.call(*args, **kwargs)
         call = tracker.call
         if call is not None:
-            # The function reads a number into Python, which may differ in another call.
+            # The function reads a number into Python. Another call may read another one.
             call.is_opaque |= info.reads_number
             call.is_opaque |= call.own is not None and not is_form_of(info.op, call.own)
             call.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
@@ -164,7 +162,7 @@ class OpRecorder(DispatchMode):
         op.reads = [number for number in op.reads if number not in op.fresh]
 
     def _hold_saved(self, value: RecordedValue) -> None:
-        """An op writes to ``value`` unnoticed by autograd, which may have saved it."""
+        """Hold a saved tensor of ``value``: an op writes to it unnoticed by autograd."""
         call = self._tracker.call
         for pack in () if call is None else call.packed:
             if pack.view is not None and pack.view.value is value:
@@ -173,14 +171,14 @@ class OpRecorder(DispatchMode):
     # --- results ----------------------------------------------------------------------------------
 
     def _draw(self, op: RecordedOp, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
-        """Run an op that may draw random numbers."""
+        """Run an op that may draw random numbers, and save the generator's state before it."""
         generator = info.generator(args, kwargs) or _default_generator(args, kwargs)
         state = generator.get_state()
         out = info.call(*args, **kwargs)
         with no_dispatch_modes():
             is_unmoved = info.is_attention and torch.equal(generator.get_state(), state)
         if is_unmoved:
-            return out  # there is no dropout
+            return out  # attention without dropout
         op.generator = generator
         self._tracker.remat.states[op.number] = state
         if self._tracker.call is not None:
@@ -207,7 +205,7 @@ class OpRecorder(DispatchMode):
         if not insists and not info.is_function(args, kwargs):
             why_kept = FOREIGN
         if op.key is not None and why_kept is None:
-            return  # it may run again, for the results that are not held
+            return  # it may run again for results that are not held
         if ruling.keeps and info.can_be_kept:
             op.never_again(ruling.reason, ruling)
         elif why_kept is not None:
@@ -221,10 +219,10 @@ class OpRecorder(DispatchMode):
             old = storage.value
             lost = tracker.graph.maker_of(old) if old.number not in tracker.remat.kept else None
             if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
-                # The value before was held, and cannot be any longer.
+                # The old value was held, and is gone now.
                 op.never_again(lost.keep, lost.ruling)
             new = storage.value = tracker.graph.after(old)
-            old.is_spoilt |= storage.has_data or info.writes_uncounted
+            old.is_stale |= storage.has_data or info.writes_uncounted
             new.op = op.number
             op.writes.append((old.number, new.number))
             if storage.is_outside:
@@ -242,7 +240,7 @@ class OpRecorder(DispatchMode):
             known = tracker.storage(tensor)
             if known is not None:  # an argument, a view of one, or a view of another result
                 if op.keep == FOREIGN and not info.is_alias:
-                    # A storage of the library's own, which it has written to.
+                    # The library's own storage, which it has written to.
                     tracker.expose(tensor)
                 continue
             if not is_plain_tensor(tensor):
@@ -259,7 +257,7 @@ class OpRecorder(DispatchMode):
                 storage.value.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
-        """Keep a tensor that was given a name."""
+        """Keep a named tensor."""
         tracker = self._tracker
         storage = None if tracker.is_idle() else tracker.storage(tensor)
         if storage is not None:
@@ -270,13 +268,13 @@ class OpRecorder(DispatchMode):
             return
         op = tracker.graph.maker_of(storage.value)
         if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
-            return  # it is held anyway, or an earlier rule has it recomputed
+            return  # held anyway, or an earlier rule recomputes it
         if not op_info(op.op).can_be_kept:
             raise ValueError(
                 f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
                 "changed in place. Name the result of another op."
             )
-        # Its other results may be gone by now: after this call they are recomputed.
+        # Other results of the op may be gone by now: later calls recompute them.
         op.hold_results(ruling.reason, ruling)
         tracker.hold(tracker.view_in(storage, tensor), tensor, ruling)
         tracker.remat.release_last()
@@ -296,17 +294,14 @@ class OpRecorder(DispatchMode):
 
 
 def _holds(op: RecordedOp, result: int | None) -> bool:
-    """Whether a result of ``op`` is held: its position in ``makes``; None: one in place."""
+    """Whether a result of ``op`` is held: the one at this position in ``makes``; None: in place."""
     if op.keep is not None or op.planned is None:
         return op.keep is not None
     return result is None or result in op.planned
 
 
 def _picks_by_mask(info: OpInfo, args: _Args) -> bool:
-    """Whether the shape of the result depends on data, for an op whose may.
-
-    Indexing by integers does not, indexing by masks does.
-    """
+    """Whether the result's shape depends on data: it does for masks, not for integer indices."""
     if not info.is_index:
         return True
     masks = (torch.bool, torch.uint8)
@@ -314,7 +309,7 @@ def _picks_by_mask(info: OpInfo, args: _Args) -> bool:
 
 
 def _default_generator(args: _Args, kwargs: dict[str, Any]) -> torch.Generator:
-    """The generator of an op that was given none."""
+    """The generator that an op uses if it is given none."""
     tensors = tensors_in([*args, *kwargs.values()])
     where = kwargs.get("device") or (tensors[0].device if tensors else default_device_type())
     device = torch.device(where)

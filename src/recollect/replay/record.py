@@ -1,8 +1,8 @@
-"""Recording: the function runs once, under modes that write down what it does (R6).
+"""Records a call: the function runs once, under modes that record what it does (R6).
 
-One mode sees the functions of torch that are called, the other the ops that these run
-(`ops`). Saved-tensor hooks tell which values autograd saves. What must not run again is held at
-once, so that everything else can be dropped during forward.
+One mode sees the torch functions that are called, the other the ops that they run (`ops`).
+Saved-tensor hooks see the values that autograd saves. Results that must not be recomputed are held
+at once, so that everything else can be dropped during forward.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from recollect._torch.modes import (
 from recollect._torch.ops import is_of_torch, is_op_of_others
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor
+from recollect.policy.op_info import tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.replay.function_call import (
     EXPOSING,
@@ -39,7 +40,6 @@ from recollect.replay.function_call import (
     flatten,
     is_comparable,
     metadata_of,
-    tensors_in,
 )
 from recollect.replay.held_values import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
@@ -58,7 +58,7 @@ _DATA = _Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down one call of a region."""
+    """Records one call of a region."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Recorder(TorchFunctionMode):
         self._calls: list[FunctionCall] = []
         self._offload_inputs = offload_inputs
         self._is_planned = isinstance(query, ScheduleQuery)
-        #: What autograd has saved in the function that is running, each with its storage.
+        #: The tickets of the running function, each with the storage of its tensor.
         self._tickets: list[tuple[Ticket, RecordedStorage | None]] = []
         self._query = query
         self._op_recorder = OpRecorder(self._tracker, query)
@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         self._stack.__exit__(*exc)
 
     def finish(self, result: Any) -> Recording:
-        """After the call, which returned ``result``: release what nobody needs."""
+        """After the call, which returned ``result``: release values that backward does not need."""
         tracker, remat = self._tracker, self._remat
         remat.end(as_recorded=True)
         tracker.end_function()
@@ -107,12 +107,11 @@ class Recorder(TorchFunctionMode):
             storage = tracker.storage(leaf) if isinstance(leaf, _Tensor) else None
             if storage is not None:
                 storage.value.is_output = True
-                if storage.has_data:  # the user may change it without anybody's knowledge
+                if storage.has_data:  # the user may write to it unnoticed
                     storage.value.unsure = OPAQUE
                     remat.before_write(leaf)
         remat.release_unneeded()
-        # In a plan, outputs that autograd saved are not copied: there is no room for copies, and
-        # autograd raises if they are changed.
+        # A plan has no room for copies of saved outputs. Autograd raises if they are changed.
         remat.copy_outputs(set(saved_by(self._calls)) if self._is_planned else ())
         return Recording(
             tracker.graph,
@@ -152,7 +151,7 @@ class Recorder(TorchFunctionMode):
                     tracker.protect(tensor)
             return func(*args, **kwargs)
         tracker.end_function()
-        tracker.settle()  # ops that ran outside of functions
+        tracker.find_lost_values()  # ops that ran outside of functions
         values = (*args, *kwargs.values())
         if func in WRONG_IN_MODES:
             for tensor in tensors_in(values):
@@ -184,7 +183,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _begin(self, func: Any, args: _Args, values: _Args, keys: list[str]) -> FunctionCall:
-        """A function is about to run: write down its arguments."""
+        """Record the arguments of a function that is about to run."""
         tracker = self._tracker
         flags = read_flags()
         tracker.flags = None if flags == self._remat.flags else flags
@@ -192,8 +191,8 @@ class Recorder(TorchFunctionMode):
         call = FunctionCall(
             func, call_mode(func), (first, first), tracker.flags or self._remat.flags, keys or None
         )
-        # A mode that was entered inside the region may do anything, as may a function that reads
-        # data in Python.
+        # A mode entered inside the region may do anything, and so may a function that reads data in
+        # Python.
         call.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
         call.own = None if is_of_torch(func) else func
         leaves: list[Any] = []
@@ -222,7 +221,7 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _end(self, call: FunctionCall, out: Any, values: _Args) -> None:
-        """The function has returned: drop what autograd saved in it."""
+        """The function has returned: drop or hold its saved tensors."""
         tracker = self._tracker
         try:
             tracker.end_function()
@@ -235,7 +234,7 @@ class Recorder(TorchFunctionMode):
             self._give_up(call)
             return
         if len(call.draws) > 1:
-            # In later calls only the state of the generator before the function is known.
+            # Later calls know the generator's state before the function only.
             for op in call.draws:
                 op.later = "random, several draws in one function"
         returned = tensors_in(out)
@@ -252,13 +251,13 @@ class Recorder(TorchFunctionMode):
         for (ticket, storage), pack in zip(tickets, call.packed, strict=True):
             if pack.view is not None and storage is not None:
                 self._note_saved(storage, ticket[0], pack.view, returned)
-            self._settle(ticket, pack.view)
+            self._drop_or_hold(ticket, pack.view)
         if tracker.written:
             self._note_changed(call, values)
-        tracker.settle()
+        tracker.find_lost_values()
 
     def _give_up(self, call: FunctionCall) -> None:
-        """A function was not recorded to its end: hold what autograd saved in it."""
+        """A function was not recorded to its end: hold its saved tensors."""
         self._calls.remove(call)
         for ticket, _ in self._tickets:
             hold_for_good(ticket)
@@ -279,7 +278,7 @@ class Recorder(TorchFunctionMode):
                 tracker.expose(tensor)
 
     def _returned(self, tensor: _Tensor, storage: RecordedStorage, call: FunctionCall) -> View:
-        """The view that a returned tensor is."""
+        """The view of a returned tensor."""
         tracker = self._tracker
         value = storage.value
         view = tracker.view_in(storage, tensor)
@@ -296,7 +295,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Remember a saved tensor, to notice later writes to it."""
         tracker = self._tracker
-        # Autograd saves a result as another object than the one that is returned.
+        # Autograd saves a result as another tensor object than the one returned.
         for each in (tensor, *returned):
             number = tracker.numbers.number_of(each)
             if number is not None and (each is tensor or tracker.storage(each) is storage):
@@ -304,7 +303,7 @@ class Recorder(TorchFunctionMode):
                 return
 
     def _note_changed(self, call: FunctionCall, values: _Args) -> None:
-        """Note by which arguments a later call finds what the function has written to."""
+        """Record through which arguments the function wrote to which values."""
         tracker = self._tracker
         for tensor in tensors_in(values):
             number = tracker.numbers.number_of(tensor)
@@ -344,10 +343,10 @@ class Recorder(TorchFunctionMode):
         storage = _made_storage(tracker.storage(tensor))
         between.packed.append(PackedTensor(view, number, writes, storage))
         self._calls.append(between)
-        self._settle(ticket, view)
+        self._drop_or_hold(ticket, view)
 
     def _saved(self, tensor: _Tensor, storage: RecordedStorage | None) -> View | None:
-        """The view to recompute ``tensor`` by; None: autograd holds it."""
+        """The view to recompute ``tensor`` by; None if autograd holds it."""
         tracker = self._tracker
         if storage is None:
             if not is_plain_tensor(tensor):
@@ -365,8 +364,8 @@ class Recorder(TorchFunctionMode):
         storage.value.is_wanted = True
         return tracker.view_in(storage, tensor)
 
-    def _settle(self, ticket: Ticket, view: View | None) -> None:
-        """Drop a saved tensor that can be recomputed."""
+    def _drop_or_hold(self, ticket: Ticket, view: View | None) -> None:
+        """Drop a saved tensor that can be recomputed; hold it otherwise."""
         held = None if view is None else self._remat.kept.get(view.value.number)
         if view is None or (held is not None and held.away is None):
             hold_for_good(ticket)  # at no cost if the value is held

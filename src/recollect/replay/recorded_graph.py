@@ -2,8 +2,8 @@
 
 Values are in single-assignment form. A `RecordedValue` is the content of a storage between two
 writes: a write makes the next value of the storage. A tensor is a `View` of a value, so views cost
-nothing to recompute, and whoever holds one view of a storage has all of them. Ops and values refer
-to each other by number, as in every `graph.release.Dataflow`.
+nothing to recompute, and holding one view of a storage holds them all. Ops and values refer to each
+other by number, as in every `graph.release.Dataflow`.
 
 Nothing here holds a tensor.
 """
@@ -11,12 +11,14 @@ Nothing here holds a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import torch
+
+from recollect._torch.modes import unobserved
 
 __all__ = [
     "NEEDS_CARE",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 #: Size, strides and offset (in elements) of a tensor, its dtype, and the offset in bytes. Offsets
-#: count from the first tensor that was seen of the storage: where that begins may differ per call.
+#: are relative to the first tensor seen on the storage, whose own offset may differ per call.
 Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
 
 
@@ -61,9 +63,10 @@ def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
 
 def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on a copy of its whole storage."""
-    storage: Any = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    with unobserved():  # it is no part of the step
+        storage: Any = tensor.untyped_storage().clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -94,23 +97,23 @@ class RecordedValue:
     number: int
     #: The number of the storage.
     storage: int
-    #: Of the first tensor that was seen of the storage.
+    #: The layout of the first tensor seen on the storage.
     layout: Layout
     device: torch.device
     nbytes: int
     #: The number of the op that makes it; -1 if no op does.
     op: int = -1
-    #: The number of the tensor from outside the region that it is, if it is one.
+    #: The number of the outside tensor, if it is the value of one.
     outside: int | None = None
-    #: Whether the storage was not written to afterwards.
+    #: Whether the storage was not written to after it.
     is_last: bool = True
-    #: Whether autograd has to refuse what it saved of it, since it was written to.
-    is_spoilt: bool = False
+    #: Whether saved tensors of it must be refused, because it was overwritten.
+    is_stale: bool = False
     #: Whether an op has read it, or autograd has saved it.
     is_wanted: bool = False
     #: Whether the region returns it.
     is_output: bool = False
-    #: Why ops that read it must not run again, if so: somebody unseen may write to it.
+    #: Why ops that read it must not run again, if so: unseen code may write to it.
     unsure: str | None = None
 
 
@@ -122,9 +125,9 @@ class View:
     def __init__(self, value: RecordedValue, layout: Layout) -> None:
         self.value = value
         self.layout = layout
-        #: Whether it is the tensor of the value's own layout.
+        #: Whether it has the value's own layout.
         self.is_own = layout is value.layout
-        #: Found on first use: most views of a recording are never used.
+        #: Made on first use: most views of a recording are never used.
         self.maker: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +137,7 @@ class View:
         return (self.maker or self.find_maker())(tensor)
 
     def find_maker(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes this view, if it is not the tensor of the value's own layout."""
+        """The function that makes this view from a tensor in the value's own layout."""
         if self.maker is None:
             self.maker = _view_maker(self.value.layout, self.layout)
         return self.maker
@@ -160,10 +163,10 @@ class Views(list[Any]):
         self.kind = kind
 
 
-#: A tensor to fill in among the arguments of an op: its place, the number of its value, and what
-#: makes the view; None: it is the tensor of the value's own layout.
+#: A tensor among the arguments of an op: its place, the number of its value, and the function that
+#: makes the view; None if it has the value's own layout.
 Fill = tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]
-#: In `RecordedOp.fills`: running the op takes more than to fill in its arguments.
+#: In `RecordedOp.fills`: rerunning the op takes more than filling in its arguments.
 NEEDS_CARE: list[Fill] = []
 
 
@@ -183,37 +186,36 @@ class RecordedOp:
     #: The values that it makes on new storages, and the position of each in what it returns.
     makes: list[int] = field(default_factory=list)
     paths: list[tuple[int, ...]] = field(default_factory=list)
-    #: For each storage that it writes to: the value before, and the value after.
+    #: For each storage that it writes to: the values before and after.
     writes: list[tuple[int, int]] = field(default_factory=list)
-    #: The values before that it overwrites without reading them.
+    #: The values that it overwrites without reading them.
     fresh: frozenset[int] = frozenset()
     #: Some kernels read the grad mode.
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     #: The generator that it draws from, if any.
     generator: torch.Generator | None = None
-    #: Why it must never run again, if so; and why not in backward of a checked call, where the
-    #: recorded call may.
+    #: Why it must not run again, if so; and why it must not in checked calls only.
     keep: str | None = None
     later: str | None = None
-    #: Whether it cannot run again, since its arguments are gone.
+    #: Whether it cannot run again because its arguments are gone.
     is_lost: bool = False
     #: The ruling of the policy.
     ruling: Any = None
-    #: In a plan: its key, the positions in ``makes`` of the values that are held, and how many of
-    #: the tensors offloaded before are freed after its function.
+    #: In a plan: its key, the positions in ``makes`` of held values, and how many offloaded tensors
+    #: are freed after its function.
     key: str | None = None
     planned: frozenset[int] | None = None
     arrivals: int = 0
-    #: The tensors among its arguments; None until it runs again.
+    #: The tensors among its arguments; None until it first runs again.
     fills: list[Fill] | None = None
-    #: The value that it makes, if it makes one alone; -1 if not. If it does so in place: the value
-    #: before it; -1 if not. The values that it reads besides.
+    #: If it makes a single value: that value, else -1. If it does so in place: the old value, else
+    #: -1. The other values that it reads.
     only: int = -1
     old: int = -1
     others: Sequence[int] = ()
 
     def make(self, path: tuple[int, ...], value: RecordedValue) -> None:
-        """Note that it makes ``value``, found at ``path`` in what it returns."""
+        """Record that it makes ``value``, at ``path`` in its return value."""
         value.op = self.number
         self.makes.append(value.number)
         self.paths.append(path)
@@ -225,7 +227,7 @@ class RecordedOp:
 
     @property
     def held(self) -> list[int]:
-        """The results that a plan has held."""
+        """The results that a plan holds."""
         if self.planned is None:
             return []
         made = [value for place, value in enumerate(self.makes) if place in self.planned]
@@ -257,13 +259,13 @@ class RecordedOp:
         return self.fills
 
     def hold_results(self, reason: str, ruling: Any) -> None:
-        """Have its results held instead of recomputed."""
+        """Hold its results instead of recomputing them."""
         if ruling is not self.ruling:
             self.ruling, self.planned = ruling, None
         self.keep = reason
 
     def never_again(self, reason: str, ruling: Any) -> None:
-        """The same, from its call on: it cannot run again."""
+        """The same, and free its arguments: it cannot run again."""
         self.hold_results(reason, ruling)
         self.args, self.kwargs, self.is_lost = [], {}, True
 
@@ -302,6 +304,13 @@ class RecordedGraph:
         part.ops, part.values = self.ops[:count], self.values
         return part
 
+    def copy(self) -> RecordedGraph:
+        """The same graph, of which other results may be held."""
+        other = RecordedGraph()
+        other.ops = [replace(op) for op in self.ops]
+        other.values, other.storages = self.values, self.storages
+        return other
+
     def maker_of(self, value: RecordedValue) -> RecordedOp | None:
         """The op that makes ``value``."""
         return None if value.op < 0 else self.ops[value.op]
@@ -316,7 +325,7 @@ class RecordedGraph:
     ) -> list[RecordedOp]:
         """The nearest ops behind a value for which ``is_source`` holds.
 
-        The search does not go beyond values that are ``held``, but for the given one.
+        The search stops at ``held`` values, except the given one.
         """
         found: list[RecordedOp] = []
         seen = {number}

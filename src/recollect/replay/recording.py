@@ -1,15 +1,15 @@
-"""A recording: what one call of a region did, and what later calls hold (R7).
+"""A recording: the functions and ops of one call, and the values that later calls hold (R7).
 
-Policies speak of ops: this one is expensive, do not repeat it. That leaves a choice of values to
-hold: the result itself, or something computed from it, whichever is smaller. The choice is a
-minimum cut between the ops that must not be repeated and the tensors that autograd saved, where
-holding a value costs its whole storage. A plan names the values, and what it does not know of is
-chosen in the same way.
+A policy names ops that must not be repeated. That leaves a choice of values to hold: the result
+itself, or a smaller one computed from it. The choice is a minimum cut between the named ops and the
+saved tensors, where a value costs the bytes of its whole storage. A plan names the values itself;
+for ops that it does not know, values are chosen in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ from recollect.replay.function_call import (
     OutsideTensor,
     equal_type,
 )
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.state.flags import read_flags, read_usual_flags, usual_flags
 
@@ -37,7 +38,7 @@ __all__ = [
 
 #: The ops that recompute a value, by its number and the values that have been recomputed before.
 Chains = dict[tuple[int, ...], list[RecordedOp]]
-#: The place of a value that is kept, the value, the layout of the tensor there, and whether it is
+#: Where a call finds a value to keep, the value, the layout of the tensor there, and whether it is
 #: offloaded.
 Catch = tuple[int, RecordedValue, Layout, bool]
 
@@ -78,6 +79,17 @@ class Recording:
         same_length = len(self.calls) == len(other.calls)
         return same_length and all(map(FunctionCall.is_like, self.calls, other.calls))
 
+    def under(self, by: NamedSchedule) -> Recording:
+        """The recording that this call would have been under another schedule of a plan."""
+        other = copy(self)
+        other.graph = self.graph.copy()
+        for op in other.graph.ops:
+            if op.key is not None:
+                op.ruling = by.decide(op.key, op)
+        for name in ("schedule", "expected"):
+            vars(other).pop(name, None)
+        return other
+
     @cached_property
     def schedule(self) -> RegionSchedule:
         """What later calls hold."""
@@ -94,10 +106,7 @@ class Recording:
 
 
 class ExpectedCall:
-    """What one function of a later call is compared with, in the form that is fastest to compare.
-
-    ``caught``: the values that an earlier function gives, which need not be caught again.
-    """
+    """One function of a recording, in the form that is fastest to compare with."""
 
     __slots__ = (
         *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
@@ -120,27 +129,27 @@ class ExpectedCall:
         schedule = recording.schedule
         here = schedule.kept - schedule.away
         views = [pack.view for pack in call.packed]
-        #: How many tensors autograd saves in it. Of each: the view that it is if it is dropped,
-        #: None if it is held.
+        #: How many tensors autograd saves in it. For each, the view to recompute it by; None if
+        #: held.
         self.count = len(views)
         self.saved = [None if view is None or view.value.number in here else view for view in views]
-        #: The values to keep that are found among saved tensors, returned ones, and arguments that
-        #: are written to.
+        #: The values to keep, found among saved tensors, returned tensors and written arguments.
+        #: ``caught``: those that an earlier function has given.
         self.caught_packed = _catch(enumerate(views), schedule, caught)
         self.caught_returns = _catch(enumerate(call.returns), schedule, caught)
         self.caught_args = _catch(call.changed, schedule, caught)
         #: The tensors that it writes to.
         self.written = {number for number, _ in call.changed}
-        #: The dtypes of what it returns, which may follow from the default dtype.
+        #: The dtypes of the returned tensors, which may depend on the default dtype.
         self.dtypes = [None if view is None else view.layout[3] for view in call.returns]
         ops = recording.graph.ops[slice(*call.ops)]
-        #: The flags that it ran under, if they may matter to it, and what reads them.
+        #: The flags that it ran under, if it may depend on them, and the function that reads them.
         heeds_flags = any(_heeds_flags(recording.graph, op) for op in ops)
         self.flags = call.flags if not call.is_opaque and heeds_flags else None
         self.read_flags = read_flags
         if self.flags is not None and call.function in USUAL:
             self.flags, self.read_flags = usual_flags(self.flags), read_usual_flags
-        #: How many of the tensors offloaded before are freed after it.
+        #: How many offloaded tensors are freed after it.
         self.arrivals = sum(op.arrivals for op in ops)
         #: The ops that draw again in backward, each with its generator.
         self.draws = [
@@ -148,8 +157,8 @@ class ExpectedCall:
             for op in call.draws
             if op.generator is not None and op.number in schedule.draws
         ]
-        #: If it returns one tensor, and nothing else has to be done when it has ended but to keep
-        #: or drop tensors: the dtype. Else None. And the number of the first tensor it returns.
+        #: The dtype, if it returns one tensor and only keeps or drops tensors when it ends; else
+        #: None. The number of the first returned tensor.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
         self.only = self.dtypes[0] if is_usual and len(call.outs) == 1 else None
         self.first_out = call.outs[0] if call.outs else -1
@@ -174,7 +183,7 @@ def _catch(
 
 
 class RegionSchedule:
-    """The values of a recording that are held or offloaded.
+    """Which values of a recording are held or offloaded.
 
     Args:
         graph: The recorded graph.
@@ -189,7 +198,7 @@ class RegionSchedule:
     ) -> None:
         holdable = find_holdable(calls)
         _leave_to_autograd(graph, calls, holdable)
-        #: What a plan has held, each with whether it is offloaded.
+        #: The values that a plan holds, each with whether it is offloaded.
         planned = {n: op.ruling.offloads for op in graph.ops for n in op.held if n in holdable}
         saved = saved_by(calls)
         #: The values that are not recomputed.
@@ -208,42 +217,42 @@ class RegionSchedule:
         #: The values that others are recomputed from, each with the first ticket that needs it.
         self.order = needs.order
         sources = [graph.values[number] for number, _ in needs.order]
-        #: The values that a call has to catch: the kept ones of these, and constants that a
+        #: The values that a call must catch: the kept ones among these, and constants that a
         #: function made without an op.
         self.caught = frozenset(
             each.number for each in sources if each.number in self.kept or each.outside is None
         )
         #: The outside tensors that are needed, by their number.
         self.outsides = frozenset(each.outside for each in sources if each.outside is not None)
-        #: The ops that draw again, and whose generators must be read.
+        #: The ops that draw again in backward: their generators' states must be saved.
         self.draws = frozenset(n for n in needs.again if graph.ops[n].generator is not None)
         #: The chains that backward has found so far.
         self.chains: Chains = {}
 
 
 def forced_values(graph: RecordedGraph, calls: list[FunctionCall]) -> frozenset[int]:
-    """The values that are kept whatever a plan says, since their ops must not run again."""
+    """The values that every plan keeps, because their ops must not run again."""
     holdable = find_holdable(calls)
     _leave_to_autograd(graph, calls, holdable)
     return _choose(graph, saved_by(calls), holdable, ())
 
 
 def saved_by(calls: list[FunctionCall]) -> list[int]:
-    """The values that autograd saves in ``calls``, and does not hold itself."""
+    """The values that autograd saves in ``calls`` and does not hold itself."""
     packs = (pack for call in calls for pack in call.packed)
     return [pack.view.value.number for pack in packs if pack.view is not None]
 
 
 def find_holdable(calls: list[FunctionCall]) -> set[int]:
-    """The values that a call can hold: those it can still get at when their function ends."""
+    """The values that a call can hold: those it can still reach when their function ends."""
     found: set[int] = set()
     saved = set(saved_by(calls))
     for call in calls:
         first, last = call.ops
         seen = [view.value for view in call.returns if view is not None]
         seen += [view.value for _, view in call.changed]
-        # The user may change what the region returns. What autograd saved must not be changed
-        # anyway, unless in ways that it does not notice.
+        # The user may write to outputs. If autograd saved them it raises, unless the write is
+        # unseen.
         seen = [value for value in seen if not value.is_output or value.number in saved]
         seen += [pack.view.value for pack in call.packed if pack.view is not None]
         found.update(
@@ -255,7 +264,7 @@ def find_holdable(calls: list[FunctionCall]) -> set[int]:
 
 
 def _leave_to_autograd(graph: RecordedGraph, calls: list[FunctionCall], holdable: set[int]) -> None:
-    """Have autograd hold the saved tensors that can be neither recomputed nor held otherwise."""
+    """Let autograd hold saved tensors that can be neither recomputed nor held by the call."""
     blocked: set[int] = set()
     for op in graph.ops:
         if _must_not_run(graph, op) or any(read in blocked for read in op.reads):
@@ -297,6 +306,6 @@ def _choose(
 
 
 def _goes_away(graph: RecordedGraph, number: int, kept: frozenset[int], stores_all: bool) -> bool:
-    """Whether the policy offloads all results that need not be recomputed thanks to a value."""
+    """Whether the policy offloads all results that a value is held in place of."""
     rulings = [op.ruling for op in graph.sources(number, kept, lambda op: op.keep is not None)]
     return bool(rulings) and all(r is not None and (stores_all or r.offloads) for r in rulings)

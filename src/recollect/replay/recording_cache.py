@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
-from recollect._torch.tensors import is_plain_tensor, same_looks, unsupported_tensor
+from recollect._torch.tensors import is_plain_tensor, metadata_test, unsupported_tensor
 from recollect.observer import observing
 from recollect.replay.function_call import casts, is_comparable, metadata_of
 from recollect.replay.recording import Recording
@@ -32,10 +32,10 @@ _PATIENCE = 2
 
 @dataclass(eq=False, slots=True)
 class CacheEntry:
-    """What is known of the calls of one function with one signature."""
+    """The state of one function under one signature: recorded, fallen back, or unsettled."""
 
     recording: Recording | None = None
-    #: Why the rerun engine has to run it, if so.
+    #: Why replay falls back to rerun, if so.
     fallback: str | None = None
     #: Why every call is recorded, if so.
     unsettled: str | None = None
@@ -48,6 +48,10 @@ class CacheEntry:
         """Whether nothing is known yet."""
         return self.recording is None and self.fallback is None and self.unsettled is None
 
+    def is_untried(self) -> bool:
+        """Whether no call has come yet."""
+        return self.is_new() and self._last is None
+
     def recorded(self, recording: Recording, *, has_budget: bool) -> None:
         """A call was recorded. ``has_budget``: no call may hold more than others."""
         last, self._last = self._last, recording
@@ -55,7 +59,7 @@ class CacheEntry:
         if self.unsettled is not None and is_same and not (has_budget and recording.shapes):
             self.unsettled = None  # twice the same: it may stay so
         elif self.unsettled is None and last is None and recording.shapes:
-            # They will most likely differ next time, and the rest be recorded anyway.
+            # They will most likely differ in the next call.
             self.unsettled = "shapes inside depend on data"
         self.recording = None if self.unsettled is not None else recording
 
@@ -68,15 +72,15 @@ class CacheEntry:
         self.difference = difference
         self._misses += 1
         if self._misses >= _PATIENCE:
-            # Checking it once more would only hold more.
+            # A call that differs holds more than one that is recorded.
             self.unsettled = f"it is another function at every call: {difference}"
 
 
 class _Entries(OrderedDict[Any, CacheEntry]):
     """The entries of one function by signature."""
 
-    #: The entry that was used last, behind the circumstances of its calls and the tests of their
-    #: arguments. Comparing with these is faster than to make a signature and its hash.
+    #: The entry used last, with the first part of its signature and a test for each argument:
+    #: faster than building and hashing a signature.
     last: tuple[tuple[Any, ...], list[Callable[[Any], bool]], CacheEntry] | None = None
 
 
@@ -88,18 +92,15 @@ def entry_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Any,
-    sends_away: tuple[bool, bool],
+    offloads: tuple[bool, bool],
     flags: Flags,
 ) -> CacheEntry:
-    """The entry of a call: calls with different signatures have different recordings.
-
-    A function that cannot be a key gets a new entry every time.
-    """
+    """The entry of a call. A function that cannot be a key gets a new one every time."""
     modes = _modes() if dispatch_mode_count() else ()
-    # A module has no attributes of a function, and takes long to say so.
+    # Looking up a missing attribute of a module is slow.
     owner, code = (function, None) if isinstance(function, nn.Module) else _owner(function)
     training = owner.training if isinstance(owner, nn.Module) else None
-    about = (code, policy, sends_away, modes, training, casts(), flags, *kwargs)
+    about = (code, policy, offloads, modes, training, casts(), flags, *kwargs)
     values = (*args, *kwargs.values())
     try:
         entries = _entries.get(owner)
@@ -111,20 +112,20 @@ def entry_of(
             is_same = before == about and len(tests) == len(values)
             if is_same and all(test(value) for test, value in zip(tests, values, strict=True)):
                 return entry
-        signs = [_sign(value) for value in values]
+        signs = [_signature_of(value) for value in values]
     except RecursionError:
         raise UnsupportedArgument("an argument that contains itself") from None
     return _find(owner, about, values, signs)
 
 
-def _has_sign(sign: Any, value: Any) -> bool:
-    return bool(sign == _sign(value))
+def _has_signature(sign: Any, value: Any) -> bool:
+    return bool(sign == _signature_of(value))
 
 
 def _find(
     owner: Any, about: tuple[Any, ...], values: tuple[Any, ...], signs: list[Any]
 ) -> CacheEntry:
-    signature = (*about, *signs)  # no name is a signature: which is which is plain
+    signature = (*about, *signs)
     try:
         entries = _entries.get(owner)
         if entries is None:
@@ -141,9 +142,9 @@ def _find(
     if len(entries) > 1:
         entries.pop(signature, None)  # to insert it as the newest
         entries[signature] = entry
-    # The test compares all that is in the signature of a tensor, and the exact type.
+    # The test compares all of a tensor's signature, and its exact type.
     tests = [
-        same_looks(value) if type(value) in _PLAIN else partial(_has_sign, sign)
+        metadata_test(value) if type(value) in _PLAIN else partial(_has_signature, sign)
         for value, sign in zip(values, signs, strict=True)
     ]
     entries.last = about, tests, entry
@@ -155,7 +156,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 @contextmanager
 def recordings_preserved() -> Iterator[None]:
-    """A context after which all recordings are as they were before."""
+    """A context that restores all recordings at its end."""
     before = dict(_entries.items())
     for owner, entries in before.items():
         _entries[owner] = _Entries((signature, copy(entry)) for signature, entry in entries.items())
@@ -167,10 +168,7 @@ def recordings_preserved() -> Iterator[None]:
 
 
 def _owner(function: Any) -> tuple[Any, Any]:
-    """The key of a function: the module, or the code, so that a new lambda finds its entries.
-
-    For a method also its code.
-    """
+    """The key of a function: its module or its code, and for a method also its code."""
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, MethodType):
@@ -187,18 +185,18 @@ def _modes() -> tuple[type, ...]:
 
 
 class UnsupportedArgument(Exception):
-    """There is an argument that the engine does not support. Says which."""
+    """The engine does not support an argument. Says which."""
 
 
-def _sign(value: Any) -> Any:
+def _signature_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not is_plain_tensor(value):
             raise UnsupportedArgument(unsupported_tensor(value))
         return metadata_of(value)
     if isinstance(value, (list, tuple)):
-        return type(value), *map(_sign, value)
+        return type(value), *map(_signature_of, value)
     if isinstance(value, dict):
-        return dict, *((str(name), _sign(each)) for name, each in value.items())
+        return dict, *((str(name), _signature_of(each)) for name, each in value.items())
     if isinstance(value, float):
         return float, repr(value)  # 0.0 and -0.0 differ, and all NaNs are equal
     return (type(value), value) if is_comparable(value) else type(value)

@@ -1,8 +1,8 @@
-"""How backward recomputes saved tensors from what a call of a region holds (R9).
+"""Recomputes saved tensors in backward, from the values that a call holds (R9).
 
-Backward unpacks one saved tensor after the other. The ops that lead to it run below autograd, from
-what is held. `graph.release` decides when a value is released, for tensors here and for bytes in
-the simulator.
+Backward unpacks one saved tensor after another. The ops that compute it run below autograd, from
+held values. `graph.release` decides when a value is freed, for tensors here and for bytes in the
+simulator.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _LOST = (
     "please report it, and use engine='rerun' until it is fixed."
 )
 _NOTHING = nullcontext()
-#: How many backwards through one region may run at once before the oldest has to start over.
+#: How many backwards through one region keep their recomputed values at the same time.
 _PASSES = 4
-#: How many chains of a schedule are remembered. A backward finds a few per region.
+#: How many chains of a schedule are cached.
 _CHAINS = 4096
 
 
 class _Pass(WorkingSet[torch.Tensor]):
-    """What one backward has recomputed."""
+    """The values that one backward has recomputed."""
 
     __slots__ = ("chains", "flags", "is_announced")
 
     def __init__(self, uses: list[int], chains: Chains | None, flags: Flags | None) -> None:
         super().__init__(uses)
-        #: What was found before, if what is held is what the schedule says.
+        #: The cache of chains, valid if the call holds what the schedule says.
         self.chains = chains
         #: The flags to set, if others are set now.
         self.flags = flags
@@ -68,13 +68,13 @@ class _Pass(WorkingSet[torch.Tensor]):
 
 
 class Rematerializer(HeldValues):
-    """What one call of a region holds, and how backward recomputes the rest from it.
+    """Holds values of one call of a region, and recomputes the others in backward.
 
     Args:
-        offload_batch: What it offloads.
+        offload_batch: The tensors that it offloads.
         flags: The flags that the region runs under.
-        recording: The recording that the call is checked against, if there is one.
-        begin: How many tickets are left when the store is told to fetch ahead; None: it is at once.
+        recording: The recording that the call is checked against, if any.
+        begin: The store starts to prefetch when this many tickets are left; None: at once.
     """
 
     def __init__(
@@ -90,36 +90,35 @@ class Rematerializer(HeldValues):
         self.flags = flags
         #: Whether the call has ended, and went as recorded if it was recorded before.
         self.is_complete = False
-        #: While the region is running: a context whose ops are not the region's.
+        #: While the region runs: a context for ops that are not the region's.
         self.pause: Callable[[], Any] | None = None
         self._is_guarded = version_guard_enabled()
         self.passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
 
     def end(self, *, as_recorded: bool) -> None:
-        """The call is over. ``as_recorded``: it went as the recording says, if it has one."""
+        """The call is over. ``as_recorded``: it matched its recording, if it has one."""
         self.is_complete = as_recorded
         if as_recorded and self._schedule is not None:
             self._order = self._schedule.order.copy()  # the order in which to release
 
     def _release_held(self) -> None:
-        """Release what only freed parts of the autograd graph needed."""
+        """Free held values that only freed parts of the autograd graph needed."""
         tickets, before = self.tickets, len(self.tickets)
         while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
             tickets.pop()
         if len(tickets) == before:
             return
-        self._schedule = None  # which counts uses by tickets that are dead
+        self._schedule = None  # its counts include dead tickets
         for number in pop_unneeded(self._order, len(tickets)):
             self.kept.pop(number, None)
 
-    def is_waiting(self) -> bool:
-        """Whether backward has yet to go through part of the graph.
+    def count_waiting(self) -> int:
+        """How many of the saved tensors are still in the graph.
 
-        To be asked after the call. The object is alive as long as a saved tensor of the call is.
+        To be asked after the call. The object is alive as long as one of them is.
         """
-        tickets = self.tickets
-        return not tickets or max(_reference_counts(tickets)) > _OF_THE_DEAD
+        return sum(count > _OF_THE_DEAD for count in _reference_counts(self.tickets))
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -138,15 +137,15 @@ class Rematerializer(HeldValues):
         if self.pause is not None:
             with self._lock, below_autograd(), self.pause():
                 return self._recompute_now(backward, view)
-        if value.is_spoilt and self.is_complete:
+        if value.is_stale and self.is_complete:
             raise saved_tensor_changed(view.layout[0])
         working = self.passes.get(backward)
         if working is not None:
             tensor = working.here.get(value.number)
-            if tensor is not None:  # the usual case: most are recomputed on the way to the first
+            if tensor is not None:  # the usual case: recomputed on the way to an earlier one
                 working.give(value.number)
                 return view.of(tensor)
-        # Two threads of one backward may be here at once.
+        # Two threads of one backward may get here at once.
         if autocast_enabled():
             with self._lock, below_autograd():
                 return self._recompute_now(backward, view)
@@ -177,16 +176,16 @@ class Rematerializer(HeldValues):
     def _begin(self, backward: int) -> _Pass:
         uses, chains = self._count()
         working = _Pass(uses, chains, None if read_flags() == self.flags else self.flags)
-        if backward >= 0:  # else this is outside of backward, and nothing may stay behind
+        if backward >= 0:  # outside of backward nothing may stay behind
             if len(self.passes) >= _PASSES:
-                # A backward that failed has left its pass here. Dropping one only costs time.
+                # A failed backward left its pass here. Dropping one only costs time.
                 del self.passes[next(iter(self.passes))]
             self.passes[backward] = working
             at_end_of_backward(partial(_end_pass, ref(self), backward))
         return working
 
     def _count(self) -> tuple[list[int], Chains | None]:
-        """By value: how often backward will use it. And the chains that were found before."""
+        """How often backward will use each value, and the cache of chains if it is valid."""
         counts = _reference_counts(self.tickets)
         schedule = self._schedule
         if schedule is not None and self.is_complete and min(counts, default=0) > _OF_THE_DEAD:
@@ -208,7 +207,7 @@ class Rematerializer(HeldValues):
                 here[number] = tensor
             return tensor
         ops = self._missing(working, number)
-        if uses[number] <= 0:  # not counted: a tensor is unpacked for the second time
+        if uses[number] <= 0:  # not counted: a second unpack of a tensor
             for op in ops:
                 for read in op.reads:
                     uses[read] += 1
@@ -220,10 +219,10 @@ class Rematerializer(HeldValues):
         return tensor
 
     def _missing(self, working: _Pass, number: int) -> list[RecordedOp]:
-        """The ops that recompute a value from what is there, in order."""
-        # They follow from what has been recomputed and what is held. If all that the schedule holds
-        # was there when backward began, then what was released since is not needed by any saved
-        # tensor that can still be unpacked. So the key determines the ops.
+        """The ops that recompute a value from held and recomputed ones, in order."""
+        # They depend on the recomputed and the held values. If the call held all that the schedule
+        # says when backward began, then values freed since are not needed any more. So the key
+        # determines the ops.
         chains, key = working.chains, (number, *working.here)
         ops = None if chains is None else chains.get(key)
         if ops is None:
@@ -237,7 +236,7 @@ class Rematerializer(HeldValues):
         return ops
 
     def _run(self, working: _Pass, op: RecordedOp) -> None:
-        """Run ``op`` again."""
+        """Rerun ``op``."""
         if grad_enabled() is not op.grad_enabled:
             set_grad_enabled(op.grad_enabled)
         fills = op.fills
@@ -261,7 +260,7 @@ class Rematerializer(HeldValues):
             working.end_op(op.reads, _results(op, out))
 
     def _run_with_care(self, working: _Pass, op: RecordedOp) -> None:
-        """Run an op that writes to several, draws, takes lists of tensors, or has own flags."""
+        """Rerun an op that writes to several tensors, draws, takes tensor lists, or has flags."""
         bases = {old: self._writable(working, op, old) for old, _ in op.writes}
         args = [self._argument(working, each, bases) for each in op.args]
         kwargs = {name: self._argument(working, each, bases) for name, each in op.kwargs.items()}
@@ -280,7 +279,7 @@ class Rematerializer(HeldValues):
         return arg
 
     def _writable(self, working: _Pass, op: RecordedOp, number: int) -> torch.Tensor:
-        """A tensor with the content of a value, which ``op`` may write to."""
+        """A tensor that ``op`` may write to in place: its own, or a copy if still needed."""
         value = self.graph.values[number]
         if number in op.fresh:
             size, stride, _, dtype, _ = value.layout
@@ -291,6 +290,7 @@ class Rematerializer(HeldValues):
         return copy_of_storage(tensor)
 
     def _draw(self, op: RecordedOp, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Rerun a random op, such as dropout, from the generator state of forward."""
         generator = op.generator
         assert generator is not None
         now = generator.get_state()
@@ -309,14 +309,14 @@ def _references_to_last(tickets: list[Ticket]) -> int:
     return getrefcount(tickets[-1])
 
 
-#: How many references this interpreter counts to a ticket that only a list holds.
+#: The reference count of a ticket that only a list holds.
 (_OF_THE_DEAD,) = _reference_counts([[object()]])
 _OF_THE_DEAD_LAST = _references_to_last([[object()]])
 
 
 @contextmanager
 def _under(flags: Flags) -> Iterator[None]:
-    """A context in which ``flags`` are set."""
+    """A context with ``flags`` set."""
     before = read_flags()
     write_flags(flags)
     try:
@@ -326,7 +326,7 @@ def _under(flags: Flags) -> Iterator[None]:
 
 
 def _results(op: RecordedOp, out: Any) -> list[tuple[int, torch.Tensor]]:
-    """The tensors that ``op`` made on new storages, by number of the value."""
+    """The tensors that ``op`` made on new storages, with the numbers of their values."""
     found = []
     for number, path in zip(op.makes, op.paths, strict=True):
         tensor = out
@@ -342,7 +342,7 @@ def _results(op: RecordedOp, out: Any) -> list[tuple[int, torch.Tensor]]:
 
 
 def _end_pass(remat: ReferenceType[Rematerializer], backward: int) -> None:
-    """Release what a backward has recomputed and not used: it is over."""
+    """A backward is over: free values that it recomputed and did not use."""
     alive = remat()
     if alive is not None:
         alive.passes.pop(backward, None)

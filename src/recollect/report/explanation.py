@@ -11,23 +11,23 @@ from recollect.report.units import bytes_text
 
 __all__ = ["AUTOGRAD", "ELSEWHERE", "RESULT", "Explanation"]
 
-#: Why memory is held that no region holds.
+#: Reasons for memory that no region holds.
 AUTOGRAD = "autograd"
 RESULT = "part of the result"
 ELSEWHERE = "held by other code"
 
-#: How many lines there are at most of rows, and of modules.
+#: The maximum number of lines of rows, and of modules.
 _LINES = 40
 _MODULES = 8
-#: The share of what is held from which on something is worth a remark.
+#: The share of held memory from which on a cause is worth a remark.
 _MUCH = 0.5
 
 
 class Explanation:
     """What one forward left in memory. ``str()`` of it is a table.
 
-    Memory counts once, however many tensors share it. Parameters, buffers and whatever else was
-    there before forward do not count.
+    A storage counts once, however many tensors share it. Parameters, buffers and other memory from
+    before forward do not count.
     """
 
     def __init__(self, rows: tuple[TensorRow, ...], calls: tuple[RegionCall, ...]) -> None:
@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that stay where they are from the end of forward until backward."""
+        """Bytes that stay on the device from the end of forward until backward."""
         return self.totals.by_fate["kept"] + self.totals.by_fate["input"]
 
     @property
@@ -63,9 +63,9 @@ class Explanation:
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
-        """The main cause of what is held, where one stands out."""
+        """The main cause of held memory, if one stands out."""
         if not self.regions:
-            return ("No checkpointed region ran: autograd keeps all that backward needs.",)
+            return ("No checkpointed region ran: autograd keeps everything that backward needs.",)
         remarks = []
         inputs = self.totals.by_fate["input"]
         if inputs > _MUCH * self.held_bytes:

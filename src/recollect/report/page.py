@@ -1,4 +1,4 @@
-"""A plan or a frontier as one HTML page, which needs nothing but itself.
+"""A plan, a frontier or a search for the largest batch as one HTML page, which needs nothing else.
 
 Head, tiles, notes and small tables are written here and can be read without a script. The charts
 and the tree of modules are drawn by the script of the page, from the data that stand in it. The
@@ -29,10 +29,19 @@ from recollect.report.plan_report import (
     summary,
 )
 from recollect.report.rows import Row, sums_of
+from recollect.report.sizes import (
+    SIZES_HEADER,
+    SizesReport,
+    size_cells,
+    sizes_figures,
+    sizes_heading,
+    sizes_summary,
+    sizes_table,
+)
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["page", "thinned"]
+__all__ = ["page", "sizes_page", "thinned"]
 
 _SCRIPTS = ("units.js", "charts.js", "tree.js", "page.js")
 _COLOURS = 7
@@ -49,9 +58,6 @@ _Curve = Sequence[tuple[float, int]]
 
 def page(report: PlanReport) -> str:
     """The whole page; write it to a file as UTF-8."""
-    script = "\n".join(map(_asset, _SCRIPTS))
-    _, *named = re.split(r"<!-- (\w+) -->\n", _asset("sections.html"))
-    templates = dict(zip(named[::2], named[1::2], strict=True))
     fields: dict[str, _Fields] = {
         "head": _head(report),
         "tiles": {"tiles": "\n".join(map(_tile, figures(report)))},
@@ -62,14 +68,41 @@ def page(report: PlanReport) -> str:
         "notes": _notes(report),
         "noscript": {"table": escape(table(report))},
     }
+    origin = "Figures are predictions from one recorded step."
+    return _document(heading(report), fields, _plan_data(report), origin)
+
+
+def sizes_page(report: SizesReport) -> str:
+    """The page of a search for the largest batch."""
+    fields: dict[str, _Fields] = {
+        "head": {
+            "what": "The largest batch within a budget",
+            "title": escape(report.title),
+            "device": escape(report.device),
+            "summary": escape(sizes_summary(report)),
+        },
+        "tiles": {"tiles": "\n".join(map(_tile, sizes_figures(report)))},
+        "sizes": _sizes(report),
+        "noscript": {"table": escape(sizes_table(report))},
+    }
+    origin = "Figures are measured, where it does not say that they are predicted."
+    return _document(sizes_heading(report), fields, _sizes_data(report), origin)
+
+
+def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], origin: str) -> str:
+    """A page of sections, and of the ``data`` that its script draws."""
+    script = "\n".join(map(_asset, _SCRIPTS))
+    _, *named = re.split(r"<!-- (\w+) -->\n", _asset("sections.html"))
+    templates = dict(zip(named[::2], named[1::2], strict=True))
     sections = [Template(templates[n]).substitute(f) for n, f in fields.items() if f is not None]
     return Template(_asset("page.html")).substitute(
-        heading=escape(heading(report)),
+        heading=escape(title),
         hash=_hash(script),
         style=_asset("page.css"),
         body="".join(sections),
-        data=_script_data(report),
+        data=_as_json(data),
         script=script,
+        origin=origin,
     )
 
 
@@ -164,6 +197,23 @@ def _modules(report: PlanReport) -> _Fields:
     return {"legend": _legend(keys)}
 
 
+def _sizes(report: SizesReport) -> _Fields:
+    kinds = {point.kind for point in report.points if point.fits}
+    keys = [
+        ("plain", "box", "without a plan", "plain" in kinds),
+        ("plan", "", "under a plan", True),
+        ("peer", "diamond", "predicted", "predicted" in kinds),
+    ]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in SIZES_HEADER)
+    rows = []
+    for point in report.points:
+        first, *others = size_cells(point, report)
+        data = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        kind = "chosen" if point.size == report.size else point.kind
+        rows.append(f'<tr class="{kind}"><th scope="row">{escape(first)}</th>{data}</tr>')
+    return {"legend": _legend(keys), "header": head, "rows": "\n".join(rows)}
+
+
 def _notes(report: PlanReport) -> _Fields:
     items = "\n".join(f"<li>{escape(note)}</li>" for note in report.notes)
     return {"items": items} if items else None
@@ -182,10 +232,34 @@ def _legend(keys: Iterable[tuple[str, str, str, bool]]) -> str:
 # --- what the script draws ------------------------------------------------------------------------
 
 
-def _script_data(report: PlanReport) -> str:
-    """The curves, the points and the rows, without any ``<`` that could end the script."""
+def _as_json(data: dict[str, Any]) -> str:
+    """The data of the script, without any ``<`` that could end it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _sizes_data(report: SizesReport) -> dict[str, Any]:
+    """The sizes whose throughput is known."""
+    return {
+        "chosen": report.size,
+        "plain_size": report.plain_size,
+        "sizes": [
+            {
+                "size": point.size,
+                "rate": _short(point.samples_per_second),
+                "peak": point.plain_peak if point.peak is None else point.peak,
+                "kind": "chosen" if point.size == report.size else point.kind,
+            }
+            for point in report.points
+            if point.samples_per_second is not None and point.fits
+        ],
+    }
+
+
+def _plan_data(report: PlanReport) -> dict[str, Any]:
+    """The curves, the points and the rows."""
     texts: dict[str, int] = {}
-    data = {
+    return {
         "budget": report.budget,
         "plain_time": report.plain_time,
         "curves": [
@@ -200,8 +274,6 @@ def _script_data(report: PlanReport) -> str:
         "rows": [_row(row, texts) for row in report.rows],
         "texts": list(texts),
     }
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _shown_points(report: PlanReport) -> list[Point]:

@@ -1,7 +1,4 @@
-"""What there is to show of a plan or a frontier: plain data, and its figures in words.
-
-The table and the page say the same.
-"""
+"""The data of a plan or a frontier that the table and the page show, and its figures in words."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What the table and the page of a plan or a frontier show, in bytes and seconds."""
+    """The data of a plan or a frontier, in bytes and seconds."""
 
     title: str  #: the class of the model
     device: str  #: such as ``NVIDIA H200`` or ``cpu``

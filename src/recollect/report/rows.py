@@ -1,4 +1,4 @@
-"""The account of who holds what: one row for the results of each op, of a forward or of a plan.
+"""Rows about the results of ops: what happens to them in a forward, or under a plan.
 
 Tables show equal rows as one line (``x12``), and equal modules as one (``layers.0-11.mlp``).
 """
@@ -26,7 +26,7 @@ __all__ = [
     "sums_of",
 ]
 
-#: What may become of a result. A plan only has results kept, recomputed or offloaded.
+#: What can happen to a result. A plan only keeps, recomputes or offloads.
 FATES = ("kept", "input", "recomputed", "offloaded", "not held")
 
 _T = TypeVar("_T")
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of the results of one op."""
+    """What happens to the results of one op."""
 
     path: str  #: the module that runs the op, by its name in the model
     op: str  #: such as ``aten.mm``
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TensorRow(Row):
-    """What became of one result of one op in a forward."""
+    """What happened to one result of one op in a forward."""
 
     shape: tuple[int, ...] = ()
     dtype: Any = None
@@ -74,7 +74,7 @@ class Sum(NamedTuple):
 
 
 def sums_of(rows: Iterable[Row]) -> dict[str, Sum]:
-    """What ``rows`` add up to, by fate."""
+    """The sums of ``rows`` by fate."""
     sums = dict.fromkeys(FATES, Sum())
     for row in rows:
         nbytes, seconds = sums[row.fate]
@@ -120,7 +120,7 @@ class Group(NamedTuple):
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
-    """The modules of ``rows``, equal ones together. Times may differ: they were measured."""
+    """The modules of ``rows``, equal ones merged. Their measured times may differ."""
     groups = [
         Group(each[0].path, tuple((row.op, row.fate, row.bytes) for row in each), each)
         for each in lists_by(lambda row: row.path, rows)

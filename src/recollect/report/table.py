@@ -5,11 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from recollect.report.plan_report import PlanReport, figures, heading, point_cells
+from recollect.report.plan_report import Figure, PlanReport, figures, heading, point_cells
 from recollect.report.rows import FATES, Row, Sum, TensorRow, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["columns", "counted", "frontier_table", "modules_table", "rows_table", "table"]
+__all__ = [
+    "columns",
+    "counted",
+    "frontier_table",
+    "head_text",
+    "modules_table",
+    "rows_table",
+    "table",
+]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 100
@@ -22,7 +30,7 @@ _KINDS = {"plan": "", "chosen": "chosen", "plain": "no plan", "peer": "peer"}
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[str]) -> str:
-    """``lines`` under ``header``, flush right but for the columns named in ``left``."""
+    """``lines`` under ``header``, right-aligned except the columns named in ``left``."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
 
     def laid_out(cells: Sequence[str]) -> str:
@@ -40,7 +48,7 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequenc
 
 
 def rows_table(groups: Sequence[Sequence[Row]]) -> str:
-    """A line for each list of rows that say the same; times and shapes where there are any."""
+    """A line for each list of equal rows; times and shapes only if there are any."""
     rows = [row for group in groups for row in group]
     lines = [_cells(group) for group in groups]
     header = ["module", "op", "shape", "memory", "time", "fate", "reason"]
@@ -118,7 +126,7 @@ def table(report: PlanReport) -> str:
 
 
 def frontier_table(report: PlanReport) -> str:
-    """The plans of a frontier and what they are compared with, the least peak first."""
+    """The plans of a frontier and the baselines, the lowest peak first."""
     lines = [
         (_short(point.name), *point_cells(point, report), _KINDS.get(point.kind, point.kind))
         for point in sorted(report.points, key=lambda point: (point.peak, point.seconds))
@@ -129,14 +137,18 @@ def frontier_table(report: PlanReport) -> str:
 
 
 def _head(report: PlanReport) -> str:
-    found = figures(report)
+    return head_text(heading(report), figures(report))
+
+
+def head_text(title: str, found: Sequence[Figure]) -> str:
+    """A title, and figures below it."""
     label = max(len(figure.label) for figure in found)
     value = max(len(figure.value) for figure in found)
     lines = [
         f"  {figure.label:<{label}}  {figure.value:>{value}}  {figure.remark}".rstrip()
         for figure in found
     ]
-    return "\n".join([heading(report), "", *lines])
+    return "\n".join([title, "", *lines])
 
 
 def _parts(report: PlanReport) -> str:
@@ -154,7 +166,7 @@ def _notes(report: PlanReport) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """``name``, without its middle if it is long: its ends tell most."""
+    """``name``, without its middle if it is long."""
     if len(name) <= _NAME:
         return name
     half = (_NAME - 3) // 2

@@ -1,4 +1,4 @@
-"""Bytes and seconds: written for people, and read from what people write."""
+"""Formats bytes and seconds, and parses budgets such as ``12GiB`` into bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_bytes(text: str) -> int:
     """The number of bytes that ``text`` means, such as ``12GiB`` (binary) or ``8GB`` (decimal).
 
     Raises:
-        ValueError: It means none, or could mean several.
+        ValueError: It is not an amount, or its unit is ambiguous.
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
     number, unit = match.groups()
     if fault := _fault(unit):
         raise ValueError(f"{text!r}: {fault}: {_EXAMPLES}.")
-    # Decimal: 0.1 of a unit is not a float, and a budget is compared to the byte.
+    # Decimal: 0.1 is not exact as a float, and a budget is compared to the byte.
     return int(Decimal(number) * _FACTORS[unit.lower()])
 
 
@@ -39,7 +39,7 @@ def _fault(unit: str) -> str:
         return f"{unit!r} may mean {unit.upper()}B or {unit.upper()}iB"
     if unit.lower() not in _FACTORS:
         return f"there is no unit {unit!r}"
-    # All in lower case nobody means bits. With a capital in front of it, the small b is chosen.
+    # All in lower case nobody means bits. After a capital letter, a small b is deliberate.
     if unit.endswith("b") and not unit.islower():
         return f"{unit!r} with a small b means bits"
     return ""
@@ -69,7 +69,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """A fraction in percent; one that would be rounded to nothing says so."""
+    """A fraction in percent; ``<0.1%`` if it would be rounded to zero."""
     if 0 < abs(fraction) < 0.0005:
         return "<0.1%"
     return "0%" if fraction == 0 else f"{fraction:.1%}"

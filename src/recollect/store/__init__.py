@@ -1,4 +1,4 @@
-"""Where a kept tensor lives: on its device, in host memory, or in a store of the user's own."""
+"""Stores for kept tensors: on the device, in host memory, or the user's own."""
 
 from recollect.store.host import HostStore, host_store
 from recollect.store.protocol import DeviceStore, Store, check_store

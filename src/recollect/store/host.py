@@ -1,7 +1,6 @@
-"""Kept tensors in host memory: copied out beside the computation, and back before they are used.
+"""Kept tensors in host memory: copied out during computation, and back before their use.
 
-This module decides what becomes of a tensor. Handles and the copies under way are in `transfers`,
-the host memory in `pool`, and all that needs a device in `links`.
+Handles and running copies are in `transfers`, host memory in `pool`, device code in `links`.
 """
 
 from __future__ import annotations
@@ -41,27 +40,27 @@ _GIB = 1024**3
 class HostStore(Store):
     """Keeps tensors of CUDA devices in host memory.
 
-    Copies run on streams of their own, beside the computation, and the CPU does not wait for them.
-    Views of one storage are copied once. One store can serve any number of regions, devices and
-    threads; `host_store` returns one for the whole process.
+    Copies run on their own streams, and the CPU does not wait for them. Views of one storage are
+    copied once. One store can serve any number of regions, devices and threads; `host_store`
+    returns one for the whole process.
 
-    A tensor stays on its device where copying it would free no memory, or cannot be done: tensors
-    that are not on a CUDA device, parameters and other leaves that require a gradient, views of
-    those, empty and small tensors, sparse and nested ones, and tensor subclasses. (Of a subclass
-    that wraps other tensors, such as a ``DTensor``, those are copied.) So does everything while a
-    CUDA graph is captured.
+    Some tensors stay on their device, because copying them would free no memory or cannot be done:
+    tensors that are not on a CUDA device, parameters and other leaves that require grad, views of
+    those, empty and small tensors, sparse and nested ones, and tensor subclasses. (If a subclass
+    wraps other tensors, as ``DTensor`` does, those are copied.) While a CUDA graph is captured, all
+    tensors stay.
 
-    A tensor that is written to in place after it was put must be announced with `before_write`.
-    Otherwise `get` raises ``KeptTensorError`` if the copy may have seen the change.
+    Call `before_write` before writing to a tensor in place after `put`. Otherwise `get` raises
+    ``KeptTensorError`` if the copy may contain the change.
 
     Args:
-        pinned_limit: Bytes of pinned host memory that may be used, in use and waiting for reuse.
-            Beyond it ordinary memory is used, which is slower, and a warning says so once. By
-            default half of the memory of the machine.
+        pinned_limit: Bytes of pinned host memory, in use and kept for reuse. Beyond it the store
+            uses ordinary memory, which is slower, and warns once. By default half of the machine's
+            memory.
         in_flight: Bytes of device memory that tensors may take while they are copied out. More
-            hides slower copies, less saves memory. One tensor each way is always under way, however
+            hides slower copies, less saves memory. One tensor each way is always allowed, however
             large. By default a 64th of the device's memory, at most 2 GiB.
-        ahead: Bytes of device memory that prefetched tensors may take. By default as many.
+        ahead: Bytes of device memory that prefetched tensors may take. By default ``in_flight``.
         smallest: A tensor whose storage has fewer bytes stays on the device.
     """
 
@@ -91,7 +90,7 @@ class HostStore(Store):
         self._transfers: dict[CudaLink, Transfers] = {}
         #: Copies by the `storage_key` of their origin.
         self._copies: dict[int, list[HostCopy]] = {}
-        #: Storages of parameters that were put: their detached aliases are parameters too.
+        #: Storages of parameters that were put: detached aliases of them stay on the device too.
         self._weights: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
@@ -103,11 +102,11 @@ class HostStore(Store):
         return f"HostStore({options})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
-        """The store itself: copies of a module share it, as they share a device."""
+        """The store itself: copies of a module share it."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a store is its options."""
+        """Pickle only the options."""
         return partial(HostStore, **self._options), ()
 
     @property
@@ -117,11 +116,11 @@ class HostStore(Store):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory, in use or waiting for reuse."""
+        """Bytes of pinned host memory, in use or kept for reuse."""
         return self._pool.pinned_bytes
 
     def trim(self) -> None:
-        """Give back pinned memory that no kept tensor uses."""
+        """Free pinned memory that no kept tensor uses."""
         with self._locked():
             self._pool.trim()
             for link in self._transfers:
@@ -138,7 +137,7 @@ class HostStore(Store):
     def get(self, handle: Any) -> Tensor:
         """The tensor of ``handle``: itself if it was not copied, else a new one with its values.
 
-        It has no history. Tensors that shared a storage share one again, as long as the first one
+        It is detached. Tensors that shared a storage share one again, as long as the first one
         returned is alive.
         """
         if isinstance(handle, Composite):
@@ -149,20 +148,20 @@ class HostStore(Store):
             return self._transfers[handle.host_copy().link].get(handle)
 
     def drop(self, handle: Any) -> None:
-        """Forget ``handle`` and, if it is the last of its storage, the copy."""
+        """Drop ``handle`` and, if it is the last one of its storage, the copy."""
         for leaf in leaves_of(handle):
             if isinstance(leaf, OnDevice):
                 leaf.drop()
             else:
                 leaf.host_copy()
-                # A finalizer may call this in the middle of another call, of this very thread.
+                # A finalizer may call this during another call in the same thread.
                 self._dropped.append(leaf)
         self._drop_pending()
 
     def prefetch(self, handles: Sequence[Any]) -> None:
-        """Start to copy back what is needed next, in this order, as much as ``ahead`` allows.
+        """Start to copy back the tensors needed next, in this order, within ``ahead`` bytes.
 
-        The rest follows as those are used.
+        The others follow as these are used.
         """
         wanted: dict[CudaLink, list[OnHost]] = {}
         with self._locked():
@@ -183,7 +182,7 @@ class HostStore(Store):
         return handle
 
     def count_version(self, handle: Any) -> None:
-        """Accept the present version of the tensor that was put: its values are unchanged."""
+        """Accept the current version of the tensor that was put: its values are unchanged."""
         with self._locked():
             for leaf in leaves_of(handle):
                 (leaf if isinstance(leaf, OnDevice) else leaf.host_copy()).count_version()
@@ -217,7 +216,7 @@ class HostStore(Store):
         inner = {name: self.get(each) for name, each in handle.handles.items()}
         with unobserved():
             joined = handle.join(inner)
-            # Some remember that they required a gradient. Like others, this has no history.
+            # Some subclasses remember that they required grad, but `get` returns detached tensors.
             return joined.requires_grad_(False) if joined.requires_grad else joined
 
     def _put_plain(self, tensor: Tensor) -> OnHost | None:
@@ -228,7 +227,7 @@ class HostStore(Store):
             return None
         layout = layout_of(tensor)
         span, whole = span_of(layout), tensor.untyped_storage().nbytes()
-        # A storage may have been resized under its tensor: then there is nothing to copy.
+        # The storage may have been resized: then there is nothing to copy.
         if self._is_weight(tensor, key) or whole < self._options["smallest"] or span.end > whole:
             return None
         stored = self._copies.get(key, ())
@@ -278,7 +277,7 @@ class HostStore(Store):
         return self._transfers[link]
 
     def _drop_pending(self) -> None:
-        # Whoever holds the lock comes here afterwards.
+        # The thread that holds the lock calls this when it releases it.
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 with raw_memory():
@@ -306,7 +305,7 @@ class HostStore(Store):
 
 
 def _is_resident(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf, such as a parameter, or a view of one: a copy frees nothing."""
+    """Whether ``tensor`` is a parameter, another leaf, or a view of one: a copy frees nothing."""
     base = view_base(tensor)
     origin = tensor if base is None else base
     return is_weight(origin) or isinstance(origin, nn.Parameter)
@@ -315,8 +314,8 @@ def _is_resident(tensor: Tensor) -> bool:
 def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors that ``tensor`` wraps, by name, and a function that joins others like them.
 
-    Nothing for what stays: parameters; the result of a collective, which may be under way; a jagged
-    tensor, which fits others only with the very object that holds its offsets.
+    Nothing for tensors that stay: parameters; the result of a collective, which may be running;
+    jagged tensors, which match others only with the same offsets object.
     """
     stays = _is_resident(tensor) or hasattr(tensor, "trigger_wait") or tensor.is_nested
     if stays or not hasattr(tensor, "__tensor_flatten__"):
@@ -324,7 +323,7 @@ def _flattened(tensor: Any) -> tuple[dict[str, Tensor], Any]:
     names, context = tensor.__tensor_flatten__()
     attributes = {name: getattr(tensor, name) for name in names}
     inner = {name: each for name, each in attributes.items() if isinstance(each, Tensor)}
-    # Others describe the tensors, such as the mesh of a DTensor.
+    # Other attributes describe the tensors, such as the mesh of a DTensor.
     others = {name: each for name, each in attributes.items() if name not in inner}
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     return inner, lambda parts: kind.__tensor_unflatten__(parts | others, context, size, stride)

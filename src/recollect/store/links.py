@@ -1,10 +1,10 @@
 """Copies between a device and the host: streams, events, memory.
 
-Everything of the host store that needs a device is here, behind a class so small that a test can
-replace it by one whose "device" is the CPU and whose copies come late.
+All device code of the host store is here, in a class small enough for tests to replace it by one
+whose "device" is the CPU and whose copies are late.
 
-Copies run on streams of their own, one for each direction, beside the computing streams. The CPU
-never waits here: streams wait for events.
+Copies run on two streams of their own, one for each direction. The CPU never waits here: streams
+wait for events.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 __all__ = ["CudaLink", "Piece", "cuda_links"]
 
-#: From, to. Bytes, of the same number on both sides.
+#: Source and target, with the same number of bytes.
 Piece = tuple[Tensor, Tensor]
 
 
 class CudaLink:
     """One CUDA device, and the copies between it and the host.
 
-    Events and streams are opaque to others, who only pass them back.
+    Events and streams are opaque to callers, which only pass them back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class CudaLink:
         return self._start(self._out, pieces, after)
 
     def copy_in(self, pieces: Iterable[Piece], after: Iterable[Any]) -> Any:
-        """Start copies to the device, likewise."""
+        """Start copies to the device, in the same way."""
         return self._start(self._in, pieces, after)
 
     def _start(
@@ -91,8 +91,8 @@ class CudaLink:
         stream.wait_event(event)
 
     def trim(self) -> None:
-        """Give pinned memory that nobody refers to back to the system."""
-        # torch caches it. Older releases cannot empty that cache.
+        """Free unused pinned memory that torch caches."""
+        # Older releases cannot empty that cache.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if empty is not None:
             empty()

@@ -1,9 +1,9 @@
-"""The tensors that one region has put into a store, and when to prefetch them.
+"""The offloaded tensors of one region, and the order in which backward fetches them.
 
-Backward goes through the regions in the opposite order of forward, and through the tensors of each
-in the order of forward (under a plan, whose region is the whole model, the last first). So when a
-region is recomputed, its own tensors are prefetched, and then those of the region before it, which
-arrive while this one computes.
+Backward runs through the regions in reverse order, and recomputes each in the order of forward. So
+when a region is recomputed, its tensors are fetched in the order of forward, and then those of the
+region before it, which arrive while this one computes. Under a plan the region is the whole model,
+and the tensor offloaded last is fetched first.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class OffloadedTensor:
         self._storage = None if self._memory is None else ref(tensor.untyped_storage())
         is_strided = tensor.layout is torch.strided and not tensor.is_nested
         is_plain = type(tensor) is torch.Tensor and is_strided
-        #: What `get` has to return, and how it lies in memory; None for what is not plain.
+        #: Shape, dtype and device, strides and alignment; None if the tensor is not plain.
         self._like = (tensor.shape, tensor.dtype, tensor.device) if is_plain else None
         self._laid = (tensor.stride(), shift_of(tensor)) if is_plain else None
         self._store = store
-        #: What to call the store in an error.
+        #: The name of the store in errors.
         self._name = name
         self._tensor = ref(tensor)
         self._version = version_of(tensor)
@@ -52,7 +52,7 @@ class OffloadedTensor:
 
     @property
     def address(self) -> int | None:
-        """The `memory_key` of the tensor that was put; None likewise."""
+        """The `memory_key` of the tensor that was put; None once that is freed."""
         return None if self.memory is None else self._address
 
     def get(self) -> torch.Tensor:
@@ -60,17 +60,17 @@ class OffloadedTensor:
         with unobserved():
             tensor = self._store.get(self.handle)
         self._check_fits(tensor)
-        # A store may simply hold what it is given.
+        # A store may hold the tensor itself.
         if tensor is self._tensor() and self._is_modified():
             raise KeptTensorError(
                 "Tensor cached during selective activation checkpoint has been mutated: a tensor "
                 f"of shape {list(tensor.shape)} that {self._name} holds was changed in place "
-                "afterwards. Let put() copy it, or replace the in-place operation."
+                "afterwards. Copy it in put(), or replace the in-place operation."
             )
         return self._laid_out(tensor)
 
     def _check_fits(self, value: Any) -> None:
-        """Refuse what is not a tensor of the shape, dtype and device of the one that was put."""
+        """Raise unless ``value`` has the shape, dtype and device of the tensor that was put."""
         found = None
         if isinstance(value, torch.Tensor):
             found = value.shape, value.dtype, value.device
@@ -79,14 +79,13 @@ class OffloadedTensor:
         returned = repr(value) if found is None else _described(*found)
         put = "a tensor" if self._like is None else _described(*self._like)
         raise KeptTensorError(
-            f"get() of {self._name} returned {returned} for {put}: it has to give back the same "
-            "tensor"
+            f"get() of {self._name} returned {returned} for {put}: it has to return the same tensor"
         )
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with the strides and alignment of forward, which a copy may not have.
+        """``tensor`` with the strides and alignment of forward.
 
-        The last bit of what is computed from it may depend on them.
+        A copy may have others, and the last bit of results may depend on them.
         """
         if self._laid is None or tensor is self._tensor():
             return tensor
@@ -111,7 +110,7 @@ class OffloadedTensor:
             self._storage = None
 
     def count_version(self) -> None:
-        """Accept the present version of the tensor: its values are unchanged."""
+        """Accept the current version of the tensor: its values are unchanged."""
         tensor = self._tensor()
         if tensor is not None:
             self._version = version_of(tensor)
@@ -136,9 +135,9 @@ _latest = _Latest()
 class OffloadBatch:
     """The offloaded tensors of one region.
 
-    ``store``: the user's, which gets everything that is kept. ``host``: what to use if there is
-    none, by default the `host_store`. ``last_first``: the region is a whole model, and backward
-    needs what was put last first.
+    ``store``: the user's store, which gets everything that is kept. ``host``: the store to use if
+    there is none, by default the `host_store`. ``last_first``: the region is a whole model, and
+    backward needs the last tensor first.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class OffloadBatch:
             alive = offloaded()
             if self._store is not None and alive is not None:
                 self._store.release(alive.handle)
-        self._released = min(end, len(self._tensors))  # a call may put less than was planned
+        self._released = min(end, len(self._tensors))  # a call may offload less than planned
 
     def announce(self) -> None:
         """Prefetch for a region that is about to be recomputed, and for the one before it."""

@@ -1,12 +1,12 @@
 """A pool of pinned host memory.
 
 Pinning memory takes milliseconds, so blocks are kept for the next step. Their sizes are powers of
-two up to `LARGEST`, and a buffer has several blocks: any free block serves any tensor of about its
+two up to `LARGEST`, and a buffer has several blocks. So any free block fits any tensor of about its
 size, large tensors leave no odd sizes behind, and torch, which rounds pinned allocations up to
-powers of two, adds nothing.
+powers of two, wastes nothing.
 
-A block comes back while a copy may still read it. It carries the event of that copy, which the next
-writer waits for.
+A block may return to the pool while a copy still reads it. It has the event of that copy, and the
+next writer waits for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 SMALLEST = 4 * 1024
 LARGEST = 64 * 1024 * 1024
 
-#: Most blocks for what is less than `LARGEST`; the last of them may be larger than needed.
+#: The maximum number of blocks for the rest below `LARGEST`; the last may be larger than needed.
 _BLOCKS_OF_REST = 3
 
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
@@ -43,7 +43,7 @@ _MEMORY_IF_UNKNOWN = 16 * 1024**3
 
 
 def memory_of_machine() -> int:
-    """The bytes of memory that this process may count on."""
+    """The bytes of memory of the machine, or of the container."""
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
@@ -55,7 +55,7 @@ def memory_of_machine() -> int:
 
 
 def block_sizes(size: int) -> list[int]:
-    """The sizes of the blocks that hold ``size`` bytes, a seventh too large at most."""
+    """The sizes of the blocks for ``size`` bytes; at most a seventh too large, and `SMALLEST`."""
     whole, rest = divmod(size, LARGEST)
     sizes = [LARGEST] * whole
     for _ in range(_BLOCKS_OF_REST - 1):
@@ -130,7 +130,7 @@ class PinnedPool:
         return buffer
 
     def give(self, buffer: HostBuffer, after: Any) -> None:
-        """Take ``buffer`` back. It may be written to again after the event ``after``."""
+        """Return ``buffer`` to the pool. It may be written to after the event ``after``."""
         self.held_bytes -= buffer.size
         if buffer.pinned:
             for block in buffer.blocks:
@@ -139,7 +139,7 @@ class PinnedPool:
 
     def trim(self) -> None:
         """Free all blocks that are not in use."""
-        # Blocks that are being read too: torch knows of the copies, and lets them finish.
+        # Also blocks that copies still read: torch lets these copies finish.
         for size, blocks in self._free.items():
             self.pinned_bytes -= size * len(blocks)
         self._free.clear()
@@ -152,7 +152,7 @@ class PinnedPool:
         blocks: list[Block] = []
         try:
             for each in block_sizes(size):
-                # The one that came back first: the copy that reads it is most likely over.
+                # The oldest one: the copy that reads it is most likely complete.
                 free = self._free.get(each)
                 blocks.append(free.popleft() if free else self._new_block(each, pin))
         except RuntimeError:
@@ -181,7 +181,7 @@ class PinnedPool:
             self._warned = True
             warnings.warn(
                 f"recollect keeps {size:,} bytes in host memory that is not pinned: {error}. This "
-                "is correct but slow, since the CPU waits for such copies. Keep less on the host, "
-                "or raise HostStore(pinned_limit=...). This warning comes once.",
+                "is correct but slow, because the CPU waits for such copies. Keep less on the host,"
+                " or raise HostStore(pinned_limit=...). This warning is shown once.",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""The base class of stores, and the plainest store."""
+"""The base class of stores, and the store that leaves tensors on their device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["DeviceStore", "Store", "as_store", "check_store"]
 
 
 class Store:
-    """Where a kept tensor lives from forward to backward. Derive from it and write `put` and `get`.
+    """Holds kept tensors from forward to backward. Derive from it and write `put` and `get`.
 
-    The other methods have defaults. An object that is not derived from this class, but has at least
-    ``put``, ``get`` and ``drop``, is a store as well.
+    The other methods have defaults. Any object with ``put``, ``get`` and ``drop`` works as a store
+    too.
     """
 
     __slots__ = ()
@@ -33,26 +33,26 @@ class Store:
         raise NotImplementedError
 
     def drop(self, handle: Any) -> None:
-        """The handle is not needed any more. Called once for each handle, from any thread."""
+        """The handle is no longer needed. Called once for each handle, from any thread."""
 
     def prefetch(self, handles: Sequence[Any]) -> None:
         """These handles are needed next, in this order."""
 
     def release(self, handle: Any) -> None:
-        """Free the memory of the tensor that was put; the current stream may wait for that."""
+        """Free the device memory of the tensor; the current stream may wait for its copy."""
 
     def before_write(self, handle: Any) -> Any:
-        """Called before the current stream writes to the tensor that was put, in place.
+        """Called before the current stream writes to the tensor in place.
 
-        Returns the handle from now on, or None: the same. By default that of a copy: the store may
-        hold the tensor.
+        Returns a new handle, or None if the old one stays valid. By default it replaces the entry
+        by a copy, because the store may hold the tensor itself.
         """
         copied = self.put(copy_of(self.get(handle)))
         self.drop(handle)
         return copied
 
     def count_version(self, handle: Any) -> None:
-        """The version of the tensor that was put has changed, but not its values."""
+        """The version of the tensor has changed, but not its values."""
 
 
 class DeviceStore(Store):
@@ -76,12 +76,12 @@ _EXAMPLE = """
     class MyStore(recollect.store.Store):
         def put(self, tensor): ...   # take a tensor, return a handle
         def get(self, handle): ...   # the tensor again: same values, shape, strides, dtype, device
-        def drop(self, handle): ...  # the handle is not needed any more
+        def drop(self, handle): ...  # the handle is no longer needed
 """
 
 
 def check_store(value: Any, name: str) -> None:
-    """Refuse ``value`` (to the user: the argument ``name``) if it is not a store."""
+    """Raise if ``value``, passed as the argument ``name``, is not a store."""
     if isinstance(value, type):
         raise TypeError(
             f"{name} is the class {value.__name__}: pass an object, {value.__name__}(), that has "
@@ -101,7 +101,7 @@ def as_store(value: Any) -> Store:
 
 
 class _Completed(Store):
-    """A store of the user's own that does not derive from `Store`."""
+    """A user's store that does not derive from `Store`."""
 
     def __init__(self, store: Any) -> None:
         for name in ("put", "get", "drop", "prefetch", "release", "before_write", "count_version"):

@@ -1,7 +1,6 @@
 """Tensors as ranges of bytes of their storage, and back.
 
-A store keeps bytes and not values, so that strides, expanded dimensions and views of one storage
-are preserved.
+A store keeps raw bytes, so strides, expanded dimensions and views of one storage are preserved.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on its storage."""
+    """Where the elements of a tensor are in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -57,12 +56,12 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """How ``tensor`` lies on its storage."""
+    """The layout of ``tensor`` in its storage."""
     return Layout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def span_of(layout: Layout) -> Span:
-    """The bytes of the storage from the first value of a tensor, not an empty one, to its last."""
+    """The bytes of the storage from the first to the last element of a tensor that is not empty."""
     steps = zip(layout.size, layout.stride, strict=True)
     last = layout.offset + sum((size - 1) * stride for size, stride in steps)
     item = layout.dtype.itemsize
@@ -70,9 +69,9 @@ def span_of(layout: Layout) -> Span:
 
 
 def span_to_store(span: Span, whole: int) -> Span:
-    """What to copy for ``span`` out of ``whole`` bytes: all, unless it is less than half.
+    """The bytes to copy for ``span`` out of ``whole``: all, unless ``span`` is less than half.
 
-    Other views of the rest are likely to follow, such as the parts of a split.
+    Other views of the storage are likely to follow, such as the parts of a split.
     """
     return span if 2 * span.size < whole else Span(0, whole)
 
@@ -104,7 +103,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def shift_of(tensor: Tensor) -> int:
-    """The alignment of ``tensor``: its offset in bytes from where an allocation could begin.
+    """The alignment of ``tensor``: its offset in bytes from an aligned address.
 
     The last bit of a library's results may depend on it. (cuBLAS considers up to 256 bytes.)
     """
@@ -121,7 +120,7 @@ def laid_out(values: Tensor, stride: tuple[int, ...], shift: int) -> Tensor:
     length = span_of(layout).end // values.element_size() if values.numel() else 0
     memory = torch.empty(length, dtype=values.dtype, device=values.device)
     tensor = tensor_on(memory, 0, layout)
-    # An element that stands for many (stride 0) is written once.
+    # Elements of expanded dimensions (stride 0) are written once.
     once = tuple(slice(None) if step else slice(0, 1) for step in stride)
     tensor[once].copy_(values[once])
     return tensor

@@ -5,12 +5,12 @@ A handle is a tensor that stays on its device (`OnDevice`), a tensor whose bytes
 of one storage share a `HostCopy`. No handle refers to the autograd graph of its tensor, whose nodes
 may hold the handle.
 
-Two bounds keep the peak of the device where the user wants it. A tensor that is copied out stays in
-memory until its copy is complete: beyond ``in_flight`` bytes the computing stream waits for the
-oldest. A tensor that is prefetched takes memory before it is used: beyond ``ahead`` bytes the rest
-is fetched as those are used.
+Two bounds limit the peak on the device. A tensor that is copied out stays in memory until its copy
+is complete: beyond ``in_flight`` bytes the computing stream waits for the oldest copy. A prefetched
+tensor takes memory before it is used: beyond ``ahead`` bytes the others are fetched as these are
+used.
 
-The CPU never waits. It runs far ahead of the device, so memory changes hands in stream order: the
+The CPU never waits. It runs far ahead of the device, so memory is reused in stream order: the
 stream that owns it waits for the copy, then the last reference is dropped, and the next user of
 that memory comes later on the same stream.
 """
@@ -40,7 +40,7 @@ _MODIFIED = """\
 A kept tensor was modified in place after it was given to a HostStore, before its copy to host \
 memory was certain to be complete. Its values are lost.
 Do one of these:
-  - use an operation that is not in place (x = x.relu(), not x.relu_());
+  - use an out-of-place operation (x = x.relu(), not x.relu_());
   - clone the tensor before it is modified;
   - call store.before_write(handle) first, if you use the store yourself."""
 
@@ -51,7 +51,7 @@ class OnDevice:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        with unobserved():  # without its history, whose nodes may hold the handle
+        with unobserved():  # detached: nodes of its graph may hold the handle
             self._hold(tensor if tensor.grad_fn is None else tensor.detach())
 
     def _hold(self, tensor: Tensor) -> None:
@@ -76,11 +76,11 @@ class OnDevice:
         self.tensor = None
 
     def hold_copy(self) -> None:
-        """Hold a copy of the tensor, which is about to change."""
+        """Hold a copy: the tensor is about to be written to."""
         self._hold(copy_of(self.get()))
 
     def count_version(self) -> None:
-        """Accept the present version: the values are unchanged."""
+        """Accept the current version: the values are unchanged."""
         self._hold(self._not_dropped())
 
 
@@ -94,7 +94,7 @@ class Composite:
 
 @dataclass(slots=True, eq=False)
 class OnHost:
-    """A tensor whose bytes are on the host, or on their way there."""
+    """A tensor whose bytes are on the host, or being copied there."""
 
     #: None once dropped.
     copy: HostCopy | None
@@ -164,7 +164,7 @@ class Returned:
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """The bytes ``span`` of a storage, on the host or on their way there."""
+    """The bytes ``span`` of a storage, on the host or being copied there."""
 
     link: CudaLink
     #: The `storage_key` of the storage, and the storage while it lives.
@@ -190,7 +190,7 @@ class HostCopy:
     returned: Returned | None = None
 
     def count_version(self) -> None:
-        """Accept the present version of the source: its values are unchanged."""
+        """Accept the current version of the source: its values are unchanged."""
         if self.source is not None and not self.is_modified:
             self.version = version_of(self.source)
 
@@ -217,8 +217,8 @@ class HostCopy:
 class Transfers:
     """Copies over ``link``, with about ``in_flight`` and ``ahead`` bytes of device memory.
 
-    ``polls``: query which copies are complete, and release their sources. Without it the memory
-    that is free at an op does not depend on how fast the device happens to be.
+    ``polls``: query which copies are complete, and release their sources. Without it, free memory
+    does not depend on the speed of the device.
     """
 
     def __init__(self, link: CudaLink, in_flight: int, ahead: int, *, polls: bool = True) -> None:
@@ -230,7 +230,7 @@ class Transfers:
         self.outgoing: dict[HostCopy, None] = {}
         self.outgoing_bytes = 0
         self.prefetched_bytes = 0
-        #: What to prefetch when there is room, in this order.
+        #: The handles to prefetch when there is room, in this order.
         self._wanted: dict[OnHost, None] = {}
 
     def send(self, copy: HostCopy) -> None:
@@ -257,7 +257,7 @@ class Transfers:
     def drain(self) -> None:
         """Release all sources but the newest: backward has begun, and needs the memory.
 
-        They were put a while ago, as the device counts time, and their copies are about complete.
+        Their copies started long before, and are almost complete.
         """
         if self.link.usable():
             for copy in [*self.outgoing][:-1]:
@@ -279,7 +279,7 @@ class Transfers:
         """Release the source of ``copy``, once the copy is complete or waited for."""
         if copy.source is None:
             return
-        copy.is_intact()  # noted now: afterwards there is no version to compare
+        copy.is_intact()  # checked now: afterwards there is no version to compare
         copy.source = None
         del self.outgoing[copy]
         self.outgoing_bytes -= copy.source_bytes
@@ -303,7 +303,7 @@ class Transfers:
         return tensor
 
     def prefetch(self, handles: Iterable[OnHost]) -> None:
-        """Fetch ``handles`` ahead, as many as the bound allows, and the others when it does."""
+        """Prefetch ``handles``, as many as ``ahead`` allows, and the others later."""
         self._wanted.update(dict.fromkeys(handles))
         self._prefetch_wanted()
 
@@ -312,7 +312,7 @@ class Transfers:
         self._wanted.pop(handle, None)
 
     def discard_prefetched(self, copy: HostCopy) -> None:
-        """Release what was prefetched and not used."""
+        """Free prefetched bytes that were not used."""
         fetched = copy.prefetched
         if fetched is not None:
             self.link.wait(fetched.stream, fetched.done)

@@ -1,4 +1,4 @@
-// Two charts: memory over the step, and peaks against times. Each is drawn anew at every width.
+// Charts: memory over the step, peaks against times, throughput against size. Each is drawn again at every width.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -337,6 +337,53 @@ function frontierChart(place, points, plainTime, budget) {
     const pairs = [["", "peak", bytesText(point.peak)], ["", "step", secondsText(point.seconds)]];
     if (plainTime > 0) pairs.push(["", "relative to plain", `${fixed(relative(point), 3)}×`]);
     chart.show(px, Math.min(py + 14, chart.box.bottom - 90), point.name, pairs);
+  };
+  steer(chart, () => points.length, nearest, go);
+}
+
+// --- throughput against size ---------------------------------------------------------------------
+
+// Sizes double from tick to tick: plain ones are small, and close together.
+function sizesChart(place, points, plainSize) {
+  const sizes = points.map(({ size }) => Math.log2(size));
+  const low = Math.min(...sizes), high = Math.max(...sizes);
+  const edge = (high - low) * 0.05 || 0.5;
+  const most = Math.max(...points.map(({ rate }) => rate)) * 1.1;
+  const shape = ({ kind }) => SHAPES[kind === "predicted" ? "peer" : kind];
+  let x, y;
+
+  const chart = new Chart(place, (self) => {
+    const { box, svg } = self;
+    const logarithmic = scale(low - edge, high + edge, box.left, box.right);
+    x = (size) => logarithmic(Math.log2(size));
+    y = scale(0, most, box.bottom, box.top);
+    const stride = Math.max(1, Math.ceil((high - low) / (box.small ? 4 : 9)));
+    const xTicks = [];
+    for (let power = Math.ceil(low - edge); power <= high + edge; power += stride) xTicks.push([2 ** power, `${2 ** power}`]);
+    self.axes(x, y, xTicks, ticks(0, most, 5, 1, ""), "size", "samples per second");
+    const line = points.map((point) => `${x(point.size).toFixed(1)} ${y(point.rate).toFixed(1)}`);
+    if (line.length > 1) draw(svg, "path", { class: "curve plan", d: `M${line.join("L")}` });
+    const taken = points.map((point) => around(x(point.size), y(point.rate), 8));
+    for (const point of points) shape(point)(draw(svg, "g", { class: `point ${point.kind}` }), x(point.size), y(point.rate));
+    const named = points.filter(({ kind, size }) => kind === "chosen" || size === plainSize);
+    for (const point of named) {
+      const text = point.kind === "chosen" ? `largest: ${point.size}` : `plain: ${point.size}`;
+      const label = draw(svg, "text", { class: `halo ${point.kind}` }, text);
+      placeLabel(label, x(point.size), y(point.rate), taken, box);
+    }
+  });
+
+  const nearest = (px) => {
+    const far = points.map((point) => Math.abs(x(point.size) - px));
+    return far.indexOf(Math.min(...far));
+  };
+  const go = (position) => {
+    const point = points[position];
+    const px = x(point.size), py = y(point.rate);
+    chart.lit.replaceChildren();
+    draw(chart.lit, "circle", { class: "lit", cx: px, cy: py, r: 11 });
+    const pairs = [["", "samples per second", fixed(point.rate, point.rate < 100 ? 1 : 0)], ["", "per sample", secondsText(1 / point.rate)], ["", "peak", bytesText(point.peak)]];
+    chart.show(px, Math.min(py + 14, chart.box.bottom - 90), `size ${point.size}, ${point.kind}`, pairs);
   };
   steer(chart, () => points.length, nearest, go);
 }

@@ -1,0 +1,117 @@
+"""Chooses the schedules of one kind of training steps by simulation (P8).
+
+A step may call the model several times before it goes backward. Each of its forwards runs by a
+schedule of its own, and they are chosen together: what they hold is in memory at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.planning.planned_step import PlannedStep
+from recollect.planning.solving.solve import Solver
+from recollect.replay.named_schedule import NamedSchedule, trimmed
+
+__all__ = ["IF_SHAPES_VARY", "Choice", "Schedules", "choose"]
+
+#: The schedule of each forward of a step; None: plain.
+Schedules = tuple[NamedSchedule | None, ...]
+
+#: The part of a budget that is used if shapes depend on data.
+IF_SHAPES_VARY = 0.97
+#: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
+_APART = 6
+#: How many solutions for a graph are considered.
+_SOLUTIONS = 16
+
+
+class Choice:
+    """How the schedules of a plan, and the plain step, do on steps of one kind.
+
+    Args:
+        plan: The plan that is applied.
+        graph: A step of this kind, as it was traced.
+    """
+
+    def __init__(self, plan: PlannedStep, graph: Graph) -> None:
+        self._plan = plan
+        self._count = len(graph.regions)
+        self._room = plan.budget * (IF_SHAPES_VARY if graph.varies else 1.0)
+        #: By what factor peaks are above the simulated ones.
+        self._scale = 1 + plan.excess
+        self._outcomes: dict[Schedules, Outcome] = {}
+        graph = plan.with_costs(graph)
+        self._outcomes[self.alike(None)] = simulate_plain(graph)
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives)):
+            self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
+        #: What all forwards may run by.
+        self.options = [each[0] for each in self._outcomes]
+        fitting = [each for each in self._outcomes if self.fits(each)]
+        is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
+        if is_joint or not fitting:
+            self._solve(graph)
+
+    def _solve(self, graph: Graph) -> None:
+        """Add schedules for this graph, which may differ from forward to forward."""
+        frontier = Solver(graph, rough=True).frontier()
+        fitting = [each for each in frontier if each.outcome.peak * self._scale <= self._room]
+        names = self._plan.schedule.alike
+        for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
+            schedule = trimmed(graph, solution.schedule)
+            parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
+            self._outcomes[tuple(parts)] = simulate(graph, schedule)
+
+    def alike(self, schedule: NamedSchedule | None) -> Schedules:
+        """The same schedule for all forwards."""
+        return (schedule,) * self._count
+
+    def expected(self, schedules: Schedules) -> int | None:
+        """The peak to expect; None if that is not known."""
+        outcome = self._outcomes.get(schedules)
+        return None if outcome is None else math.ceil(outcome.peak * self._scale)
+
+    def seconds(self, schedules: Schedules) -> float:
+        """The time to expect."""
+        return self._outcomes[schedules].seconds
+
+    def fits(self, schedules: Schedules) -> bool:
+        """Whether steps are within the budget."""
+        return self._outcomes[schedules].peak * self._scale <= self._room
+
+    def peak(self, schedules: Schedules) -> int:
+        """The simulated peak."""
+        return self._outcomes[schedules].peak
+
+    def best(self) -> Schedules:
+        """The fastest schedules that fit, or else those of the least peak."""
+        fitting = [each for each in self._outcomes if self.fits(each)]
+        if fitting:
+            return min(fitting, key=self.seconds)
+        return min(self._outcomes, key=self.peak)
+
+    def measured(self, schedules: Schedules, peak: int) -> None:
+        """A step was measured."""
+        if schedules in self._outcomes:
+            self._scale = max(self._scale, peak / self._outcomes[schedules].peak)
+
+
+def choose(choices: Sequence[Choice]) -> list[Schedules]:
+    """The schedules for steps of each kind, all of which begin with the same forward.
+
+    Which of them it is is not known when that forward runs. So if there are several, all of their
+    forwards run by the same schedule.
+    """
+    if len(choices) == 1:
+        return [choices[0].best()]
+    options = choices[0].options
+    fitting = [e for e in options if all(choice.fits(choice.alike(e)) for choice in choices)]
+    if fitting:
+        best = min(
+            fitting, key=lambda e: sum(choice.seconds(choice.alike(e)) for choice in choices)
+        )
+    else:
+        best = min(options, key=lambda e: max(choice.peak(choice.alike(e)) for choice in choices))
+    return [choice.alike(best) for choice in choices]

@@ -1,0 +1,71 @@
+"""Shows what is being done while a plan is made: ``progress=`` of `fit` and `largest_batch`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from recollect.planning.planner import silent
+from recollect.planning.trial import Progress
+
+__all__ = ["reporter"]
+
+
+def reporter(progress: bool | Progress | None) -> Progress:
+    """What to call with the work that is being done, and the fraction of it that is."""
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(
+            "progress should be True, False or a function of what is being done and of the "
+            f"fraction that is done, but got {progress!r}"
+        )
+    if callable(progress):
+        return progress
+    if not progress:
+        return silent
+    try:
+        tqdm = import_module("tqdm.auto").tqdm
+    except ImportError:
+        return _Lines()
+    return _Bar(tqdm)
+
+
+class _Lines:
+    """Prints each stage once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, what: str, _: float) -> None:
+        if what != self._last:
+            self._last = what
+            print(f"recollect: {what}", file=sys.stderr)  # noqa: T201 - it was asked for
+
+
+class _Bar:
+    """A bar for each stage, which disappears when the next one begins, or with this object."""
+
+    _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
+
+    def __init__(self, tqdm: Any) -> None:
+        self._tqdm = tqdm
+        self._last = ""
+        self._bar: Any = None
+
+    def __call__(self, what: str, done: float) -> None:
+        if what != self._last:
+            self._close()
+            self._last = what
+            self._bar = self._tqdm(
+                desc=f"recollect: {what}", total=1.0, leave=False, bar_format=self._FORMAT
+            )
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __del__(self) -> None:
+        self._close()
