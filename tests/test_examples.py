@@ -36,6 +36,7 @@ def test_it_runs_and_says_what_came_of_planning(name):
     assert SAYS.get(name, "to plan") in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_it_runs_on_two_ranks_and_says_what_came_of_planning(name):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -173,7 +174,7 @@ class Prices:
             out.append(run())
             left = _bytes_of(_new_tensors(out, (args, kwargs)))
             peak = _total_allocated(self.device) - before
-        elif op_info(func).communicates or profiler_is_on() or not _profiling.acquire(False):
+        elif op_info(func).communicates or _cannot_profile() or not _profiling.acquire(False):
             # A collective goes on in a thread of its own, and writes to the profiler that saw it
             # begin, though that may be gone. And there can be only one profiler: it may be the
             # user's, or another thread's.
@@ -326,12 +327,37 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
     return peak, total
 
 
+class _Unprofiled(threading.local):
+    is_on = False
+
+
+_unprofiled = _Unprofiled()
+
+
+@contextmanager
+def ops_unprofiled() -> Iterator[None]:
+    """A context in which no profiler is started around single ops.
+
+    On a CPU one that starts or ends while a collective is under way was seen to let the step go on
+    before the collective was done, with wrong values.
+    """
+    before, _unprofiled.is_on = _unprofiled.is_on, True
+    try:
+        yield
+    finally:
+        _unprofiled.is_on = before
+
+
+def _cannot_profile() -> bool:
+    return profiler_is_on() or _unprofiled.is_on
+
+
 def _started_profiler() -> profile | None:
     """A profiler of memory; None if another one is at work, which this would end.
 
     Not `torch.profiler`, which spends most of its time on events that are not read here.
     """
-    if profiler_is_on():
+    if _cannot_profile():
         return None
     profiler = profile(profile_memory=True)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.planning.batch import tensors_of_batch
-from recollect.planning.prices import OpPrice, Prices
+from recollect.planning.prices import OpPrice, Prices, ops_unprofiled
 from recollect.replay.recorded_graph import tensors_of
 
 __all__ = ["StepTrace", "TraceMode", "TracedOp"]
@@ -158,7 +158,8 @@ class TraceMode(DispatchMode):
             return func(*args, **kwargs)  # of a compiler, and without memory
         inputs = {storage_key(tensor) for tensor in tensors}
         gathered = self._gathered()
-        price, result = self._prices.run(func, args, kwargs)
+        with nullcontext() if self._shards is None else ops_unprofiled():
+            price, result = self._prices.run(func, args, kwargs)
         if price is not None:
             backward = current_graph_task() + 1
             self._is_backward |= backward > 0
