@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect.compiled.planner import CompiledPlanner
+from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
@@ -77,8 +79,23 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    planner = Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output)
-    return planner.plan_for(budget)
+    return _planner(model, batch, loss, optimizer, offload, holds_output).plan_for(budget)
+
+
+def _planner(
+    model: Any,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    holds_output: bool,
+    progress: Progress = silent,
+) -> Planner:
+    """The planner for a model: for one that is compiled, or for one that is not."""
+    of = Planner.of
+    if isinstance(model, nn.Module) and is_compiled_throughout(model):
+        of = CompiledPlanner.of
+    return of(model, batch, loss, optimizer, offload, progress, holds_output=holds_output)
 
 
 def fit(
@@ -124,9 +141,7 @@ def fit(
     check_budget(budget)
     report = _reporter(progress)
     if batch is not None:
-        planner = Planner.of(
-            model, batch, loss, optimizer, offload, report, holds_output=holds_output
-        )
+        planner = _planner(model, batch, loss, optimizer, offload, holds_output, report)
         return planner.plan_for(budget).apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
@@ -186,7 +201,7 @@ def frontier(
     holds_output: bool = True,
 ) -> Frontier:
     """The memory/time frontier of a training step. Arguments as `plan`."""
-    return Frontier(Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output))
+    return Frontier(_planner(model, batch, loss, optimizer, offload, holds_output))
 
 
 class Frontier:
