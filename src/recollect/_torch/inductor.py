@@ -150,8 +150,7 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**options, "custom_partitioner_fn": split}
-    compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches=patches)
-    return compiled
+    return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[return-value]
 
 
 def run_as_it_is(

@@ -137,16 +137,14 @@ def _check_sites(step: CompiledStep, sites: Sequence[Site]) -> None:
 
 def _listed(paths: Sequence[str]) -> str:
     shown = [repr(path) if path else "the model itself" for path in paths[:3]]
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""  # noqa: PLR2004 - as shown
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return (", ".join(shown) or "none") + more
 
 
 class _Unplanned:
     """Decides for graphs that were not planned: another shape, eval mode, another dtype."""
 
-    def __init__(
-        self, step: CompiledStep, budget: int, device: torch.device, fused: bool
-    ) -> None:
+    def __init__(self, step: CompiledStep, budget: int, device: torch.device, fused: bool) -> None:
         self._step, self._budget = step, budget
         self._device, self._fused = device, fused
 

@@ -22,16 +22,14 @@ __all__ = ["in_memory"]
 
 #: Beside those that the partitioner knows of: ops that Inductor computes by loops.
 _LOOPS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_unsafe_index amin cat constant_pad_nd embedding flip gather index masked_fill prod "
-        "repeat select_scatter slice_scatter tril triu"
-    ).split()
-) | frozenset(
-    f"prims::{name}"
-    for name in (
-        "fma inductor_lookup_seed inductor_randint inductor_random iota xor_sum inductor_seeds"
-    ).split()
+    {
+        *("aten::_unsafe_index", "aten::amin", "aten::cat", "aten::constant_pad_nd"),
+        *("aten::embedding", "aten::flip", "aten::gather", "aten::index", "aten::masked_fill"),
+        *("aten::prod", "aten::repeat", "aten::select_scatter", "aten::slice_scatter"),
+        *("aten::tril", "aten::triu", "prims::fma", "prims::iota", "prims::xor_sum"),
+        *("prims::inductor_lookup_seed", "prims::inductor_randint", "prims::inductor_random"),
+        "prims::inductor_seeds",
+    }
 )
 #: What is drawn once in forward, and never again.
 _SEEDS = "prims::inductor_seeds"
@@ -41,9 +39,7 @@ def in_memory(joint: Joint) -> tuple[set[fx.Node], set[fx.Node]]:
     """The makers whose results have memory; and those of them that are kernels of libraries."""
     is_fused = fuses()
     kernels = {
-        node
-        for node in joint.makers
-        if not is_fused(node) and op_name(node.target) not in _LOOPS
+        node for node in joint.makers if not is_fused(node) and op_name(node.target) not in _LOOPS
     }
     depth = _depths(joint, kernels)
     found: set[fx.Node] = set()

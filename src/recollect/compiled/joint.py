@@ -126,9 +126,11 @@ class Joint:
         pending = [maker]
         while pending:
             for user in pending.pop().users:
+                if user.op == "output":
+                    continue
                 if user.target is operator.getitem or self.is_view(user):
                     pending.append(user)
-                elif user.op != "output":
+                else:
                     found[user] = None
         return list(found)
 
@@ -211,7 +213,7 @@ class Joint:
             if argument.name == "dropout_p":
                 at = argument.position
                 given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
-                return given != 0
+                return bool(given)
         return True
 
 

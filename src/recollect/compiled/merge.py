@@ -212,9 +212,10 @@ class _Merger:
     def _values(self) -> list[Value]:
         values: list[Value] = []
         for call, part in enumerate(self.parts):
-            shift = len(values)
-            for value in part.values:
-                values.append(Value(value.nbytes, self.first_op[call] + value.op, shift + value.storage))
+            ops, storages = self.first_op[call], len(values)
+            values += [
+                Value(each.nbytes, ops + each.op, storages + each.storage) for each in part.values
+            ]
         return values
 
     def _storages(self) -> list[Storage]:
@@ -274,14 +275,11 @@ class _Merger:
         for (is_backward, call), (held, most) in zip(self.order, self.around, strict=False):
             events.append(Event(0.0, held, most))
             part = self.parts[call]
-            for event in part.backward if is_backward else part.forward:
+            for each in part.backward if is_backward else part.forward:
                 numbers = tuple(unpacked[len(events)])
-                op = -1 if is_backward else self.first_op[call] + event.op
-                events.append(
-                    Event(
-                        event.seconds, held + event.before, held + event.during, op, numbers, numbers
-                    )
-                )
+                op = -1 if is_backward else self.first_op[call] + each.op
+                before, during = held + each.before, held + each.during
+                events.append(Event(each.seconds, before, during, op, numbers, numbers))
         held, most = self.around[-1]
         return [*events, Event(0.0, held, most)]
 

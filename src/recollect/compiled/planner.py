@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from recollect._torch.devices import profiler_is_on
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
-from recollect.compiled.sites import find_sites
+from recollect.compiled.sites import find_sites, model_name
 from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
 from recollect.graph.schedule import Schedule
@@ -38,6 +38,7 @@ from recollect.planning.solving.solve import Solver
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
+from recollect.report.plan_report import PlanReport
 
 __all__ = ["CompiledPlanner"]
 
@@ -102,12 +103,8 @@ class CompiledPlanner(Planner):
     def solver(self) -> Solver | TiedSolver:  # type: ignore[override]
         """Finds schedules."""
         observed = self.trials.observed
-        solver = Solver(
-            self.graph, progress=lambda done: self._progress("solving", done)
-        )
-        units = {(call.site, part.key) for call, part in zip(observed.calls, observed.merged.parts)}
-        kinds = {part.key for part in observed.merged.parts}
-        if len(kinds) == len(units) == len(observed.calls):
+        solver = Solver(self.graph, progress=lambda done: self._progress("solving", done))
+        if len({part.key for part in observed.merged.parts}) == len(observed.calls):
             return solver
         return TiedSolver(solver, observed.merged, observed.site_of)
 
@@ -117,7 +114,7 @@ class CompiledPlanner(Planner):
             solution = solver.solve(target)
             if solution is None:
                 break
-            schedule = trimmed(self.graph, solution.schedule)
+            schedule = self._trimmed(solution.schedule)
             if schedule in self.trials.expected and self.trials.expected[schedule] <= room:
                 break
             peak = self.trials.peak(schedule)
@@ -132,6 +129,15 @@ class CompiledPlanner(Planner):
         fitting = [each for each, peak in self.trials.expected.items() if peak <= room]
         return min(fitting, key=lambda each: simulate(self.graph, each).seconds, default=None)
 
+    def _least_schedule(self) -> Schedule:
+        self.trials.peak(self._trimmed(self.solver.least().schedule))
+        return min(self.trials.expected, key=self.trials.expected.__getitem__)
+
+    def _trimmed(self, schedule: Schedule) -> Schedule:
+        """The schedule without results that backward does not need, if calls may differ so."""
+        is_tied = isinstance(self.solver, TiedSolver)
+        return schedule if is_tied else trimmed(self.graph, schedule)
+
     def _pays(self, solution: Any, schedule: Schedule) -> bool:
         """Whether it is worth the while to compile another solution."""
         if solution is None:
@@ -143,14 +149,22 @@ class CompiledPlanner(Planner):
 
     def _plain_candidate(self) -> Candidate:
         found = super()._plain_candidate()
-        return replace(found, schedule=trimmed(self.graph, self.trials.observed.torch_schedule))
+        return replace(found, schedule=self.trials.observed.torch_schedule)
 
     def make_plan(self, budget: int, candidate: Candidate) -> Plan:
         """Make the plan that compiles the step as ``candidate`` does."""
         plan = super().make_plan(budget, candidate)
         torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
-        report = replace(plan.report, before=curve_of(torchs))
-        return replace(plan, report=report, compiled=self._decisions(budget, candidate))
+        report = replace(self._titled(plan.report), before=curve_of(torchs))
+        decisions = self._decisions(budget, candidate)
+        return replace(plan, model=report.title, report=report, compiled=decisions)
+
+    def frontier_report(self) -> PlanReport:
+        """The report of the frontier."""
+        return self._titled(super().frontier_report())
+
+    def _titled(self, report: PlanReport) -> PlanReport:
+        return replace(report, title=f"compiled {model_name(self.step.model)}")
 
     def _decisions(self, budget: int, candidate: Candidate) -> CompiledStep:
         trials, schedule = self.trials, candidate.schedule
@@ -167,5 +181,5 @@ class CompiledPlanner(Planner):
         return replace(outcome, seconds=self.trials.profile.seconds)
 
     @cached_property
-    def _alternatives(self) -> tuple[NamedSchedule, ...]:  # type: ignore[override]
+    def _alternatives(self) -> tuple[NamedSchedule, ...]:
         return ()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from recollect._torch.inductor import (
@@ -32,6 +33,7 @@ __all__ = [
     "install",
     "installed",
     "is_compiled_throughout",
+    "model_name",
     "prepare",
 ]
 
@@ -67,6 +69,11 @@ def is_compiled_throughout(model: nn.Module) -> bool:
     )
 
 
+def model_name(model: nn.Module) -> str:
+    """The name of the class of a model, also if it is wrapped by ``torch.compile``."""
+    return type(getattr(model, "_orig_mod", model)).__name__
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """The outermost compiled modules of a model."""
     _check_torch()
@@ -94,8 +101,6 @@ def _check_torch() -> None:
     try:
         check_names()
     except UnknownTorch as error:
-        import torch
-
         raise CheckpointError(
             f"model: it is compiled, and plans for compiled models do not know torch "
             f"{torch.__version__} ({error}). Plan for the model that it was made from, which needs "

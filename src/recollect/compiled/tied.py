@@ -16,7 +16,7 @@ from recollect.graph.schedule import Schedule
 from recollect.planning.solving.pool import Pool
 from recollect.planning.solving.solve import Solution, Solver
 
-__all__ = ["TiedSolver", "unit_of"]
+__all__ = ["TiedSolver", "Unit", "unit_of"]
 
 #: How many variants of the code of equal modules there may be.
 _VARIANTS = 3
@@ -115,8 +115,8 @@ class TiedSolver:
         main = Counter(keys).most_common(1)[0][0]
         chosen = [kept for (key, kept), _ in seen.most_common() if key == main][:_PAIRED]
         calls = [n for n, key in enumerate(keys) if key == main]
-        best = [each.schedule for each in self._pool.frontier()] if self._pool is not None else []
-        others = [self._merged.decided(n, best[0]) if best else frozenset() for n in range(len(keys))]
+        least = self._solver.least().schedule
+        others = [self._merged.decided(n, least) for n in range(len(keys))]
         places = range(1, len(calls), max(1, len(calls) // _PLACES))
         for early, late in permutations(chosen, 2):
             for place in places:

@@ -14,7 +14,7 @@ from recollect.compiled.applied import Code, OtherGraphs, players
 from recollect.compiled.decisions import CompiledStep, GraphDecision
 from recollect.compiled.observe import ObservedStep
 from recollect.compiled.sites import Called, Site, installed
-from recollect.compiled.tied import unit_of
+from recollect.compiled.tied import Unit, unit_of
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
@@ -57,12 +57,12 @@ class CompiledTrials(Trials):
         self.code: dict[Schedule, Code] = {}
 
     @cached_property
-    def graph(self) -> Graph:  # type: ignore[override]
+    def graph(self) -> Graph:
         """The step."""
         return self.profile.graph
 
     @cached_property
-    def modules(self) -> None:  # type: ignore[override]
+    def modules(self) -> None:
         """Modules are not checkpointed as a whole."""
         return
 
@@ -70,7 +70,7 @@ class CompiledTrials(Trials):
         """What a schedule decides for the graphs; None: everything as torch chooses."""
         observed = self.observed
         merged, sites = observed.merged, observed.site_of
-        kept = {}
+        kept: dict[Unit, tuple[str, ...] | None] = {}
         for call in range(len(merged.parts)):
             names = None if schedule is None else merged.kept_in(call, schedule)
             unit = unit_of(merged, sites, call)
@@ -141,9 +141,7 @@ class CompiledTrials(Trials):
         return replace(super().fastest(schedules), remark="")
 
 
-def _variants(
-    kept: dict[tuple[int, str], tuple[str, ...] | None], count: int
-) -> list[int]:
+def _variants(kept: dict[tuple[int, str], tuple[str, ...] | None], count: int) -> list[int]:
     """By site: the number of its variant. Sites that decide the same have the same."""
     decided: list[dict[str, Any]] = [{} for _ in range(count)]
     for (site, key), names in kept.items():

@@ -186,9 +186,7 @@ class Plan(PlannedStep):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON."""
-        bare = replace(
-            self, graph=None, schedule=NamedSchedule(), alternatives=(), compiled=None
-        )
+        bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=(), compiled=None)
         content = {
             "format": _FORMAT,
             **asdict(bare),

@@ -49,7 +49,15 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner", "check_holds_output", "check_offload", "check_unplanned", "silent", "warn_of_eval"]
+__all__ = [
+    "Offload",
+    "Planner",
+    "check_holds_output",
+    "check_offload",
+    "check_unplanned",
+    "silent",
+    "warn_of_eval",
+]
 
 Offload = bool | Literal["auto"]
 
