@@ -12,11 +12,11 @@ from torch import nn
 
 from recollect._torch.inductor import called_by_compiler
 from recollect.checks.place import warn_user
-from recollect.compiled.backend import Backend, Call
+from recollect.compiled.backend import Backend
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
-from recollect.compiled.merge import merge
+from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, Site, find_sites, install, prepare
 from recollect.compiled.split import Player, Solve
@@ -30,6 +30,8 @@ from recollect.report.units import bytes_text
 __all__ = ["Applied", "Code", "OtherGraphs", "players"]
 
 _log = logging.getLogger("recollect")
+#: What is around the only graph of a step: before forward, before backward, and after that.
+_GAPS = 3
 
 
 class Applied:
@@ -150,12 +152,11 @@ class _Unplanned:
 
     def __call__(self, key: str, joint: Joint) -> Collection[str]:
         part = make_part(key, joint, NodeCosts(self._device), fused=self._fused)
-        nothing: list[Any] = []
-        call = Call(None, "", nothing, nothing, 0)
-        merged = merge([part], [call], None, [{}], self._step.around)
+        alone = len(self._step.around) == _GAPS
+        around = self._around(part.returned) if alone else [(0, 0)] * _GAPS
+        merged = merge_alone(part, self._step.base, around)
         solver = Solver(merged.graph, rough=True)
         target = int(self._step.target * IF_SHAPES_VARY)
-        alone = len(self._step.graphs) == 1
         solution = solver.solve(target) if alone else None
         if solution is None:
             solution = solver.least()
@@ -163,6 +164,13 @@ class _Unplanned:
         else:
             _log.info("recollect: a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
+
+    def _around(self, returned: int) -> list[tuple[int, int]]:
+        """What is around a graph: the loss takes more if forward returns more."""
+        more = max(1.0, returned / self._step.returned) if self._step.returned else 1.0
+        *others, last = self._step.around
+        larger = [(int(max(h, h * more)), int(max(m, m * more))) for h, m in others]
+        return [*larger, last]
 
     def _warn(self, peak: int, *, alone: bool) -> None:
         if alone:

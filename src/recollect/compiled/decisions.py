@@ -36,7 +36,10 @@ class CompiledStep:
         sites: The paths of the compiled modules, each with its variant.
         backend: The name of their backend.
         target: The bytes that a graph which was not planned is solved for.
-        around: The bytes that are held while the only graph runs, and are not its own.
+        base: The bytes that are there throughout.
+        around: If there is one graph: the bytes that are held before its forward, before its
+            backward and after that, and are not its own; each with the most that there are.
+        returned: The bytes that its forward returns.
         code: What was compiled to try the plan, for the model not to be compiled again; not part
             of files.
     """
@@ -45,7 +48,9 @@ class CompiledStep:
     sites: tuple[tuple[str, int], ...]
     backend: str
     target: int
-    around: int
+    base: int
+    around: tuple[tuple[int, int], ...] = ()
+    returned: int = 0
     code: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -60,7 +65,9 @@ class CompiledStep:
             "sites": self.sites,
             "backend": self.backend,
             "target": self.target,
+            "base": self.base,
             "around": self.around,
+            "returned": self.returned,
         }
 
     @classmethod

@@ -18,7 +18,7 @@ from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under
 
-__all__ = ["Merged", "merge", "torch_schedule"]
+__all__ = ["Merged", "merge", "merge_alone", "torch_schedule"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ def merge(
         return bare
     around = _around(bare, order, stretches, torch_saves)
     return replace(_Merger(parts, calls, order, base, around).merged(), around=around)
+
+
+def merge_alone(part: Part, base: int, around: Sequence[tuple[int, int]]) -> Merged:
+    """The graph of a step with one call. ``around``: as of `Merged`."""
+    call = Call(None, "", [], [], 0)
+    return _Merger([part], [call], _order_of(1, None), base, around).merged()
 
 
 #: A call: whether it is backward, and its number.

@@ -58,6 +58,11 @@ class Part:
     outputs: dict[int, int]
     results: dict[str, int]
 
+    @property
+    def returned(self) -> int:
+        """The bytes that forward returns."""
+        return sum(self.values[value].nbytes for value in {*self.outputs.values()})
+
 
 def make_part(key: str, joint: Joint, costs: NodeCosts, *, fused: bool) -> Part:
     """The part of a step that a joint graph is. ``fused``: whether Inductor compiles it."""

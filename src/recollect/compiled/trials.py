@@ -81,13 +81,14 @@ class CompiledTrials(Trials):
             GraphDecision(key, sources[key], names, variants[site]): None
             for (site, key), names in kept.items()
         }
-        around = max((held for held, _ in merged.around), default=0)
         return CompiledStep(
             graphs=tuple(graphs),
             sites=tuple((site.path, variants[n]) for n, site in enumerate(observed.sites)),
             backend=observed.sites[0].compiler.name,
             target=target,
-            around=merged.graph.base + max(0, around),
+            base=merged.graph.base,
+            around=tuple(merged.around) if len(merged.parts) == 1 else (),
+            returned=merged.parts[0].returned,
         )
 
     # --- peaks ------------------------------------------------------------------------------------
