@@ -109,7 +109,7 @@ class CompiledPlanner(Planner):
         return TiedSolver(solver, observed.merged, observed.site_of)
 
     def _fastest_schedule(self, room: int, solver: Any) -> Schedule | None:
-        target = room
+        target = room - self._known_excess()
         for _ in range(_COMPILES):
             solution = solver.solve(target)
             if solution is None:
@@ -128,6 +128,11 @@ class CompiledPlanner(Planner):
                 break
         fitting = [each for each, peak in self.trials.expected.items() if peak <= room]
         return min(fitting, key=lambda each: simulate(self.graph, each).seconds, default=None)
+
+    def _known_excess(self) -> int:
+        """The bytes by which all that was tried took more than simulated."""
+        tried = self.trials.expected.items()
+        return max(0, min((p - simulate(self.graph, s).peak for s, p in tried), default=0))
 
     def _least_schedule(self) -> Schedule:
         self.trials.peak(self._trimmed(self.solver.least().schedule))

@@ -53,7 +53,7 @@ def plan(
     random streams. What cannot be restored is an error that names it.
 
     Args:
-        model: The model to train. A step calls its forward once.
+        model: The model to train. A step calls its forward once. It may be compiled.
         batch: What the model is called with. A tuple is its arguments, a dict or another mapping
             its keyword arguments, anything else its one argument: a tensor, a list, an object.
         budget: The highest allowed peak of bytes allocated on the device in a step, including
