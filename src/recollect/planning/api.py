@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect.compiled.planner import CompiledPlanner
+from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
@@ -18,6 +20,7 @@ from recollect.planning.planner import (
     Planner,
     check_offload,
     check_unplanned,
+    silent,
 )
 from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
@@ -50,7 +53,7 @@ def plan(
     random streams. What cannot be restored is an error that names it.
 
     Args:
-        model: The model to train. A step calls its forward once.
+        model: The model to train. A step calls its forward once. It may be compiled.
         batch: What the model is called with. A tuple is its arguments, a dict or another mapping
             its keyword arguments, anything else its one argument: a tensor, a list, an object.
         budget: The highest allowed peak of bytes allocated on the device in a step, including
@@ -76,8 +79,22 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    planner = Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output)
-    return planner.plan_for(budget)
+    return _planner(model, batch, loss, optimizer, offload, holds_output).plan_for(budget)
+
+
+def _planner(
+    model: Any,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    holds_output: bool,
+    progress: Progress = silent,
+) -> Planner:
+    """The planner for a model: for one that is compiled, or for one that is not."""
+    is_compiled = isinstance(model, nn.Module) and is_compiled_throughout(model)
+    make = CompiledPlanner.of_compiled if is_compiled else Planner.of
+    return make(model, batch, loss, optimizer, offload, progress, holds_output=holds_output)
 
 
 def fit(
@@ -123,9 +140,7 @@ def fit(
     check_budget(budget)
     report = reporter(progress)
     if batch is not None:
-        planner = Planner.of(
-            model, batch, loss, optimizer, offload, report, holds_output=holds_output
-        )
+        planner = _planner(model, batch, loss, optimizer, offload, holds_output, report)
         return planner.plan_for(budget).apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
@@ -164,7 +179,7 @@ def frontier(
     holds_output: bool = True,
 ) -> Frontier:
     """The memory/time frontier of a training step. Arguments as `plan`."""
-    return Frontier(Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output))
+    return Frontier(_planner(model, batch, loss, optimizer, offload, holds_output))
 
 
 class Frontier:

@@ -50,7 +50,16 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner", "Record", "check_offload", "check_unplanned", "silent"]
+__all__ = [
+    "Offload",
+    "Planner",
+    "Record",
+    "check_holds_output",
+    "check_offload",
+    "check_unplanned",
+    "silent",
+    "warn_of_eval",
+]
 
 Offload = bool | Literal["auto"]
 #: Records a step, with the link to the host if results may be offloaded.
@@ -130,8 +139,7 @@ class Planner:
     ) -> Planner:
         """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
         check_offload(offload)
-        if holds_output not in (True, False):
-            raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
+        check_holds_output(holds_output)
         check_unplanned(model)
         check_batch(batch, model)
         args, kwargs = split_batch(batch, model)
@@ -149,7 +157,7 @@ class Planner:
                 "a torch profiler is running, and memory is measured by one: make the plan before "
                 "it starts, or after it has ended"
             )
-        _warn_of_eval(model)
+        warn_of_eval(model)
         state = ModelState.of(model)
         progress("recording a step", 0.0)
         if step.on_cuda:
@@ -444,7 +452,7 @@ def _sample_evenly(frontier: list[Solution]) -> list[Solution]:
     return [frontier[place - 1] for place in sorted(set(places))]
 
 
-def _warn_of_eval(model: nn.Module) -> None:
+def warn_of_eval(model: nn.Module) -> None:
     """Warn if the model is in eval mode, and does more in train mode."""
     layer = None if model.training else find_mode_layer(model)
     if layer is not None:
@@ -460,6 +468,12 @@ def check_offload(offload: Any) -> None:
     """Refuse what does not say whether to offload."""
     if offload not in (True, False, "auto"):
         raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+
+
+def check_holds_output(holds_output: Any) -> None:
+    """Refuse what does not say whether the output is held."""
+    if holds_output not in (True, False):
+        raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
 
 
 def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
@@ -485,10 +499,10 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
     check_not_distributed(model, runs_steps=runs_steps)
-    if is_compiled(model):
+    if is_compiled(model) and not runs_steps:
         raise ValueError(
-            "model: it is compiled, and what a compiler keeps is up to the compiler. Plan for the "
-            "model that it was made from, or leave torch.compile out"
+            "model: it is compiled, and a step that is traced as the loop runs it does not show "
+            "what compiled code does. Pass the batch too: recollect.fit(model, batch, budget)"
         )
     if getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(

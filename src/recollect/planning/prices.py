@@ -28,7 +28,7 @@ from recollect.graph.graph import Link
 from recollect.planning.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
 
-__all__ = ["OpPrice", "Prices", "allocated_by", "measured_link"]
+__all__ = ["OpPrice", "Prices", "allocated_by", "measured_link", "profiled_events"]
 
 _Tensor = torch.Tensor
 _MEMORY_EVENT = "[memory]"
@@ -118,6 +118,18 @@ class Prices:
                 result = self._timed_run(price, func, args, kwargs)
         self._ran.append(price)
         return price, result
+
+    def price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPrice:
+        """The price of an op that is not run: with ``fakes``, on tensors like its arguments."""
+        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
+        if key not in self._prices:
+            self._prices[key] = self._priced(key, op_info(func), func, args, kwargs)
+        self._ran.append(self._prices[key])
+        return self._prices[key]
+
+    def moving(self, nbytes: int) -> float:
+        """The seconds that a simple op takes to read and write so many bytes."""
+        return nbytes / self._bandwidth
 
     def _priced(
         self, key: Any, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -304,19 +316,12 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
         run()
         left = torch.cuda.memory_allocated(device) - before
         return torch.cuda.max_memory_allocated(device) - before, left
-    profiler = _started_profiler()
-    if profiler is None:
-        run()
+    profiled = profiled_events(run)
+    if profiled is None:
         return 0, 0
-    try:
-        run()
-    finally:
-        with stderr_hushed():
-            profiler.__exit__(None, None, None)
-    assert profiler.kineto_results is not None
-    events: list[Any] = [
+    events = [
         event
-        for event in profiler.kineto_results.events()
+        for event in profiled
         if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
     ]
     peak = total = 0
@@ -324,6 +329,21 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
         total += event.nbytes()
         peak = max(peak, total)
     return peak, total
+
+
+def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
+    """Run with a profiler of memory, and return its events; None if another one is at work."""
+    profiler = _started_profiler()
+    if profiler is None:
+        run()
+        return None
+    try:
+        run()
+    finally:
+        with stderr_hushed():
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    return list(profiler.kineto_results.events())
 
 
 def _started_profiler() -> profile | None:
