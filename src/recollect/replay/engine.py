@@ -216,8 +216,8 @@ def observe_region(
         blocks: Modules whose outputs are kept too.
     """
     by = by or NamedSchedule()
-    remat = Rematerializer(OffloadBatch(host=by.store, last_first=True), read_flags())
-    remat.begin = by.begin
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
+    remat = Rematerializer(offload_batch, read_flags(), begin=by.begin)
     call = _Call(function, args, kwargs, by, False, remat)
     recorder = call.recorder()
     _running.is_running = True

@@ -301,7 +301,7 @@ class RecordedGraph:
     def until(self, count: int) -> RecordedGraph:
         """Its first ``count`` ops."""
         part = RecordedGraph()
-        part.ops, part.values = self.ops[:count], self.values
+        part.ops, part.values, part.storages = self.ops[:count], self.values, self.storages
         return part
 
     def copy(self) -> RecordedGraph:
