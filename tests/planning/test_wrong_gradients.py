@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import InputChanged
 from recollect.graph.simulate import Outcome
-from recollect.planning import runner, variant
+from recollect.planning import choice, runner
 from recollect.planning.live import LiveStep
 from recollect.planning.planner import Planner
 from tests._support import Counted, assert_identical, gradients
@@ -88,7 +88,7 @@ def same(
             patch.setattr(runner, "run_planned", counted)
             patch.setattr(LiveStep, "forward", partialmethod(traced))
             # Batches of other looks would run without a plan, which they fit.
-            patch.setattr(variant, "simulate_plain", lambda _: OVER)
+            patch.setattr(choice, "simulate_plain", lambda _: OVER)
             found = played(planned, act or usual, steps)
         assert counted.started + traced.started >= steps  # by the plan, and not as without one
         assert_identical(found, expected)

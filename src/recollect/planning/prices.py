@@ -185,10 +185,11 @@ class Prices:
             out.append(run())
             left = _bytes_of(_new_tensors(out, (args, kwargs)))
             peak = _total_allocated(self.device) - before
-        elif op_info(func).communicates or profiler_is_on() or not _profiling.acquire(False):
+        elif _may_communicate() or profiler_is_on() or not _profiling.acquire(False):
             # A collective goes on in a thread of its own, and writes to the profiler that saw it
-            # begin, though that may be gone. And there can be only one profiler: it may be the
-            # user's, or another thread's.
+            # begin, though that may be gone: memory was corrupted, and sharded models got wrong
+            # parameters. And there can be only one profiler: it may be the user's, or another
+            # thread's.
             out.append(run())
             peak, left = _likely_workspace(price), 0
         else:
@@ -275,6 +276,11 @@ class Prices:
         out: list[Any] = []
         peak, left = allocated_by(lambda: out.append(run()), self.device)
         return peak - max(left, 0)
+
+
+def _may_communicate() -> bool:
+    """Whether this process may exchange tensors with others at any time."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _likely_workspace(price: OpPrice) -> int:

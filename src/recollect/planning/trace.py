@@ -25,7 +25,7 @@ from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.prices import OpPrice, Prices
-from recollect.replay.recorded_graph import tensors_of
+from recollect.replay.recorded_graph import copying, tensors_of
 
 __all__ = ["StepTrace", "TraceMode", "TracedOp"]
 
@@ -133,7 +133,7 @@ class TraceMode(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self.is_paused or copying.is_active:
             return func(*args, **kwargs)
         with no_function_modes():
             return self._run(func, args, kwargs)
