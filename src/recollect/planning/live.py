@@ -165,8 +165,11 @@ class LiveStep:
 
     def dropped(self) -> None:
         """Nothing leads to the output of one of its forwards any more."""
-        if not self._is_reached and not self.is_pending:
-            self.close()
+        if self.is_pending or self._is_running:
+            return
+        # If backward went through others, that was the step, and this one was not part of it.
+        self.is_over = self._is_reached
+        self.close()
 
     def reached(self) -> None:
         """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
