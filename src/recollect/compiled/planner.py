@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.devices import profiler_is_on
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
 from recollect.compiled.sites import find_sites, model_name
@@ -21,21 +20,14 @@ from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
-from recollect.planning.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.batch import signature_of_batch
 from recollect.planning.describe import curve_of
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planner import (
-    Offload,
-    Planner,
-    check_holds_output,
-    check_offload,
-    check_unplanned,
-    silent,
-    warn_of_eval,
-)
+from recollect.planning.planner import Planner, silent
+from recollect.planning.prepare import Offload, prepare_step
 from recollect.planning.solving.solve import Solver
-from recollect.planning.step import Loss, TrainingStep
+from recollect.planning.step import Loss
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport
@@ -68,33 +60,24 @@ class CompiledPlanner(Planner):
         holds_output: bool = True,
     ) -> CompiledPlanner:
         """Observe a step. Arguments as of `recollect.plan`."""
-        check_offload(offload)
         if offload is True:
             raise ValueError(
                 "offload=True: plans for compiled models do not offload. Leave it out, or plan "
                 "for the model without torch.compile"
             )
-        check_holds_output(holds_output)
-        check_unplanned(model)
-        check_batch(batch, model)
-        args, kwargs = split_batch(batch, model)
-        step = TrainingStep(
-            model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
-        )
-        if profiler_is_on():
-            raise RuntimeError(
-                "a torch profiler is running, and memory is measured by one: make the plan before "
-                "it starts, or after it has ended"
-            )
+        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
         sites = find_sites(model)
-        warn_of_eval(model)
         state = ModelState.of(model)
         progress("compiling the step as torch does", 0.0)
         if step.on_cuda:
             step.free_memory()
         observed = observe_step(step, sites)
         planner = cls(
-            step, observed.profile, state, signature_of_batch(args, kwargs), progress=progress
+            step,
+            observed.profile,
+            state,
+            signature_of_batch(step.args, step.kwargs),
+            progress=progress,
         )
         planner.trials = CompiledTrials(step, observed, state, progress)
         return planner

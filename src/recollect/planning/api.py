@@ -15,13 +15,8 @@ from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.lazy import LazyPlan
 from recollect.planning.plan import Plan
-from recollect.planning.planner import (
-    Offload,
-    Planner,
-    check_offload,
-    check_unplanned,
-    silent,
-)
+from recollect.planning.planner import Planner, silent
+from recollect.planning.prepare import Offload, check_offload, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss

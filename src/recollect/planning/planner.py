@@ -14,29 +14,23 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from recollect._torch.devices import profiler_is_on
-from recollect._torch.modules import is_compiled
-from recollect.checks.place import warn_user
-from recollect.errors import InfeasibleBudget, PlanWarning
+from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
-from recollect.modules import OPTIONS
-from recollect.planning.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.batch import signature_of_batch
 from recollect.planning.budget import resolve_budget
 from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
-from recollect.planning.distributed import check_not_distributed
-from recollect.planning.model_state import ModelState, find_mode_layer
+from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
 from recollect.planning.planned_step import PlannedForward, with_larger_batch
+from recollect.planning.prepare import Offload, prepare_step
 from recollect.planning.prices import measured_link
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
@@ -50,18 +44,8 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = [
-    "Offload",
-    "Planner",
-    "Record",
-    "check_holds_output",
-    "check_offload",
-    "check_unplanned",
-    "silent",
-    "warn_of_eval",
-]
+__all__ = ["Planner", "Record", "silent"]
 
-Offload = bool | Literal["auto"]
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]
 
@@ -138,26 +122,13 @@ class Planner:
         record: Record = record_step,
     ) -> Planner:
         """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
-        check_offload(offload)
-        check_holds_output(holds_output)
-        check_unplanned(model)
-        check_batch(batch, model)
-        args, kwargs = split_batch(batch, model)
-        step = TrainingStep(
-            model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
-        )
+        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
         link = measured_link(step.device) if offload else None
         if offload is True and link is None:
             raise ValueError(
                 f"offload=True needs a CUDA device to offload from, but the model is on "
                 f"{step.device}. Leave it out"
             )
-        if profiler_is_on():
-            raise RuntimeError(
-                "a torch profiler is running, and memory is measured by one: make the plan before "
-                "it starts, or after it has ended"
-            )
-        warn_of_eval(model)
         state = ModelState.of(model)
         progress("recording a step", 0.0)
         if step.on_cuda:
@@ -165,7 +136,7 @@ class Planner:
             # use would count in the peak of every plan.
             step.free_memory()
         profile = record(step, link)
-        signature = signature_of_batch(args, kwargs)
+        signature = signature_of_batch(step.args, step.kwargs)
         return cls(step, profile, state, signature, offload=link is not None, progress=progress)
 
     @classmethod
@@ -450,69 +421,3 @@ def _sample_evenly(frontier: list[Solution]) -> list[Solution]:
     peaks = [low + (high - low) * n // (_ALTERNATIVES - 1) for n in range(_ALTERNATIVES)]
     places = [bisect_right(frontier, peak, key=lambda each: each.outcome.peak) for peak in peaks]
     return [frontier[place - 1] for place in sorted(set(places))]
-
-
-def warn_of_eval(model: nn.Module) -> None:
-    """Warn if the model is in eval mode, and does more in train mode."""
-    layer = None if model.training else find_mode_layer(model)
-    if layer is not None:
-        warn_user(
-            f"this {type(model).__name__} is in eval mode, and so is the step that is planned. In "
-            f"train mode its {layer} does more, and the step takes more memory. If it is trained "
-            "in train mode: model.train(), then recollect.plan(...)",
-            PlanWarning,
-        )
-
-
-def check_offload(offload: Any) -> None:
-    """Refuse what does not say whether to offload."""
-    if offload not in (True, False, "auto"):
-        raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
-
-
-def check_holds_output(holds_output: Any) -> None:
-    """Refuse what does not say whether the output is held."""
-    if holds_output not in (True, False):
-        raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
-
-
-def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
-    """Refuse a model with checkpointed parts: they would hide what there is to plan.
-
-    ``runs_steps``: whether planning runs steps of its own.
-    """
-    if not isinstance(model, nn.Module):
-        return  # `TrainingStep` refuses it
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            "model: it is compiled by TorchScript, which hides its operations. Plan for the module "
-            "that it was made from"
-        )
-    parameters = [*model.parameters()]
-    if any(map(is_lazy, parameters)):
-        raise ValueError(
-            f"model: this {type(model).__name__} has lazy parameters without a shape. Call it once "
-            "with a batch, under torch.no_grad(), and plan then"
-        )
-    if not parameters and not runs_steps:  # else `TrainingStep` refuses it
-        raise ValueError(
-            f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
-        )
-    check_not_distributed(model, runs_steps=runs_steps)
-    if is_compiled(model) and not runs_steps:
-        raise ValueError(
-            "model: it is compiled, and a step that is traced as the loop runs it does not show "
-            "what compiled code does. Pass the batch too: recollect.fit(model, batch, budget)"
-        )
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise ValueError(
-            f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
-            "its place. Switch it off: model.gradient_checkpointing_disable()"
-        )
-    for name, module in model.named_modules():
-        if OPTIONS in vars(module):
-            what = f"its {name}" if name else "it"
-            raise ValueError(
-                f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
-                "of that: recollect.unwrap it, or plan.remove(model), first"
-            )

@@ -1,0 +1,111 @@
+"""Checks a model and a batch before a step is planned, and makes the step of them (P1)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from recollect._torch.devices import profiler_is_on
+from recollect._torch.modules import is_compiled
+from recollect.checks.place import warn_user
+from recollect.errors import PlanWarning
+from recollect.modules import OPTIONS
+from recollect.planning.batch import check_batch, split_batch
+from recollect.planning.distributed import check_not_distributed
+from recollect.planning.model_state import find_mode_layer
+from recollect.planning.step import Loss, TrainingStep
+
+__all__ = ["Offload", "check_offload", "check_unplanned", "prepare_step"]
+
+Offload = bool | Literal["auto"]
+
+
+def prepare_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    holds_output: bool,
+) -> TrainingStep:
+    """The step that `recollect.plan` is given, checked. Arguments as there."""
+    check_offload(offload)
+    if holds_output not in (True, False):
+        raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
+    check_unplanned(model)
+    check_batch(batch, model)
+    args, kwargs = split_batch(batch, model)
+    step = TrainingStep(
+        model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
+    )
+    if profiler_is_on():
+        raise RuntimeError(
+            "a torch profiler is running, and memory is measured by one: make the plan before it "
+            "starts, or after it has ended"
+        )
+    _warn_of_eval(model)
+    return step
+
+
+def _warn_of_eval(model: nn.Module) -> None:
+    """Warn if the model is in eval mode, and does more in train mode."""
+    layer = None if model.training else find_mode_layer(model)
+    if layer is not None:
+        warn_user(
+            f"this {type(model).__name__} is in eval mode, and so is the step that is planned. In "
+            f"train mode its {layer} does more, and the step takes more memory. If it is trained "
+            "in train mode: model.train(), then recollect.plan(...)",
+            PlanWarning,
+        )
+
+
+def check_offload(offload: Any) -> None:
+    """Refuse what does not say whether to offload."""
+    if offload not in (True, False, "auto"):
+        raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
+
+
+def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
+    """Refuse a model with checkpointed parts: they would hide what there is to plan.
+
+    ``runs_steps``: whether planning runs steps of its own.
+    """
+    if not isinstance(model, nn.Module):
+        return  # `TrainingStep` refuses it
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "model: it is compiled by TorchScript, which hides its operations. Plan for the module "
+            "that it was made from"
+        )
+    parameters = [*model.parameters()]
+    if any(map(is_lazy, parameters)):
+        raise ValueError(
+            f"model: this {type(model).__name__} has lazy parameters without a shape. Call it once "
+            "with a batch, under torch.no_grad(), and plan then"
+        )
+    if not parameters and not runs_steps:  # else `TrainingStep` refuses it
+        raise ValueError(
+            f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
+        )
+    check_not_distributed(model, runs_steps=runs_steps)
+    if is_compiled(model) and not runs_steps:
+        raise ValueError(
+            "model: it is compiled, and a step that is traced as the loop runs it does not show "
+            "what compiled code does. Pass the batch too: recollect.fit(model, batch, budget)"
+        )
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
+            "its place. Switch it off: model.gradient_checkpointing_disable()"
+        )
+    for name, module in model.named_modules():
+        if OPTIONS in vars(module):
+            what = f"its {name}" if name else "it"
+            raise ValueError(
+                f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
+                "of that: recollect.unwrap it, or plan.remove(model), first"
+            )
