@@ -159,7 +159,10 @@ def replay_region(
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
     if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
-        entry.recorded(known.under(policy), has_budget=True)
+        if isinstance(known.reason, UnsupportedTensor):
+            entry.fallback = known.reason
+        else:
+            entry.recorded(known.under(policy), has_budget=True)
     recording = entry.recording  # once: another thread may change it
     if recording is None and policy is None and entry.is_new():
         # Sharded parameters. Recording would find them too, but that call would hold everything.

@@ -71,13 +71,13 @@ copying = _Copying()
 
 def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on a copy of its whole storage."""
-    copying.is_active = True
+    was_active, copying.is_active = copying.is_active, True
     try:
         storage: Any = tensor.untyped_storage().clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     finally:
-        copying.is_active = False
+        copying.is_active = was_active
 
 
 def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
