@@ -18,7 +18,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
     """Have kernels cost what their bytes say, and little time spent on times and bounds."""
     measured = NodeCosts.of_kernel
