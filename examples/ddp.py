@@ -48,6 +48,11 @@ def main() -> None:
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, WIDTH, device=device)  # the same on every rank
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(model.module(x), x.sin())
+    print(f"rank {rank}: loss {loss.item():.6f} in the end", flush=True)
     dist.destroy_process_group()
 
 

@@ -74,17 +74,23 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     recollect.fit(model, budget=0.75)  # in bytes: budget="70GiB"; on every rank
 
+    def loss_of(tokens: Tensor) -> Tensor:
+        scores = model(tokens[:, :-1])
+        return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for step in range(STEPS):
         torch.manual_seed(1000 * step + rank)
-        tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), device=device)
-        scores = model(tokens[:, :-1])
-        loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_of(torch.randint(0, WORDS, (BATCH, LENGTH + 1), device=device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    torch.manual_seed(0)
+    with torch.no_grad():  # of the same tokens on every rank
+        loss = loss_of(torch.randint(0, WORDS, (BATCH, LENGTH + 1), device=device))
+    print(f"rank {rank}: loss {loss.item():.6f} in the end", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,9 @@
 """Every example runs as a user would run it."""
 
 import importlib.util
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +51,7 @@ def test_it_runs_on_two_ranks_and_says_what_came_of_planning(name):
     assert "to plan" in result.stdout + result.stderr
     assert "PlanWarning" not in result.stderr
     assert "step 4: loss" in result.stdout
+    found = dict(re.findall(r"rank (\d): loss (\S+) in the end", result.stdout))
+    assert sorted(found) == ["0", "1"]
+    assert found["0"] == found["1"]  # all ranks have the same weights
+    assert math.isfinite(float(found["0"]))

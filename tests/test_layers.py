@@ -16,7 +16,7 @@ LAYERS = [
     {"rerun", "replay"},
     {"options", "region", "modules"},
     {"api", "compat", "explaining", "installing"},
-    {"planning"},
+    {"planning", "compiled"},
     {"__init__"},
     {"cli", "integrations", "__main__"},
 ]

@@ -119,3 +119,29 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out() -> None:
         trained(Module, [Fit(0.8, module="net")])
     with pytest.raises(ValueError, match="budget should be more than 0"):
         Fit(0)
+
+
+class Broken(Module):
+    def setup(self, stage: str) -> None:
+        raise KeyError("of the user")
+
+
+@pytest.mark.parametrize("options", [{}, {"module": "model"}])
+def test_an_error_before_training_begins_is_not_hidden(options: Any) -> None:
+    with pytest.raises(KeyError, match="of the user"):
+        trained(Broken, [Fit(0.8, **options)])
+
+
+class WithOwnStep(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step = self.other_step
+
+    def other_step(self, batch: Any, number: int) -> Any:
+        return 2 * Module.training_step(self, batch, number)
+
+
+def test_a_training_step_of_the_object_itself_stays() -> None:
+    plain, module = trained(WithOwnStep, []), trained(WithOwnStep, [Fit(0.8)])
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
+    assert module.training_step == module.other_step

@@ -105,6 +105,15 @@ def test_it_trains_as_the_plain_trainer_does(options: Any, tmp_path: Path) -> No
     assert model.is_gradient_checkpointing is plain.is_gradient_checkpointing
 
 
+def test_gradient_checkpointing_is_as_it_was_afterwards(tmp_path: Path) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": True, "preserve_rng_state": False})
+    trained(model, tmp_path, [FitCallback(0.7)], max_steps=2)
+    assert model.is_gradient_checkpointing
+    function = model.model.layers[0]._gradient_checkpointing_func
+    assert function.keywords == {"use_reentrant": True, "preserve_rng_state": False}
+
+
 def test_a_run_that_is_saved_and_resumed(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     plain = llama()

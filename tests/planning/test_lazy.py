@@ -575,3 +575,22 @@ def test_a_model_is_freed_with_its_trace() -> None:
     gc.collect()
     assert alive() is None
     assert dispatch_modes() == []
+
+
+def test_forwards_of_one_backward_leave_no_mode() -> None:
+    loop = Loop(net(), 0.8)
+    for number in range(3):
+        (usual(loop.model, number) + usual(loop.model, number + 3)).backward()
+        assert dispatch_modes() == []
+        loop.optimizers[0].step()
+        loop.optimizers[0].zero_grad()
+    assert loop.plan is not None
+
+
+def test_an_output_that_is_dropped_in_the_backward_of_others_leaves_no_mode() -> None:
+    model = recollect.fit(net(), budget=0.8)
+    held = [model(batch())]
+    other = torch.randn(3, requires_grad=True).exp()
+    other.register_hook(lambda _: held.clear())
+    other.sum().backward()
+    assert dispatch_modes() == []

@@ -17,7 +17,7 @@ from recollect.graph.playback import Playback, results_of
 from recollect.graph.release import find_needs
 from recollect.graph.schedule import Schedule
 
-__all__ = ["Outcome", "simulate", "simulate_if", "simulate_plain", "uses_under"]
+__all__ = ["Outcome", "levels_under", "simulate", "simulate_if", "simulate_plain", "uses_under"]
 
 #: Covers rounding: a lower bound is summed in another order.
 _ROUNDED_DOWN = 1 - 1e-12
@@ -77,6 +77,14 @@ def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
     return _outcome(run, curve=curve)
 
 
+def levels_under(graph: Graph, schedule: Schedule) -> list[int]:
+    """By event: the bytes during it, without what is recomputed for it and freed before."""
+    run = Playback(graph, schedule)
+    run.forward()
+    run.backward()
+    return _levels(run)
+
+
 def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
     """By value: how often backward reads or unpacks it, if it is not kept."""
     kept = results_of(graph, schedule.kept | graph.forced)
@@ -88,7 +96,7 @@ def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
 def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
     """Play backward, and sum up."""
     run.backward()
-    levels = list(map(add, run.tables.least, accumulate(run.changes)))
+    levels = _levels(run)
     peak, busiest, parts = _peak(run, levels)
     return Outcome(
         peak,
@@ -100,6 +108,11 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
         tuple(run.arrivals),
         _curve(run, levels) if curve else (),
     )
+
+
+def _levels(run: Playback) -> list[int]:
+    """By event of a step that was played: the bytes during it."""
+    return list(map(add, run.tables.least, accumulate(run.changes)))
 
 
 def _at_least(run: Playback) -> tuple[int, float]:

@@ -50,11 +50,15 @@ class Fit(Callback):
         self._module = module
         self._options = options
         self._runner: Runner | None = None
+        #: A ``training_step`` that was set on the module itself.
+        self._own_step: Callable[..., Any] | None = None
+        self._is_fitted = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Fit the module."""
         if self._module is not None:
             fit(self._found(pl_module), budget=self._budget, **self._options)
+            self._is_fitted = True
             return
         if not pl_module.automatic_optimization:
             names = ", ".join(repr(name) for name, _ in pl_module.named_children())
@@ -64,14 +68,18 @@ class Fit(Callback):
                 f"Fit(budget, module=...), one of {names}"
             )
         runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
+        self._own_step = vars(pl_module).get(_STEP)
         pl_module.training_step = _planned(runner, pl_module.training_step)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Leave the module as it was."""
-        if self._module is not None:
+        if self._is_fitted:
+            self._is_fitted = False
             unwrap_module(self._found(pl_module))
         elif self._runner is not None:
             vars(pl_module).pop(_STEP, None)
+            if self._own_step is not None:
+                vars(pl_module)[_STEP] = self._own_step
             self._runner.unwrapped(pl_module)
             self._runner = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,9 @@ class FitCallback(TrainerCallback):
         check_budget(budget)
         self._budget = budget
         self._options = options
+        #: Whether the model had gradient checkpointing before, and with which keywords.
         self._was_checkpointing = False
+        self._keywords: dict[str, Any] | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
@@ -56,8 +59,8 @@ class FitCallback(TrainerCallback):
             unwrap_module(model)  # an earlier training that was interrupted
         if getattr(model, "is_gradient_checkpointing", False):
             _log.info("gradient checkpointing is off while the model trains under a budget")
+            self._was_checkpointing, self._keywords = True, _checkpointing_keywords(model)
             _switch(model, "gradient_checkpointing_disable")
-            self._was_checkpointing = True
         fit(model, budget=self._budget, **self._options)
 
     def on_train_end(
@@ -67,9 +70,15 @@ class FitCallback(TrainerCallback):
         assert model is not None
         unwrap_module(model)
         if self._was_checkpointing:
-            _switch(model, "gradient_checkpointing_enable")
+            _switch(model, "gradient_checkpointing_enable", self._keywords)
             self._was_checkpointing = False
 
 
-def _switch(model: Any, name: str) -> None:
-    getattr(model, name)()
+def _switch(model: Any, name: str, *args: Any) -> None:
+    getattr(model, name)(*args)
+
+
+def _checkpointing_keywords(model: nn.Module) -> dict[str, Any] | None:
+    """What gradient checkpointing was enabled with, if known: layers hold it in a function."""
+    held = (getattr(each, "_gradient_checkpointing_func", None) for each in model.modules())
+    return next((dict(each.keywords) for each in held if isinstance(each, partial)), None)

@@ -9,18 +9,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import shards_of
+from recollect.compiled.planner import CompiledPlanner
+from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
 from recollect.planning.plan import Plan
-from recollect.planning.planner import (
-    Offload,
-    Planner,
-    check_offload,
-    check_unplanned,
-)
+from recollect.planning.planner import Planner, silent
+from recollect.planning.prepare import Offload, check_offload, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
@@ -56,8 +54,8 @@ def plan(
     plan together, and the highest peak of all of them counts.
 
     Args:
-        model: The model to train, as it is or sharded by ``fully_shard``. A step calls its forward
-            once.
+        model: The model to train, as it is, sharded by ``fully_shard``, or compiled. A step calls
+            its forward once.
         batch: What the model is called with. A tuple is its arguments, a dict or another mapping
             its keyword arguments, anything else its one argument: a tensor, a list, an object.
         budget: The highest allowed peak of bytes allocated on the device in a step, including
@@ -83,7 +81,32 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    return make_plan(model, batch, budget, loss, optimizer, offload, holds_output=holds_output)
+    return _make_plan(model, batch, budget, loss, optimizer, offload, holds_output)
+
+
+def _make_plan(
+    model: Any,
+    batch: Any,
+    budget: float | str,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    holds_output: bool,
+    progress: Progress = silent,
+) -> Plan:
+    """The plan for a model, which all ranks make together if it is not compiled."""
+    if _is_compiled(model):
+        planner = CompiledPlanner.of_compiled(
+            model, batch, loss, optimizer, offload, progress, holds_output=holds_output
+        )
+        return planner.plan_for(budget)
+    return make_plan(
+        model, batch, budget, loss, optimizer, offload, progress, holds_output=holds_output
+    )
+
+
+def _is_compiled(model: Any) -> bool:
+    return isinstance(model, nn.Module) and is_compiled_throughout(model)
 
 
 def fit(
@@ -131,9 +154,7 @@ def fit(
     check_budget(budget)
     report = reporter(progress)
     if batch is not None:
-        plan = make_plan(
-            model, batch, budget, loss, optimizer, offload, report, holds_output=holds_output
-        )
+        plan = _make_plan(model, batch, budget, loss, optimizer, offload, holds_output, report)
         return plan.apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
@@ -182,7 +203,8 @@ def frontier(
             "recollect.plan(model, batch, budget) on every rank says what is the least feasible "
             "budget"
         )
-    return Frontier(Planner.of(model, batch, loss, optimizer, offload, holds_output=holds_output))
+    make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of
+    return Frontier(make(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 
 class Frontier:

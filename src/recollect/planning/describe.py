@@ -19,7 +19,7 @@ from recollect.report.page import thinned
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.rows import Row
 
-__all__ = ["PEAK_PARTS", "list_notes", "list_points", "list_rows", "make_report"]
+__all__ = ["PEAK_PARTS", "curve_of", "list_notes", "list_points", "list_rows", "make_report"]
 
 #: The parts of a peak, in the order of `Outcome.parts`.
 PEAK_PARTS = (
@@ -42,11 +42,16 @@ def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> Pl
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         **figures,
         gap=outcome.seconds / figures["bound_time"] - 1,
-        before=tuple(thinned(simulate_plain(trials.graph, curve=True).curve, _POINTS)),
-        after=tuple(thinned(outcome.curve, _POINTS)),
+        before=curve_of(simulate_plain(trials.graph, curve=True)),
+        after=curve_of(outcome),
         rows=(),
         points=(),
     )
+
+
+def curve_of(outcome: Outcome) -> tuple[tuple[float, int], ...]:
+    """The curve of a report."""
+    return tuple(thinned(outcome.curve, _POINTS))
 
 
 def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:

@@ -16,7 +16,7 @@ from recollect._torch.fsdp import shards_of
 from recollect.planning.budget import check_budget, resolve_budget
 from recollect.planning.largest import LargestSearch, Limit
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Offload, check_unplanned
+from recollect.planning.prepare import Offload, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.sized_steps import SizedSteps
 from recollect.planning.step import Loss, device_of

@@ -20,7 +20,8 @@ from recollect.planning.distributed import communicating_op
 from recollect.planning.live import LiveStep
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Offload, Planner, silent
+from recollect.planning.planner import Planner, silent
+from recollect.planning.prepare import Offload
 from recollect.planning.prices import measured_link
 from recollect.planning.record import Profile, bytes_by_module, simulated_profile
 from recollect.planning.sampling import now

@@ -161,8 +161,11 @@ class LiveStep:
 
     def dropped(self) -> None:
         """Nothing leads to the output of one of its forwards any more."""
-        if not self._is_reached and not self.is_pending:
-            self.close()
+        if self.is_pending or self._is_running or current_graph_task() != -1:
+            return  # inside of backward modes cannot be left: `_after_backward` does it
+        # If backward went through others, that was the step, and this one was not part of it.
+        self.is_over |= self._is_reached
+        self.close()
 
     def reached(self) -> None:
         """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
@@ -183,10 +186,11 @@ class LiveStep:
             return
         if not self._is_reached:
             self._missed += 1
-            if self._missed >= _PATIENCE:
+            if self._missed >= _PATIENCE or not self.is_pending:
                 self.close()
             return
-        if self.is_over or self._is_running or not self.is_pending:  # it is over, or has failed
+        if self.is_over or self._is_running or not self.is_pending:
+            self.is_over |= not self._is_running  # else it has failed
             self._finish()
 
     def _finish(self) -> None:

@@ -14,6 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.modules import is_compiled
+from recollect.compiled.applied import Applied
+from recollect.compiled.decisions import CompiledStep
+from recollect.compiled.sites import has_sites
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.model_state import ModelState, first_difference
 from recollect.planning.module_regions import wrap_modules
@@ -31,6 +34,9 @@ __all__ = ["Plan"]
 M = TypeVar("M", bound=nn.Module)
 
 _FORMAT = 8
+
+#: What marks a model that a plan is applied to.
+_RUNNERS = (Runner, Applied)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,6 +78,8 @@ class Plan(PlannedStep):
     measured_plain_time: float | None = None
     spread: float = 0.0
     holds_output: bool = True
+    #: Of a compiled model: what is saved of its graphs. The schedule is then for reading.
+    compiled: CompiledStep | None = None
 
     @property
     def gap(self) -> float:
@@ -88,6 +96,9 @@ class Plan(PlannedStep):
         Its class name, parameters, ``state_dict`` and hooks stay as they are.
         """
         self._check(model)
+        if self.compiled is not None:
+            vars(model)[OPTIONS] = Applied(self, model)
+            return model
         wrap_module(model, Runner(self))
         try:
             wrap_modules(model, self.schedule.wrapped)
@@ -99,8 +110,8 @@ class Plan(PlannedStep):
     def remove(self, model: M) -> M:
         """Have ``model`` run as it did before `apply`."""
         runner = vars(model).get(OPTIONS)
-        if not isinstance(runner, Runner) or runner.plan != self:
-            which = "another plan" if isinstance(runner, Runner) else "no plan"
+        if not isinstance(runner, _RUNNERS) or runner.plan != self:
+            which = "another plan" if isinstance(runner, _RUNNERS) else "no plan"
             raise ValueError(
                 f"model: {which} is applied to this {type(model).__name__}, so this one cannot be "
                 "removed"
@@ -120,16 +131,22 @@ class Plan(PlannedStep):
     def _check(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
-        if isinstance(vars(model).get(OPTIONS), Runner):
+        if isinstance(vars(model).get(OPTIONS), _RUNNERS):
             raise ValueError(
                 f"model: a plan is applied to this {type(model).__name__} already; "
                 "plan.remove(model) it first"
             )
-        if is_compiled(model):
+        if is_compiled(model) and self.compiled is None:
             raise ValueError(
-                "model: it is compiled, and a compiler does not go by a plan. Leave torch.compile "
-                "out, or apply the plan to the model that it was made from: the compiler then "
-                "leaves its forward as it is"
+                "model: it is compiled, and this plan was made for a model that is not. Make a "
+                "plan for the compiled one, recollect.plan(model, batch, budget), or apply this "
+                "one to the model that it was made from"
+            )
+        if self.compiled is not None and not has_sites(model):
+            raise ValueError(
+                "model: it is not compiled, and this plan was made for one that is: "
+                f"torch.compile(model, backend={self.compiled.backend!r}) first, or make a plan "
+                "for it as it is"
             )
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
@@ -172,11 +189,14 @@ class Plan(PlannedStep):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON. All ranks may do so: the file is always whole."""
-        bare = replace(self, graph=None, schedule=NamedSchedule(), alternatives=(), others=())
+        bare = replace(
+            self, graph=None, schedule=NamedSchedule(), alternatives=(), others=(), compiled=None
+        )
         content = {
             "format": _FORMAT,
             **asdict(bare),
             "schedule": self.schedule.to_json(),
+            "compiled": None if self.compiled is None else self.compiled.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
             "others": [
                 (each.signature, each.schedule.to_json(), each.made) for each in self.others
@@ -204,6 +224,7 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("another version of recollect wrote it")
     content = {name: _tuples(value) for name, value in content.items()}
     alike, report = Alike(dict(content["op_counts"])), content["report"]
+    compiled = content["compiled"]
     return {
         **content,
         "schedule": NamedSchedule(**content["schedule"], alike=alike),
@@ -215,6 +236,7 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
             for signature, schedule, made in content["others"]
         ),
         "state": ModelState(**content["state"]),
+        "compiled": compiled and CompiledStep.from_json(compiled),
         "report": PlanReport(
             **{
                 **report,

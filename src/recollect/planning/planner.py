@@ -29,13 +29,7 @@ from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, lis
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
 from recollect.planning.planned_step import PlannedForward, with_larger_batch
-from recollect.planning.prepare import (
-    Offload,
-    Prepared,
-    check_offload,
-    check_unplanned,
-    prepare,
-)
+from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.modules import ModuleSolver
@@ -48,7 +42,7 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Offload", "Planner", "Record", "check_offload", "check_unplanned", "silent"]
+__all__ = ["Planner", "Record", "silent"]
 
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]

@@ -1,4 +1,4 @@
-"""Checks what a plan is asked for, before anything runs (P1)."""
+"""Checks a model and a batch before a step is planned, and makes the step of them (P1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recollect.planning.model_state import ModelState, find_mode_layer
 from recollect.planning.prices import measured_link
 from recollect.planning.step import Loss, TrainingStep
 
-__all__ = ["Offload", "Prepared", "check_offload", "check_unplanned", "link_for", "prepare"]
+__all__ = ["Offload", "Prepared", "check_offload", "check_unplanned", "prepare", "prepare_step"]
 
 Offload = bool | Literal["auto"]
 
@@ -46,7 +46,25 @@ def prepare(
     *,
     holds_output: bool,
 ) -> Prepared:
-    """Check the arguments of `recollect.plan`."""
+    """The step that `recollect.plan` is given, checked, and what is known before it is recorded."""
+    step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+    link = _link_for(step, offload)
+    if step.on_cuda:
+        # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
+        # would count in the peak of every plan.
+        step.free_memory()
+    return Prepared(step, link, ModelState.of(model), signature_of_batch(step.args, step.kwargs))
+
+
+def prepare_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    holds_output: bool,
+) -> TrainingStep:
+    """The step that `recollect.plan` is given, checked. Arguments as there."""
     check_offload(offload)
     if holds_output not in (True, False):
         raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
@@ -62,16 +80,11 @@ def prepare(
             "a torch profiler is running, and memory is measured by one: make the plan before "
             "it starts, or after it has ended"
         )
-    link = link_for(step, offload)
     _warn_of_eval(model)
-    if step.on_cuda:
-        # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
-        # would count in the peak of every plan.
-        step.free_memory()
-    return Prepared(step, link, ModelState.of(model), signature_of_batch(args, kwargs))
+    return step
 
 
-def link_for(step: TrainingStep, offload: Offload) -> Link | None:
+def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
     """The link to the host, if results may be offloaded."""
     if step.shards is not None:
         if offload is True:
@@ -130,10 +143,10 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
     check_not_distributed(model, runs_steps=runs_steps)
-    if is_compiled(model):
+    if is_compiled(model) and not runs_steps:
         raise ValueError(
-            "model: it is compiled, and what a compiler keeps is up to the compiler. Plan for the "
-            "model that it was made from, or leave torch.compile out"
+            "model: it is compiled, and a step that is traced as the loop runs it does not show "
+            "what compiled code does. Pass the batch too: recollect.fit(model, batch, budget)"
         )
     if getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(

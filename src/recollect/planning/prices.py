@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +28,7 @@ from recollect.graph.graph import Link
 from recollect.planning.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
 
-__all__ = ["OpPrice", "Prices", "allocated_by", "measured_link"]
+__all__ = ["OpPrice", "Prices", "allocated_by", "measured_link", "profiled_events"]
 
 _Tensor = torch.Tensor
 _MEMORY_EVENT = "[memory]"
@@ -120,6 +119,18 @@ class Prices:
         self._ran.append(price)
         return price, result
 
+    def price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPrice:
+        """The price of an op that is not run: with ``fakes``, on tensors like its arguments."""
+        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
+        if key not in self._prices:
+            self._prices[key] = self._priced(key, op_info(func), func, args, kwargs)
+        self._ran.append(self._prices[key])
+        return self._prices[key]
+
+    def moving(self, nbytes: int) -> float:
+        """The seconds that a simple op takes to read and write so many bytes."""
+        return nbytes / self._bandwidth
+
     def _priced(
         self, key: Any, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpPrice:
@@ -174,10 +185,11 @@ class Prices:
             out.append(run())
             left = _bytes_of(_new_tensors(out, (args, kwargs)))
             peak = _total_allocated(self.device) - before
-        elif op_info(func).communicates or _cannot_profile() or not _profiling.acquire(False):
+        elif _may_communicate() or profiler_is_on() or not _profiling.acquire(False):
             # A collective goes on in a thread of its own, and writes to the profiler that saw it
-            # begin, though that may be gone. And there can be only one profiler: it may be the
-            # user's, or another thread's.
+            # begin, though that may be gone: memory was corrupted, and sharded models got wrong
+            # parameters. And there can be only one profiler: it may be the user's, or another
+            # thread's.
             out.append(run())
             peak, left = _likely_workspace(price), 0
         else:
@@ -266,6 +278,11 @@ class Prices:
         return peak - max(left, 0)
 
 
+def _may_communicate() -> bool:
+    """Whether this process may exchange tensors with others at any time."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _likely_workspace(price: OpPrice) -> int:
     """The workspace of an op, by what is known of it on other arguments."""
     known = [each for each in _known.values() if each.name == price.name and each.moved]
@@ -305,19 +322,12 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
         run()
         left = torch.cuda.memory_allocated(device) - before
         return torch.cuda.max_memory_allocated(device) - before, left
-    profiler = _started_profiler()
-    if profiler is None:
-        run()
+    profiled = profiled_events(run)
+    if profiled is None:
         return 0, 0
-    try:
-        run()
-    finally:
-        with stderr_hushed():
-            profiler.__exit__(None, None, None)
-    assert profiler.kineto_results is not None
-    events: list[Any] = [
+    events = [
         event
-        for event in profiler.kineto_results.events()
+        for event in profiled
         if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
     ]
     peak = total = 0
@@ -327,29 +337,19 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
     return peak, total
 
 
-class _Unprofiled(threading.local):
-    is_on = False
-
-
-_unprofiled = _Unprofiled()
-
-
-@contextmanager
-def ops_unprofiled() -> Iterator[None]:
-    """A context in which no profiler is started around single ops.
-
-    On a CPU one that starts or ends while a collective is under way was seen to let the step go on
-    before the collective was done, with wrong values.
-    """
-    before, _unprofiled.is_on = _unprofiled.is_on, True
+def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
+    """Run with a profiler of memory, and return its events; None if another one is at work."""
+    profiler = _started_profiler()
+    if profiler is None:
+        run()
+        return None
     try:
-        yield
+        run()
     finally:
-        _unprofiled.is_on = before
-
-
-def _cannot_profile() -> bool:
-    return profiler_is_on() or _unprofiled.is_on
+        with stderr_hushed():
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    return list(profiler.kineto_results.events())
 
 
 def _started_profiler() -> profile | None:
@@ -357,7 +357,7 @@ def _started_profiler() -> profile | None:
 
     Not `torch.profiler`, which spends most of its time on events that are not read here.
     """
-    if _cannot_profile():
+    if profiler_is_on():
         return None
     profiler = profile(profile_memory=True)
     try:

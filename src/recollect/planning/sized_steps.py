@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect.planning.batch import check_batch, split_batch, tensors_of_batch
-from recollect.planning.planner import Offload, Planner, Record
+from recollect.planning.planner import Planner, Record
+from recollect.planning.prepare import Offload
 from recollect.planning.record import record_step
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Progress

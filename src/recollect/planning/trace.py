@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.planning.batch import tensors_of_batch
-from recollect.planning.prices import OpPrice, Prices, ops_unprofiled
-from recollect.replay.recorded_graph import tensors_of
+from recollect.planning.prices import OpPrice, Prices
+from recollect.replay.recorded_graph import copying, tensors_of
 
 __all__ = ["StepTrace", "TraceMode", "TracedOp"]
 
@@ -143,7 +143,7 @@ class TraceMode(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self.is_paused or copying.is_active:
             return func(*args, **kwargs)
         with no_function_modes():
             return self._run(func, args, kwargs)
@@ -158,8 +158,7 @@ class TraceMode(DispatchMode):
             return func(*args, **kwargs)  # of a compiler, and without memory
         inputs = {storage_key(tensor) for tensor in tensors}
         gathered = self._gathered()
-        with nullcontext() if self._shards is None else ops_unprofiled():
-            price, result = self._prices.run(func, args, kwargs)
+        price, result = self._prices.run(func, args, kwargs)
         if price is not None:
             backward = current_graph_task() + 1
             self._is_backward |= backward > 0

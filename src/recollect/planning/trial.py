@@ -172,6 +172,11 @@ class Trials:
                 f"model: this {type(model).__name__} has been checkpointed since it was recorded, "
                 "which hides what there is to plan: recollect.unwrap(model) first"
             )
+        return self._difference()
+
+    def _difference(self) -> str | None:
+        """How the model differs from what was recorded, if it does."""
+        model = self.step.model
         other = compare_state(self._state, model)
         if other is None:
             return None

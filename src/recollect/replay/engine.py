@@ -161,7 +161,7 @@ def replay_region(
     except UnsupportedArgument as error:
         return _leave(error.args[0], report)
     if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
-        entry.recorded(known.under(policy), has_budget=True)
+        _take(known, policy, entry)
     recording = entry.recording  # once: another thread may change it
     if recording is None and policy is None and entry.is_new():
         # Sharded parameters. Recording would find them too, but that call would hold everything.
@@ -188,6 +188,14 @@ def replay_region(
             return call.record(entry) if recording is None else call.check(recording, entry)
     finally:
         _running.is_running = False
+
+
+def _take(known: Recording, by: NamedSchedule, entry: CacheEntry) -> None:
+    """Have calls under the schedule ``by`` checked against a recording under another one."""
+    if isinstance(known.reason, UnsupportedTensor):
+        entry.fallback = known.reason
+    else:
+        entry.recorded(known.under(by), has_budget=True)
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
@@ -218,8 +226,8 @@ def observe_region(
         blocks: Modules whose outputs are kept too.
     """
     by = by or NamedSchedule()
-    remat = Rematerializer(OffloadBatch(host=by.store, last_first=True), read_flags())
-    remat.begin = by.begin
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
+    remat = Rematerializer(offload_batch, read_flags(), begin=by.begin)
     call = _Call(function, args, kwargs, by, False, remat)
     recorder = call.recorder()
     _running.is_running = True

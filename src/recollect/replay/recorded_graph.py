@@ -10,6 +10,7 @@ Nothing here holds a tensor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +18,6 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-
-from recollect._torch.modes import unobserved
 
 __all__ = [
     "NEEDS_CARE",
@@ -29,6 +28,7 @@ __all__ = [
     "View",
     "Views",
     "copy_of_storage",
+    "copying",
     "is_whole",
     "layout_of",
     "tensors_of",
@@ -61,12 +61,23 @@ def view_of(tensor: torch.Tensor, own: Layout, layout: Layout) -> torch.Tensor:
     return view.set_(storage, start // dtype.itemsize, size, stride)
 
 
+class _Copying(threading.local):
+    #: Whether this thread makes a copy that is no part of the user's step.
+    is_active = False
+
+
+copying = _Copying()
+
+
 def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on a copy of its whole storage."""
-    with unobserved():  # it is no part of the step
+    was_active, copying.is_active = copying.is_active, True
+    try:
         storage: Any = tensor.untyped_storage().clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    finally:
+        copying.is_active = was_active
 
 
 def tensors_of(out: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -301,7 +312,7 @@ class RecordedGraph:
     def until(self, count: int) -> RecordedGraph:
         """Its first ``count`` ops."""
         part = RecordedGraph()
-        part.ops, part.values = self.ops[:count], self.values
+        part.ops, part.values, part.storages = self.ops[:count], self.values, self.storages
         return part
 
     def copy(self) -> RecordedGraph:

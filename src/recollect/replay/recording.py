@@ -80,7 +80,10 @@ class Recording:
         return same_length and all(map(FunctionCall.is_like, self.calls, other.calls))
 
     def under(self, by: NamedSchedule) -> Recording:
-        """The recording that this call would have been under another schedule of a plan."""
+        """The recording that this call would have been under another schedule of a plan.
+
+        Both share their functions: which ops must not run again does not depend on a schedule.
+        """
         other = copy(self)
         other.graph = self.graph.copy()
         for op in other.graph.ops:

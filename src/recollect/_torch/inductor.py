@@ -1,0 +1,263 @@
+"""`torch.compile` from the outside: its compiled modules, its backends and its partitioner.
+
+Tried on torch 2.11 and 2.13. Everything is imported when it is used: most programs compile nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+#: The function that splits a joint graph: into the graph of forward and that of backward.
+Split = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class UnknownTorch(Exception):
+    """This release of torch has changed something that compiled plans rely on."""
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile(module)`` returned."""
+    return "_orig_mod" in module._modules
+
+
+def is_compiled_here(module: nn.Module) -> bool:
+    """Whether calling ``module`` enters the compiler."""
+    return _is_wrapper(module) or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def compiler_context(module: nn.Module) -> Any:
+    """The settings of the compiler for a compiled module."""
+    if _is_wrapper(module):
+        return module.__dict__["dynamo_ctx"]
+    function: Any = module._compiled_call_impl
+    try:
+        names = function.__code__.co_freevars
+        return function.__closure__[names.index("self")].cell_contents
+    except (AttributeError, ValueError) as error:
+        raise UnknownTorch("module.compile() does not keep its settings where it did") from error
+
+
+def backend_in(context: Any) -> Any:
+    """The backend that a compiled module was given."""
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def called_by_compiler(module: nn.Module) -> Any:
+    """What a compiled module calls: to be put back by `set_called_by_compiler`."""
+    if _is_wrapper(module):
+        return module.__dict__["dynamo_ctx"], module.__dict__["forward"]
+    return module._compiled_call_impl
+
+
+def set_called_by_compiler(module: nn.Module, called: Any) -> None:
+    """Have a compiled module call something else, of `compiled_with` or `called_by_compiler`."""
+    if _is_wrapper(module):
+        module.__dict__["dynamo_ctx"], module.__dict__["forward"] = called
+    else:
+        module._compiled_call_impl = called
+
+
+def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = None) -> Any:
+    """What a compiled module would call if it had been compiled with ``backend``.
+
+    ``like``: the `compiler_context` of another module that was, to share its code.
+    """
+    if like is None:
+        own = compiler_context(module)
+        options = {"fullgraph": own.fullgraph, "dynamic": own._dynamic}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.13
+            options["isolate_recompiles"] = True
+        else:
+            _forget_compiled(module)
+        make = functools.partial(torch.compile, backend=backend, **options)
+    else:
+        make = like
+    if _is_wrapper(module):
+        made = make(module._modules["_orig_mod"])
+        return made.__dict__["dynamo_ctx"], made.__dict__["forward"]
+    return make(module._call_impl)
+
+
+def called_after(called: Any, before: Callable[[], None]) -> Any:
+    """What `compiled_with` returned, with a function that is called before it."""
+    function = called[1] if isinstance(called, tuple) else called
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return function(*args, **kwargs)
+
+    return (called[0], both) if isinstance(called, tuple) else both
+
+
+def shares_code(module: nn.Module, other: nn.Module) -> bool:
+    """Whether two compiled modules were compiled in the same way."""
+    contexts = [compiler_context(each) for each in (module, other)]
+    first, second = [(c.fullgraph, c._dynamic, backend_in(c)) for c in contexts]
+    return first[:2] == second[:2] and bool(first[2] == second[2])
+
+
+def _forget_compiled(module: nn.Module) -> None:
+    """Forget earlier code of a module: the compiler stops at 8 versions, of all backends."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    inner = module._modules["_orig_mod"] if _is_wrapper(module) else module
+    remove_from_cache(inner)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+def inductor_options(backend: Any) -> dict[str, Any] | None:
+    """The options of Inductor, if that is the backend."""
+    is_inductor = getattr(backend, "compiler_name", None) == "inductor"
+    return dict(backend.config) if is_inductor and hasattr(backend, "config") else None
+
+
+def aot_arguments(backend: Any) -> dict[str, Any] | None:
+    """The arguments of AOTAutograd, if the backend is made of that and runs ops as they are."""
+    from torch._dynamo.backends import common, debugging
+
+    function = getattr(backend, "compiler_fn", backend)
+    if function is debugging.aot_eager:
+        nop = debugging.boxed_nop
+        return {"fw_compiler": nop, "bw_compiler": nop, "keep_inference_input_mutations": True}
+    return dict(function.kwargs) if isinstance(function, common.AotAutograd) else None
+
+
+def backend_name(backend: Any) -> str:
+    """What users call a backend."""
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+    return str(name or type(backend).__name__)
+
+
+def compile_by_inductor(
+    graph: fx.GraphModule, inputs: Any, options: Mapping[str, Any], split: Any
+) -> Callable[..., Any]:
+    """Compile a graph of dynamo, with ``split`` of `partitioner` as partitioner."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**options, "custom_partitioner_fn": split}
+    return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[return-value]
+
+
+def run_as_it_is(
+    graph: fx.GraphModule, inputs: Any, arguments: Mapping[str, Any], split: Split
+) -> Callable[..., Any]:
+    """Have AOTAutograd split a graph of dynamo, and run its ops one by one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+
+    # The key of its cache does not know the partitioner.
+    with config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = aot_autograd(**{**arguments, "partition_fn": split})(
+            graph, inputs
+        )
+    return compiled
+
+
+def partitioner(split: Split, uuid: Callable[[], str]) -> Any:
+    """``split`` as Inductor takes it. ``uuid``: what its caches are to know it by.
+
+    It becomes a value of Inductor's config, which is deeply copied for every compilation, pickled
+    for the keys of its caches, and written into what reproduces a failure.
+    """
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return split(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            return uuid()
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+        def __reduce__(self) -> Any:
+            return str, (uuid(),)
+
+        def __repr__(self) -> str:
+            return "None"
+
+    return Partitioner()
+
+
+# --- joint graphs ---------------------------------------------------------------------------------
+
+
+def simplify(graph: fx.GraphModule) -> None:
+    """Remove what is unused or there twice, as `min_cut` does first."""
+    from torch._functorch import config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    graph.graph.eliminate_dead_code()
+    if config.cse:
+        graph.graph = fx_graph_cse(graph.graph)
+
+
+def min_cut(
+    graph: fx.GraphModule, inputs: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph as torch does: it chooses for all nodes that are not tagged."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(graph, inputs, **kwargs)
+
+
+def fuses() -> Callable[[fx.Node], bool]:
+    """A function: whether Inductor computes a node in the kernel of those that read it."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list().is_fusible
+
+
+def known_size(number: Any) -> int:
+    """A size, or what was met where it is dynamic; 0 if nothing is known."""
+    if isinstance(number, int):
+        return number
+    node = number.node
+    return int(node.hint) if node.has_hint() else 0
+
+
+def fallback_random() -> AbstractContextManager[Any]:
+    """A context in which Inductor draws the random numbers that eager code draws."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
+
+
+def check_names() -> None:
+    """Raise `UnknownTorch` if something that compiled plans rely on is not there."""
+    try:
+        from torch._dynamo.backends import common, debugging
+        from torch._dynamo.eval_frame import remove_from_cache
+        from torch._functorch import config, partitioners
+        from torch._functorch.compile_utils import fx_graph_cse
+        from torch._inductor import config as inductor_config
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+        found = (
+            *(common.AotAutograd, debugging.aot_eager, debugging.boxed_nop, compile_fx),
+            *(remove_from_cache, fx_graph_cse, CustomPartitionerFn, config.enable_autograd_cache),
+            partitioners.min_cut_rematerialization_partition,
+            partitioners.get_default_op_list,
+            partitioners.CheckpointPolicy,  # type: ignore[attr-defined]
+        )
+        assert found
+        inductor_config.custom_partitioner_fn  # noqa: B018 - an error if it is not there
+    except (ImportError, AttributeError) as error:
+        raise UnknownTorch(str(error)) from error

@@ -1,0 +1,15 @@
+"""Plans for compiled models: our solver in the place where the compiler splits a step.
+
+AOTAutograd traces forward and backward of a step into one joint graph, and a partitioner chooses
+which tensors forward saves for backward. The path through the package:
+
+1. `sites` finds the compiled modules of a model, and has them compiled with a `backend` of ours.
+2. The step runs with the split that torch chooses. The `split` of each graph is observed: `joint`
+   reads the joint graph, `fusion` knows which of its tensors get memory from Inductor.
+3. `part` makes ops, values and events of it, `timeline` measures what the step holds around the
+   graphs, and `merge` makes the `Graph` of the whole step.
+4. `planner` solves it, and compiles and runs what the solver found (`trials`). The target is
+   corrected by what the simulation was off.
+5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
+   where it is split.
+"""

@@ -1,0 +1,190 @@
+"""Runs a compiled model by the decisions of a plan (P7), and graphs that it has none for (P8)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch.inductor import called_by_compiler
+from recollect.checks.place import warn_user
+from recollect.compiled.backend import Backend
+from recollect.compiled.costs import NodeCosts
+from recollect.compiled.decisions import CompiledStep
+from recollect.compiled.joint import Joint
+from recollect.compiled.merge import merge_alone
+from recollect.compiled.part import make_part
+from recollect.compiled.sites import Called, Site, find_sites, install, prepare
+from recollect.compiled.split import Player, Solve
+from recollect.errors import CheckpointError, PlanWarning
+from recollect.graph.schedule import Schedule
+from recollect.planning.choice import IF_SHAPES_VARY
+from recollect.planning.solving.solve import Solver
+from recollect.planning.step import device_of
+from recollect.report.units import bytes_text
+
+__all__ = ["Applied", "Code", "OtherGraphs", "players"]
+
+_log = logging.getLogger("recollect")
+#: What is around the only graph of a step: before forward, before backward, and after that.
+_GAPS = 3
+
+
+class Applied:
+    """A plan that is in effect in a compiled model; marks the model as `Runner` does."""
+
+    def __init__(self, plan: Any, model: nn.Module) -> None:
+        step: CompiledStep = plan.compiled
+        self.plan = plan
+        self._sites = find_sites(model)
+        _check_sites(step, self._sites)
+        code: Code | None = step.code
+        if code is None or not code.is_for(self._sites):
+            other = OtherGraphs()
+            code = Code([], players(step, self._sites, other), other)
+        fused = self._sites[0].compiler.is_fused
+        code.other.solve = _Unplanned(step, plan.budget, device_of(model), fused)
+        self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self._sites)}
+        install(self._sites, code.called)
+
+    def unwrapped(self, _model: nn.Module) -> None:
+        """The model runs as it did before."""
+        install(self._sites, self._before)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model is no part of this."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class OtherGraphs:
+    """Decides for graphs without a decision. While a plan is tried there should be none."""
+
+    def __init__(self) -> None:
+        self.solve: Solve | None = None
+
+    def __call__(self, key: str, joint: Joint) -> Collection[str]:
+        """The names of the nodes to keep."""
+        if self.solve is not None:
+            return self.solve(key, joint)
+        raise CheckpointError(
+            "model: compiling the same step again gave another graph. Its forward depends on "
+            "chance, or on what earlier steps left behind, and cannot be planned compiled: plan "
+            "for the model without torch.compile"
+        )
+
+
+@dataclass(frozen=True)
+class Code:
+    """Compiled code for the modules of a model."""
+
+    modules: Sequence[nn.Module]
+    called: Called
+    other: OtherGraphs
+
+    def is_for(self, sites: Sequence[Site]) -> bool:
+        """Whether it is for these modules."""
+        return [id(each) for each in self.modules] == [id(site.module) for site in sites]
+
+
+def players(step: CompiledStep, sites: Sequence[Site], other: OtherGraphs) -> Called:
+    """What the compiled modules call to run by decisions. ``other``: for other graphs."""
+    sources = {each.source for each in step.graphs}
+    backends: list[tuple[int, Backend]] = []
+    variants = dict(step.sites)
+
+    def backend_for(number: int) -> Backend:
+        site = sites[number]
+        variant = variants[site.path]
+        for known, backend in backends:
+            if known == variant and backend.compiler == site.compiler:
+                return backend
+        decisions = {each.key: each.kept for each in step.graphs if each.variant == variant}
+        player = Player(decisions, sources, f"{step.uuid}-{variant}", other)
+        backends.append((variant, Backend(site.compiler, player, _warn_of_larger)))
+        return backends[-1][1]
+
+    return prepare(sites, backend_for)
+
+
+def _warn_of_larger() -> None:
+    warn_user(
+        "compiled code with dynamic shapes runs on larger ones than those that it was split for, "
+        "and the step may exceed its budget. Compile with dynamic=False, or plan for the largest "
+        "batch: recollect.plan(model, batch, budget)",
+        PlanWarning,
+    )
+
+
+def _check_sites(step: CompiledStep, sites: Sequence[Site]) -> None:
+    planned, found = [path for path, _ in step.sites], [site.path for site in sites]
+    if planned != found:
+        raise ValueError(
+            f"model: this plan is for a model whose compiled modules are {_listed(planned)}, and "
+            f"here they are {_listed(found)}. Compile the same ones, or make a plan for it: "
+            "recollect.plan(model, batch, budget)"
+        )
+    names = {site.compiler.name for site in sites}
+    if names != {step.backend}:
+        raise ValueError(
+            f"model: this plan is for backend={step.backend!r}, and the model is compiled with "
+            f"{_listed(sorted(names))}. Make a plan for it: recollect.plan(model, batch, budget)"
+        )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = [repr(path) if path else "the model itself" for path in paths[:3]]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return (", ".join(shown) or "none") + more
+
+
+class _Unplanned:
+    """Decides for graphs that were not planned: another shape, eval mode, another dtype."""
+
+    def __init__(self, step: CompiledStep, budget: int, device: torch.device, fused: bool) -> None:
+        self._step, self._budget = step, budget
+        self._device, self._fused = device, fused
+
+    def __call__(self, key: str, joint: Joint) -> Collection[str]:
+        part = make_part(key, joint, NodeCosts(self._device), fused=self._fused)
+        alone = len(self._step.around) == _GAPS
+        around = self._around(part.returned) if alone else [(0, 0)] * _GAPS
+        merged = merge_alone(part, self._step.base, around)
+        solver = Solver(merged.graph, rough=True)
+        target = int(self._step.target * IF_SHAPES_VARY)
+        solution = solver.solve(target) if alone else None
+        if solution is None:
+            solution = solver.least()
+            self._warn(solution.outcome.peak, alone=alone)
+        else:
+            _log.info("recollect: a graph that was not planned is split for the same budget")
+        return merged.kept_in(0, Schedule(solution.schedule.kept))
+
+    def _around(self, returned: int) -> list[tuple[int, int]]:
+        """What is around a graph: the loss takes more if forward returns more."""
+        more = max(1.0, returned / self._step.returned) if self._step.returned else 1.0
+        *others, last = self._step.around
+        larger = [(int(max(h, h * more)), int(max(m, m * more))) for h, m in others]
+        return [*larger, last]
+
+    def _warn(self, peak: int, *, alone: bool) -> None:
+        if alone:
+            which = (
+                f"its step takes about {bytes_text(peak)}, more than the budget of "
+                f"{bytes_text(self._budget)}, with as little saved as possible"
+            )
+        else:
+            which = (
+                "as little of it is saved as possible, and whether the step exceeds its budget "
+                "depends on the other graphs"
+            )
+        warn_user(
+            f"the compiler has made a graph that was not planned (another shape, mode or dtype): "
+            f"{which}. Make a plan for such steps: recollect.plan(model, batch, budget)",
+            PlanWarning,
+        )

@@ -1,0 +1,169 @@
+"""A backend of torch.compile: the user's, with a partitioner of ours (P7)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from recollect._torch.inductor import (
+    aot_arguments,
+    backend_name,
+    compile_by_inductor,
+    inductor_options,
+    known_size,
+    partitioner,
+    run_as_it_is,
+)
+from recollect._torch.tensors import storage_key
+from recollect.compiled.split import Observer, Player, SeenGraph
+
+__all__ = ["Backend", "Call", "Compiler", "Notes"]
+
+#: Options of Inductor in planned code: it holds no freed memory for later.
+_PLANNED = {"allow_buffer_reuse": False}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The user's backend: Inductor with its options, or AOTAutograd with its arguments."""
+
+    name: str
+    options: dict[str, Any] | None
+    arguments: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, backend: Any) -> Compiler | None:
+        """A backend of the user's; None if it leaves no place for a partitioner."""
+        options = inductor_options(backend)
+        arguments = aot_arguments(backend) if options is None else None
+        if options is None and arguments is None:
+            return None
+        return cls(backend_name(backend), options, arguments)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether Inductor compiles the graphs."""
+        return self.options is not None
+
+    def compile(
+        self, graph: fx.GraphModule, inputs: Any, split: Observer | Player
+    ) -> Callable[..., Any]:
+        """Compile a graph of dynamo."""
+        if self.options is None:
+            assert self.arguments is not None
+            return run_as_it_is(graph, inputs, self.arguments, split)
+        planned = _PLANNED if isinstance(split, Player) and split.decides else {}
+        ours = partitioner(split, split.uuid)
+        return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a compiled graph in a step that is observed.
+
+    Args:
+        graph: The graph; None if it has no backward.
+        source: The key of the graph of dynamo.
+        inputs: The storages of its arguments; None for what is no tensor.
+        outputs: Those of its results.
+        site: The number of the compiled module that called it.
+    """
+
+    graph: SeenGraph | None
+    source: str
+    inputs: list[Any]
+    outputs: list[Any]
+    site: int
+
+
+@dataclass
+class Notes:
+    """What is noted while a step is observed."""
+
+    site: int = 0  #: the compiled module that was called last
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Backend:
+    """Called by dynamo with a graph and its inputs. Compared by identity: dynamo shares code.
+
+    Args:
+        compiler: The user's backend.
+        split: Splits joint graphs.
+        on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
+        notes: Where calls of the compiled graphs are noted, if they are to be.
+    """
+
+    compiler: Compiler
+    split: Observer | Player
+    on_larger: Callable[[], None] | None = None
+    notes: Notes | None = None
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        """Compile a graph."""
+        source = _source_key(graph, inputs)
+        if isinstance(self.split, Player):
+            self.split.source = source
+            return self._watched(self.compiler.compile(graph, inputs, self.split), inputs)
+        before = len(self.split.seen)
+        compiled = self.compiler.compile(graph, inputs, self.split)
+        new = self.split.seen[before:]
+        seen = new[-1] if new else None
+        return compiled if self.notes is None else _noted(compiled, seen, source, self.notes)
+
+    def _watched(self, compiled: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+        """The same, if shapes are dynamic: sizes above those that were met are told."""
+        places = [n for n, each in enumerate(inputs) if isinstance(each, torch.SymInt)]
+        if not places or self.on_larger is None:
+            return compiled
+        most, on_larger = [known_size(inputs[n]) for n in places], self.on_larger
+
+        def watched(*args: Any) -> Any:
+            for n, place in enumerate(places):
+                if args[place] > most[n]:
+                    on_larger()
+                    most[n] = args[place]
+            return compiled(*args)
+
+        return watched
+
+    def __deepcopy__(self, memo: Any) -> Backend:
+        return self
+
+    @property
+    def __name__(self) -> str:
+        return f"recollect({self.compiler.name})"
+
+
+def _noted(
+    compiled: Callable[..., Any], graph: SeenGraph | None, source: str, notes: Notes
+) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        site, inputs = notes.site, _storages(args)
+        result = compiled(*args)
+        notes.calls.append(Call(graph, source, inputs, _storages(result), site))
+        return result
+
+    return noted
+
+
+def _storages(values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        values = [values]
+    return [storage_key(v) if isinstance(v, torch.Tensor) else None for v in values]
+
+
+def _source_key(graph: fx.GraphModule, inputs: Any) -> str:
+    """What a graph of dynamo is known by."""
+    digest = hashlib.sha256(str(graph.graph).encode())
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            form = tuple(each.shape), each.stride(), each.dtype, each.device, each.requires_grad
+            digest.update(str(form).encode())
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""What a plan decides for the graphs of a compiled step: part of a `Plan`, and of its file (P6)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+__all__ = ["CompiledStep", "GraphDecision"]
+
+
+@dataclass(frozen=True)
+class GraphDecision:
+    """What is saved of one joint graph.
+
+    Args:
+        key: Of the joint graph.
+        source: The key of the graph that dynamo made it from.
+        kept: The names of the nodes that forward saves for backward; None: as torch chooses.
+        variant: The number of the variant; sites of one variant share it.
+    """
+
+    key: str
+    source: str
+    kept: tuple[str, ...] | None
+    variant: int = 0
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The decisions for all graphs of a step.
+
+    Args:
+        graphs: Those that were planned.
+        sites: The paths of the compiled modules, each with its variant.
+        backend: The name of their backend.
+        target: The bytes that a graph which was not planned is solved for.
+        base: The bytes that are there throughout.
+        around: If there is one graph: the bytes that are held before its forward, before its
+            backward and after that, and are not its own; each with the most that there are.
+        returned: The bytes that its forward returns.
+        code: What was compiled to try the plan, for the model not to be compiled again; not part
+            of files.
+    """
+
+    graphs: tuple[GraphDecision, ...]
+    sites: tuple[tuple[str, int], ...]
+    backend: str
+    target: int
+    base: int
+    around: tuple[tuple[int, int], ...] = ()
+    returned: int = 0
+    code: Any = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def uuid(self) -> str:
+        """What the compiler's caches know these decisions by."""
+        return "recollect-" + hashlib.sha256(repr(self.graphs).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """What is written to a file."""
+        return {
+            "graphs": [asdict(each) for each in self.graphs],
+            "sites": self.sites,
+            "backend": self.backend,
+            "target": self.target,
+            "base": self.base,
+            "around": self.around,
+            "returned": self.returned,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> CompiledStep:
+        """The inverse, with tuples for lists."""
+        graphs = tuple(GraphDecision(**each) for each in content["graphs"])
+        return cls(**{**content, "graphs": graphs})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{name: vars(self)[name] for name in self.__dataclass_fields__}, "code": None}

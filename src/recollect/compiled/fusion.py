@@ -1,0 +1,92 @@
+"""Which tensors of a joint graph get memory from Inductor.
+
+Kernels of libraries (matrix products, attention, convolutions) have results in memory. Everything
+else becomes loops, and a loop is computed within the loops that read it, unless it pays to have its
+result in memory. That is decided by rules which are not ours to know; this is what a step shows:
+
+* a kernel of a library reads it, or it is returned,
+* it is read after such a kernel that it does not need itself: two loops that lie so far apart are
+  not one,
+* it is at most half of what it is computed from: a reduction, or a mask.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from recollect._torch.inductor import fuses
+from recollect._torch.ops import op_name
+from recollect.compiled.joint import Joint, nbytes_of
+
+__all__ = ["in_memory"]
+
+#: Beside those that the partitioner knows of: ops that Inductor computes by loops.
+_LOOPS = frozenset(
+    {
+        *("aten::_unsafe_index", "aten::amin", "aten::cat", "aten::constant_pad_nd"),
+        *("aten::embedding", "aten::flip", "aten::gather", "aten::index", "aten::masked_fill"),
+        *("aten::prod", "aten::repeat", "aten::select_scatter", "aten::slice_scatter"),
+        *("aten::tril", "aten::triu", "prims::fma", "prims::iota", "prims::xor_sum"),
+        *("prims::inductor_lookup_seed", "prims::inductor_randint", "prims::inductor_random"),
+        "prims::inductor_seeds",
+    }
+)
+#: What is drawn once in forward, and never again.
+_SEEDS = "prims::inductor_seeds"
+
+
+def in_memory(joint: Joint) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The makers whose results have memory; and those of them that are kernels of libraries."""
+    is_fused = fuses()
+    kernels = {
+        node for node in joint.makers if not is_fused(node) and op_name(node.target) not in _LOOPS
+    }
+    depth = _depths(joint, kernels)
+    found: set[fx.Node] = set()
+    sources: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in joint.makers:
+        sources[node] = _sources(joint, node, found, sources)
+        readers = joint.readers(node)
+        side = node in joint.forward
+        results = joint.results(node)
+        size = sum(map(nbytes_of, results))
+        given = sum(nbytes_of(each) for each in sources[node] if each.op != "placeholder")
+        if (
+            node in kernels
+            or any(each in joint.returned for each in results)
+            or any(each in kernels for each in readers)
+            or any(depth[r] > depth[node] for r in readers if (r in joint.forward) is side)
+            or 0 < 2 * size <= given
+            or op_name(node.target) == _SEEDS
+        ):
+            found.add(node)
+    return found, kernels
+
+
+def _depths(joint: Joint, kernels: set[fx.Node]) -> dict[fx.Node, int]:
+    """By node: how many kernels of libraries come before it, one after the other."""
+    depth: dict[fx.Node, int] = {}
+    for node in joint.nodes:
+        depth[node] = max(
+            (depth[each] + (joint.maker(each) in kernels) for each in node.all_input_nodes),
+            default=0,
+        )
+    return depth
+
+
+def _sources(
+    joint: Joint,
+    node: fx.Node,
+    found: set[fx.Node],
+    sources: dict[fx.Node, frozenset[fx.Node]],
+) -> frozenset[fx.Node]:
+    """The results in memory that a node is computed from."""
+    own: set[fx.Node] = set()
+    for given in node.all_input_nodes:
+        base = joint.base(given)
+        maker = joint.maker(base)
+        if base.op == "placeholder" or maker in found:
+            own.add(base)
+        else:
+            own |= sources.get(maker, frozenset())
+    return frozenset(own)

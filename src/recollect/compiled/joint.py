@@ -1,0 +1,249 @@
+"""Reads a joint graph: forward and backward of a compiled step, as nodes of torch.fx.
+
+A *maker* is a node that runs a kernel, its *results* are the tensors that it makes: itself, or what
+is taken out of the tuple that it returns. Views are seen through: a node *stands for* the result
+whose memory it shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from recollect._torch.inductor import known_size
+from recollect._torch.ops import OpOverload, arguments_of
+from recollect._torch.pytree import tree_leaves
+from recollect.policy.op_info import op_info
+
+__all__ = ["Joint", "key_of", "nbytes_of"]
+
+#: Blocks of CUDA's allocator are multiples of this.
+_BLOCK = 512
+#: Copies that Inductor does not make.
+_LIKE_VIEWS = frozenset({"aten::_unsafe_view", "aten::reshape"})
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of a new storage for the result of ``node``."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = [known_size(size) for size in value.shape]
+    if 0 in sizes:
+        return 0
+    strides = [known_size(stride) for stride in value.stride()]
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    nbytes = (1 + last) * value.dtype.itemsize
+    return -(-nbytes // _BLOCK) * _BLOCK if value.device.type == "cuda" else nbytes
+
+
+def key_of(graph: fx.GraphModule) -> str:
+    """What a joint graph is known by: its ops, wiring and constants, and the forms of its inputs.
+
+    The same in another process, with the same release of torch.
+    """
+    digest = hashlib.sha256(str(graph.graph).encode())
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            form = tuple(value.shape), value.stride(), value.dtype, value.device
+            digest.update(str(form).encode())
+    return digest.hexdigest()
+
+
+class Joint:
+    """A joint graph.
+
+    Args:
+        graph: Simplified, with the properties of tensors as ``meta["val"]`` of nodes.
+        outputs: How many of its outputs are those of forward.
+    """
+
+    def __init__(self, graph: fx.GraphModule, outputs: int) -> None:
+        self.nodes: list[fx.Node] = [node for node in graph.graph.nodes if node.op != "output"]
+        (output,) = graph.graph.find_nodes(op="output")
+        returned = tree_leaves(output.args)
+        self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = [node for node in self.placeholders if "tangents" in str(node.target)]
+        #: What forward returns, and backward: tensors, each by its position.
+        self.forward_outputs = _nodes_in(returned[:outputs])
+        self.backward_outputs = _nodes_in(returned[outputs:])
+        self.forward = _ancestors(self.forward_outputs)
+        self._stands_for: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            self._stands_for[node] = self._find_base(node)
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _find_base(self, node: fx.Node) -> fx.Node:
+        if node.op != "call_function" or not node.all_input_nodes:
+            return node
+        if node.target is operator.getitem:
+            source = node.all_input_nodes[0]
+            return self._stands_for[source] if _is_view(source) else node
+        return self._stands_for[node.all_input_nodes[0]] if _is_view(node) else node
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The result, or the input, whose memory ``node`` shows."""
+        return self._stands_for[node]
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether ``node`` shows the memory of another one."""
+        return self._stands_for[node] is not node
+
+    def is_result(self, node: fx.Node) -> bool:
+        """Whether ``node`` is one of several results of a maker."""
+        return node.target is operator.getitem and not self.is_view(node)
+
+    def maker(self, result: fx.Node) -> fx.Node:
+        """The node that makes a result."""
+        return result.all_input_nodes[0] if self.is_result(result) else result
+
+    @cached_property
+    def makers(self) -> list[fx.Node]:
+        """The nodes that run kernels, in the order of the graph."""
+        return [node for node in self.nodes if self._is_maker(node)]
+
+    def _is_maker(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or self.is_view(node) or node.target is operator.getitem:
+            return False
+        leaves = tree_leaves(node.meta.get("val"))
+        return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+    def results(self, maker: fx.Node) -> list[fx.Node]:
+        """The results of a maker that are used."""
+        return [user for user in maker.users if self.is_result(user)] or [maker]
+
+    def readers(self, maker: fx.Node) -> list[fx.Node]:
+        """The makers that read results of a maker, through views."""
+        found: dict[fx.Node, None] = {}
+        pending = [maker]
+        while pending:
+            for user in pending.pop().users:
+                if user.op == "output":
+                    continue
+                if user.target is operator.getitem or self.is_view(user):
+                    pending.append(user)
+                else:
+                    found[user] = None
+        return list(found)
+
+    @cached_property
+    def returned(self) -> set[fx.Node]:
+        """The results that forward or backward returns."""
+        return {self.base(node) for _, node in (*self.forward_outputs, *self.backward_outputs)}
+
+    @cached_property
+    def backward(self) -> list[fx.Node]:
+        """The nodes of backward, in the order in which it runs them.
+
+        Those that no gradient leads to run when they are first needed.
+        """
+        order = {node: number for number, node in enumerate(self.nodes)}
+        first = min((order[user] for each in self.tangents for user in each.users), default=0)
+        done: dict[fx.Node, None] = {}
+        for node in self.nodes[first:]:
+            if node in self.forward or node.op != "call_function":
+                continue
+            wanted: set[fx.Node] = set()
+            pending = [node]
+            while pending:
+                each = pending.pop()
+                if each not in done and each not in wanted and each not in self.forward:
+                    wanted.add(each)
+                    pending += each.all_input_nodes
+            done |= dict.fromkeys(sorted(wanted, key=order.__getitem__))
+        return list(done)
+
+    @cached_property
+    def needed(self) -> set[fx.Node]:
+        """The nodes before the first gradient that backward needs, if forward saves nothing."""
+        own = set(self.backward) - self.unclaimed
+        sources = [each for node in own for each in node.all_input_nodes if each not in own]
+        sources += [node for _, node in self.backward_outputs if node not in own]
+        return {node for node in _ancestors(enumerate(sources)) if node.op == "call_function"}
+
+    @cached_property
+    def unclaimed(self) -> set[fx.Node]:
+        """The nodes of backward that depend on no gradient."""
+        led_to = set(self.tangents)
+        for node in self.nodes:
+            if any(each in led_to for each in node.all_input_nodes):
+                led_to.add(node)
+        return {node for node in self.backward if node not in led_to}
+
+    # --- what nodes are ---------------------------------------------------------------------------
+
+    @staticmethod
+    def path(node: fx.Node) -> str:
+        """The path of the module that called the op of a node."""
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [str(path) for path, _ in stack.values()]
+        return _bare_path(paths[-1]) if paths else ""
+
+    @staticmethod
+    def device(maker: fx.Node) -> torch.device | None:
+        """The device of the first result of a maker."""
+        leaves = tree_leaves(maker.meta.get("val"))
+        return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+
+    @staticmethod
+    def must_not_run_again(node: fx.Node) -> bool:
+        """Whether another run would compute something else, or is an effect."""
+        target = node.target
+        if type(target) is not OpOverload:
+            return True  # a higher-order op, which may be anything
+        info = op_info(target)
+        seeds = str(target).startswith(("prims.inductor_seeds", "prims.inductor_seed."))
+        return seeds or info.communicates or info.writes
+
+    @staticmethod
+    def draws(node: fx.Node) -> bool:
+        """Whether the op draws random numbers, which have to be the same if it runs again."""
+        target = node.target
+        if type(target) is not OpOverload or not op_info(target).is_random:
+            return False
+        for argument in arguments_of(target):
+            if argument.name == "dropout_p":
+                at = argument.position
+                given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
+                return bool(given)
+        return True
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if type(target) is not OpOverload:
+        return False
+    info = op_info(target)
+    return (info.is_alias and not info.writes) or info.name in _LIKE_VIEWS
+
+
+def _nodes_in(values: Iterable[Any]) -> list[tuple[int, fx.Node]]:
+    return [(n, each) for n, each in enumerate(values) if isinstance(each, fx.Node)]
+
+
+def _ancestors(nodes: Iterable[tuple[int, fx.Node]]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    pending = [node for _, node in nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _bare_path(path: str) -> str:
+    """A path as dynamo writes it, such as ``L['self'].layers[0].up``, as modules are named."""
+    _, _, rest = path.partition("]")
+    text = (rest if path.startswith("L[") else path).replace("_modules['", "").replace("']", "")
+    text = text.replace("[", ".").replace("]", "").removeprefix(".")
+    return text.removeprefix("_orig_mod").removeprefix(".")

@@ -1,0 +1,299 @@
+"""The graphs of a compiled step, and what is around them, as one `Graph` (P2).
+
+The events of a step are those of its calls, in the order in which they ran, with one more event
+before each call, and one after the last: for whatever runs there. A result of one graph that
+another one reads in backward is kept in any case: no graph recomputes what another one computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from recollect.compiled.backend import Call
+from recollect.compiled.part import FOREVER, Part
+from recollect.compiled.timeline import Stretch
+from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import levels_under
+
+__all__ = ["Merged", "merge", "merge_alone", "torch_schedule"]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The graph of a step, and where its calls are in it.
+
+    Args:
+        graph: The step.
+        parts: By call of a compiled graph: what it adds to the step.
+        first: By call: the number of its first op.
+        gaps: The events around the calls.
+    """
+
+    graph: Graph
+    parts: Sequence[Part]
+    first: Sequence[int]
+    gaps: Sequence[int]
+    #: By gap: the bytes that are held at its end, and the most in it, beside those of the graphs.
+    around: Sequence[tuple[int, int]] = field(default=())
+
+    def kept_in(self, call: int, schedule: Schedule) -> frozenset[str]:
+        """The names of the nodes of a call that a schedule keeps."""
+        part, first = self.parts[call], self.first[call]
+        kept = schedule.kept | self.graph.forced
+        return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
+
+    def decided(self, call: int, schedule: Schedule) -> frozenset[int]:
+        """The same as numbers of the ops of the call."""
+        first, count = self.first[call], len(self.parts[call].ops)
+        return frozenset(n - first for n in schedule.kept if first <= n < first + count)
+
+    def together(self, decided: Sequence[frozenset[int]]) -> Schedule:
+        """The schedule that keeps these ops of each call."""
+        pairs = zip(self.first, decided, strict=True)
+        return Schedule(frozenset(first + n for first, kept in pairs for n in kept))
+
+
+def merge(
+    parts: Sequence[Part],
+    calls: Sequence[Call],
+    stretches: Sequence[Stretch] | None,
+    torch_saves: Sequence[Mapping[str, int]],
+    base: int,
+) -> Merged:
+    """The graph of a step.
+
+    Args:
+        parts: By call: what it adds.
+        calls: The calls.
+        stretches: What was held around them in a step with torch's own split.
+        torch_saves: By call: what that saves, in bytes by name of a node.
+        base: Bytes that are there throughout.
+    """
+    order = _order_of(len(parts), stretches)
+    bare = _Merger(parts, calls, order, base, [(0, 0)] * (len(order) + 1)).merged()
+    if stretches is None:
+        return bare
+    around = _around(bare, order, stretches, torch_saves)
+    return replace(_Merger(parts, calls, order, base, around).merged(), around=around)
+
+
+def merge_alone(part: Part, base: int, around: Sequence[tuple[int, int]]) -> Merged:
+    """The graph of a step with one call. ``around``: as of `Merged`."""
+    call = Call(None, "", [], [], 0)
+    return _Merger([part], [call], _order_of(1, None), base, around).merged()
+
+
+#: A call: whether it is backward, and its number.
+_Turn = tuple[bool, int]
+
+
+def _order_of(count: int, stretches: Sequence[Stretch] | None) -> list[_Turn]:
+    """The calls in the order in which they ran."""
+    usual = [(False, n) for n in range(count)] + [(True, n) for n in reversed(range(count))]
+    seen = [each.call for each in stretches or () if each.call is not None]
+    forwards = [n for is_backward, n in seen if not is_backward]
+    backwards = sorted(n for is_backward, n in seen if is_backward)
+    turns = [is_backward for is_backward, _ in seen]
+    is_whole = forwards == [*range(count)] and backwards == [*range(count)]
+    # A graph of which backward begins before the last forward is not a step as planned.
+    return seen if is_whole and turns == sorted(turns) else usual
+
+
+def torch_schedule(merged: Merged, torch_saves: Sequence[Mapping[str, int]]) -> Schedule:
+    """What torch's own split keeps, of results that have memory in our model."""
+    pairs = zip(merged.parts, torch_saves, strict=True)
+    return merged.together(
+        [frozenset(part.results[n] for n in saves if n in part.results) for part, saves in pairs]
+    )
+
+
+def _around(
+    bare: Merged,
+    order: Sequence[_Turn],
+    stretches: Sequence[Stretch],
+    torch_saves: Sequence[Mapping[str, int]],
+) -> list[tuple[int, int]]:
+    """By gap: the bytes that were held at its end and the most in it, beside the graphs' own."""
+    if len(stretches) != len(order) + 1:
+        return [(0, 0)] * (len(order) + 1)
+    levels = levels_under(bare.graph, torch_schedule(bare, torch_saves))
+    # What torch saves of results that have no memory in our model.
+    others = [
+        sum(nbytes for name, nbytes in each.items() if name not in part.results)
+        for part, each in zip(bare.parts, torch_saves, strict=True)
+    ]
+    held = 0
+    found = []
+    for number, stretch in enumerate(stretches):
+        own = levels[bare.gaps[number]] - bare.graph.base + held
+        found.append((stretch.end - own, stretch.most - own))
+        if number < len(order):
+            is_backward, call = order[number]
+            held += -others[call] if is_backward else others[call]
+    return found
+
+
+class _Merger:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        calls: Sequence[Call],
+        order: Sequence[_Turn],
+        base: int,
+        around: Sequence[tuple[int, int]],
+    ) -> None:
+        self.parts, self.calls, self.order, self.base = parts, calls, order, base
+        self.around = around
+        self.first_op = _starts([len(part.ops) for part in parts])
+        self.first_value = _starts([len(part.values) for part in parts])
+        #: By call: the event of its first op, in forward and in backward.
+        self.begin: list[dict[bool, int]] = [{} for _ in parts]
+        self.gaps: list[int] = []
+        at = 0
+        for is_backward, call in order:
+            self.gaps.append(at)
+            self.begin[call][is_backward] = at + 1
+            part = parts[call]
+            at += 1 + len(part.backward if is_backward else part.forward)
+        self.gaps.append(at)
+        self.end = at
+        self.turn = self.gaps[len(parts)]
+        #: By position of an input of a call: the value of another call that it is.
+        self.given = self._find_given()
+
+    def _find_given(self) -> list[dict[int, int]]:
+        makers: dict[object, int] = {}
+        given: list[dict[int, int]] = []
+        for number, (part, call) in enumerate(zip(self.parts, self.calls, strict=True)):
+            places = {n: makers[key] for n, key in enumerate(call.inputs) if key in makers}
+            given.append(places)
+            # Forward may return more than its caller gets: first the buffers that it updated.
+            more = max(part.outputs, default=-1) + 1 - len(call.outputs)
+            for position, value in part.outputs.items():
+                at = position - max(0, more)
+                if 0 <= at < len(call.outputs) and call.outputs[at] is not None:
+                    makers[call.outputs[at]] = self.first_value[number] + value
+        return given
+
+    def merged(self) -> Merged:
+        saved = self._saved()
+        forced = self._read_elsewhere()
+        graph = Graph(
+            ops=self._ops(forced),
+            values=self._values(),
+            storages=self._storages(),
+            saved=[SavedTensor(value, event) for value, event, _ in saved],
+            events=self._events(saved),
+            turn=self.turn,
+            base=self.base,
+        )
+        return Merged(graph, self.parts, self.first_op, self.gaps)
+
+    def _ops(self, forced: set[int]) -> list[Op]:
+        counts: Counter[str] = Counter()
+        ops: list[Op] = []
+        for call, part in enumerate(self.parts):
+            shift = self.first_value[call]
+            for number, op in enumerate(part.ops):
+                others = [self.given[call].get(n) for n in part.inputs[0][number]]
+                reads = [shift + read for read in op.reads]
+                reads += [value for value in others if value is not None and value not in reads]
+                makes = tuple(shift + made for made in op.makes)
+                start = op.key.rpartition("|")[0]  # calls of one graph have the same
+                counts[start] += 1
+                ops.append(
+                    replace(
+                        op,
+                        key=f"{start}|{counts[start] - 1}",
+                        reads=tuple(reads),
+                        makes=makes,
+                        forced=op.forced or any(value in forced for value in makes),
+                    )
+                )
+        return ops
+
+    def _values(self) -> list[Value]:
+        values: list[Value] = []
+        for call, part in enumerate(self.parts):
+            ops, storages = self.first_op[call], len(values)
+            values += [
+                Value(each.nbytes, ops + each.op, storages + each.storage) for each in part.values
+            ]
+        return values
+
+    def _storages(self) -> list[Storage]:
+        dies = self._deaths()
+        return [
+            Storage(value.nbytes, self.begin[call][False] + value.op, dies[shift + number])
+            for call, (part, shift) in enumerate(zip(self.parts, self.first_value, strict=True))
+            for number, value in enumerate(part.values)
+        ]
+
+    def _deaths(self) -> list[int]:
+        """By value: the last event at which somebody besides the plan holds it."""
+        read: dict[int, int] = {}
+        for call, part in enumerate(self.parts):
+            for number, places in enumerate(part.inputs[0]):
+                for place in places:
+                    if place in self.given[call]:
+                        read[self.given[call][place]] = self.begin[call][False] + number
+        dies = []
+        for call, part in enumerate(self.parts):
+            for number, last in enumerate(part.dies):
+                if last != FOREVER:
+                    dies.append(self.begin[call][False] + last)
+                else:  # whoever gets it holds it until the next graph has read it, or to the end
+                    dies.append(read.get(self.first_value[call] + number, self.end))
+        return dies
+
+    def _read_elsewhere(self) -> set[int]:
+        """The values that another graph reads: it cannot recompute them."""
+        return {value for given in self.given for value in given.values()}
+
+    def _saved(self) -> list[tuple[int, int, int]]:
+        """What backward reads: the value, the event of forward that makes it, and that event."""
+        found = []
+        for call, part in enumerate(self.parts):
+            shift, start = self.first_value[call], self.begin[call]
+            for value, event in part.saved:
+                made = start[False] + part.values[value].op
+                found.append((shift + value, made, start[True] + event))
+            for event, places in enumerate(part.inputs[1]):
+                for place in places:
+                    if place in self.given[call]:
+                        value = self.given[call][place]
+                        found.append((value, self._event_of(value), start[True] + event))
+        # In the order of forward; of one value the one that is read last first.
+        return sorted(set(found), key=lambda each: (each[1], each[0], -each[2]))
+
+    def _event_of(self, value: int) -> int:
+        call = max(n for n, first in enumerate(self.first_value) if first <= value)
+        return self.begin[call][False] + self.parts[call].values[value - self.first_value[call]].op
+
+    def _events(self, saved: Sequence[tuple[int, int, int]]) -> list[Event]:
+        unpacked: dict[int, list[int]] = defaultdict(list)
+        for number, (_, _, event) in enumerate(saved):
+            unpacked[event].append(number)
+        events: list[Event] = []
+        for (is_backward, call), (held, most) in zip(self.order, self.around, strict=False):
+            events.append(Event(0.0, held, most))
+            part = self.parts[call]
+            for each in part.backward if is_backward else part.forward:
+                numbers = tuple(unpacked[len(events)])
+                op = -1 if is_backward else self.first_op[call] + each.op
+                before, during = held + each.before, held + each.during
+                events.append(Event(each.seconds, before, during, op, numbers, numbers))
+        held, most = self.around[-1]
+        return [*events, Event(0.0, held, most)]
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Where each of several rows begins if they are put one behind the other."""
+    found, total = [], 0
+    for count in counts:
+        found.append(total)
+        total += count
+    return found

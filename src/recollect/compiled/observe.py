@@ -1,0 +1,115 @@
+"""Runs a compiled step with the split that torch chooses, and makes its graph (P2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from recollect._torch.inductor import called_after
+from recollect.compiled.backend import Backend, Call, Compiler, Notes
+from recollect.compiled.costs import NodeCosts
+from recollect.compiled.merge import Merged, merge, torch_schedule
+from recollect.compiled.part import Part, make_part
+from recollect.compiled.sites import Called, Site, installed, prepare
+from recollect.compiled.split import Observer, SeenGraph
+from recollect.compiled.timeline import measured_stretches
+from recollect.graph.schedule import Schedule
+from recollect.planning.record import Profile
+from recollect.planning.step import TrainingStep
+
+__all__ = ["ObservedStep", "observe_step"]
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A step that ran with the split that torch chooses.
+
+    Args:
+        sites: The compiled modules.
+        called: What they call to run so again.
+        calls: The calls of graphs that have a backward, in the order of forward.
+        merged: The step as a graph.
+        torch_schedule: What torch keeps in it.
+        profile: The graph with what was measured.
+    """
+
+    sites: Sequence[Site]
+    called: Called
+    calls: Sequence[Call]
+    merged: Merged
+    torch_schedule: Schedule
+    profile: Profile
+
+    @property
+    def site_of(self) -> list[int]:
+        """By call: the number of its compiled module."""
+        return [call.site for call in self.calls]
+
+
+def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
+    """Run the step, measure it, and make its graph."""
+    notes = Notes()
+    backends: list[Backend] = []
+
+    def backend_for(number: int) -> Backend:
+        compiler = sites[number].compiler
+        for backend in backends:
+            if _is_same(backend.compiler, compiler):
+                return backend
+        backends.append(Backend(compiler, Observer(), notes=notes))
+        return backends[-1]
+
+    called = prepare(sites, backend_for)
+    noting = {
+        number: called_after(each, partial(setattr, notes, "site", number))
+        for number, each in called.items()
+    }
+    with step.undone(), installed(sites, noting):
+        step.run()  # compiles
+        notes.calls.clear()
+        step.run()
+        calls = [call for call in notes.calls if call.graph is not None]
+        _check_calls(step, calls)
+        stretches = measured_stretches(step.run, step.device)
+        peak = step.measured_peak()
+        expected = peak + step.spare_blocks()
+        timing = step.measured_seconds()
+        base = step.base_bytes()
+        notes.calls.clear()
+    graphs = [call.graph for call in calls if call.graph is not None]
+    costs = NodeCosts(step.device)
+    parts = _parts(graphs, costs, [sites[call.site].compiler for call in calls])
+    saves = [graph.saved for graph in graphs]
+    merged = merge(parts, calls, stretches, saves, base)
+    graph = replace(merged.graph, spread=costs.spread)
+    costs.settle()
+    profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
+    profile = replace(profile, graph=profile.timed(timing.seconds))
+    merged = replace(merged, graph=profile.graph)
+    return ObservedStep(sites, called, calls, merged, torch_schedule(merged, saves), profile)
+
+
+def _is_same(compiler: Compiler, other: Compiler) -> bool:
+    return compiler == other
+
+
+def _parts(
+    graphs: Sequence[SeenGraph], costs: NodeCosts, compilers: Sequence[Compiler]
+) -> list[Part]:
+    """By call: what it adds to the step. Calls of one graph share it."""
+    known: dict[str, Part] = {}
+    for graph, compiler in zip(graphs, compilers, strict=True):
+        if graph.key not in known:
+            known[graph.key] = make_part(graph.key, graph.joint, costs, fused=compiler.is_fused)
+    return [known[graph.key] for graph in graphs]
+
+
+def _check_calls(step: TrainingStep, calls: Sequence[Call]) -> None:
+    """Refuse a step in which no compiled graph has a backward."""
+    if not calls:
+        raise ValueError(
+            f"model: this {type(step.model).__name__} is compiled, but no compiled graph of its "
+            "step has a backward. Does the compiler run at all (torch.compiler.set_stance, "
+            "TORCHDYNAMO_DISABLE), and is forward compiled in training?"
+        )

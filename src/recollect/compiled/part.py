@@ -1,0 +1,224 @@
+"""A joint graph as ops, values and events: a part of the `Graph` of a step (P2).
+
+Forward and backward of a compiled graph are one event for each kernel. Forward's results are
+values, which a schedule keeps or recomputes; what backward makes by itself, gradients above all,
+are fixed bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from recollect._torch.ops import op_name
+from recollect.compiled.costs import NodeCosts
+from recollect.compiled.fusion import in_memory
+from recollect.compiled.joint import Joint, nbytes_of
+from recollect.graph.graph import Event, Op, Value
+
+__all__ = ["FOREVER", "Part", "make_part"]
+
+#: The end of a storage that the caller holds.
+FOREVER = -1
+#: The bytes of the state of a generator: it is held for an op that draws, if that is to run again.
+_STATES = {"cpu": 5056}
+_STATE = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one call of a compiled graph adds to a step.
+
+    Args:
+        key: Of the joint graph.
+        ops: Those of forward, in order.
+        names: The names of their nodes.
+        values: The values that they make; value n has storage n.
+        dies: By value: the last event of forward that reads it; `FOREVER` if forward returns it.
+        saved: The values that backward reads, each with the event of backward that does.
+        forward: An event for each op.
+        backward: Events; their ``unpacks`` are numbers of ``saved``.
+        inputs: The positions of inputs that are read: by op, and by event of backward.
+        outputs: By position of an output of forward: the value that it shows.
+        results: By name of a node that is a value: the number of its op.
+    """
+
+    key: str
+    ops: Sequence[Op]
+    names: Sequence[str]
+    values: Sequence[Value]
+    dies: Sequence[int]
+    saved: Sequence[tuple[int, int]]
+    forward: Sequence[Event]
+    backward: Sequence[Event]
+    inputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
+    outputs: dict[int, int]
+    results: dict[str, int]
+
+    @property
+    def returned(self) -> int:
+        """The bytes that forward returns."""
+        return sum(self.values[value].nbytes for value in {*self.outputs.values()})
+
+
+def make_part(key: str, joint: Joint, costs: NodeCosts, *, fused: bool) -> Part:
+    """The part of a step that a joint graph is. ``fused``: whether Inductor compiles it."""
+    return _Maker(key, joint, costs, fused=fused).make()
+
+
+class _Maker:
+    def __init__(self, key: str, joint: Joint, costs: NodeCosts, *, fused: bool) -> None:
+        self.key, self.joint, self.costs = key, joint, costs
+        if fused:
+            self.heavy, self.kernels = in_memory(joint)
+        else:
+            self.heavy = self.kernels = set(joint.makers)
+        self.reads: dict[fx.Node, list[fx.Node]] = {}
+        for node in joint.makers:
+            self.reads[node] = self._find_reads(node)
+        self.ours = [node for node in joint.makers if node in self.heavy and node in joint.forward]
+        self.theirs = [node for node in joint.backward if node in self.heavy]
+        self.place = {node: number for number, node in enumerate(joint.placeholders)}
+        self.number: dict[fx.Node, int] = {}
+        self.values: list[Value] = []
+        for at, node in enumerate(self.ours):
+            for result in joint.results(node):
+                self.number[result] = len(self.values)
+                self.values.append(Value(nbytes_of(result), at, len(self.values)))
+
+    def _find_reads(self, node: fx.Node) -> list[fx.Node]:
+        """The results and inputs that a kernel reads, through those that have no memory."""
+        found: dict[fx.Node, None] = {}
+        for given in node.all_input_nodes:
+            base = self.joint.base(given)
+            maker = self.joint.maker(base)
+            if base.op == "placeholder" or maker in self.heavy:
+                found[base] = None
+            else:
+                found |= dict.fromkeys(self.reads.get(maker, ()))
+        return list(found)
+
+    def make(self) -> Part:
+        joint = self.joint
+        read_by = [[r for r in self.reads[node] if r in self.number] for node in self.ours]
+        dies = [value.op for value in self.values]
+        for at, reads in enumerate(read_by):
+            for read in reads:
+                dies[self.number[read]] = at
+        outputs = {}
+        for position, node in joint.forward_outputs:
+            base = joint.base(node)
+            if base in self.number:
+                outputs[position] = self.number[base]
+                dies[self.number[base]] = FOREVER
+        ops = self._ops(read_by)
+        saved = self._saved()
+        return Part(
+            key=self.key,
+            ops=ops,
+            names=[node.name for node in self.ours],
+            values=self.values,
+            dies=dies,
+            saved=saved,
+            forward=[Event(op.seconds, 0, op.workspace, at) for at, op in enumerate(ops)],
+            backward=self._backward(saved),
+            inputs=(self._inputs(self.ours), self._inputs(self.theirs)),
+            outputs=outputs,
+            results={node.name: self.values[n].op for node, n in self.number.items()},
+        )
+
+    def _inputs(self, nodes: Sequence[fx.Node]) -> list[list[int]]:
+        return [[self.place[r] for r in self.reads[node] if r in self.place] for node in nodes]
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def _ops(self, read_by: Sequence[Sequence[fx.Node]]) -> list[Op]:
+        counts: dict[str, int] = defaultdict(int)
+        ops = []
+        for node, reads in zip(self.ours, read_by, strict=True):
+            path, name = self.joint.path(node), op_name(node.target)
+            start = f"{path}|{name}"
+            seconds, workspace = self._cost(node)
+            makes = tuple(self.number[each] for each in self.joint.results(node))
+            device = str(self.joint.device(node))
+            ops.append(
+                Op(
+                    name=name,
+                    path=path,
+                    key=f"{start}|{counts[start]}",
+                    seconds=seconds,
+                    reads=tuple(self.number[each] for each in reads),
+                    makes=makes,
+                    places=tuple(range(len(makes))),
+                    workspace=workspace,
+                    state=_STATES.get(device, _STATE) if self.joint.draws(node) else 0,
+                    forced=self.joint.must_not_run_again(node),
+                )
+            )
+            counts[start] += 1
+        return ops
+
+    def _cost(self, node: fx.Node) -> tuple[float, int]:
+        moved = sum(map(nbytes_of, (*self.reads[node], *self.joint.results(node))))
+        if node in self.kernels:
+            return self.costs.of_kernel(node, moved)
+        return self.costs.of_loop(moved), 0
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _saved(self) -> list[tuple[int, int]]:
+        """The values of forward that backward reads, and when: later reads of one value first."""
+        found = [
+            (self.number[read], at)
+            for at, node in enumerate(self.theirs)
+            for read in self.reads[node]
+            if read in self.number
+        ]
+        for _, node in self.joint.backward_outputs:  # a value of forward that is a gradient
+            base = self.joint.base(node)
+            if base in self.number and self.theirs:
+                found.append((self.number[base], len(self.theirs) - 1))
+        return sorted(set(found), key=lambda pair: (pair[0], -pair[1]))
+
+    def _backward(self, saved: Sequence[tuple[int, int]]) -> list[Event]:
+        unpacked: dict[int, list[int]] = defaultdict(list)
+        for number, (_, at) in enumerate(saved):
+            unpacked[at].append(number)
+        events = []
+        for at, event in enumerate(self._own_events()):
+            numbers = tuple(unpacked[at])
+            events.append(replace(event, unpacks=numbers, frees=numbers))
+        return events
+
+    def _own_events(self) -> list[Event]:
+        """The kernels of backward, with the bytes that backward itself makes."""
+        joint, theirs = self.joint, self.theirs
+        ends: dict[fx.Node, int] = {}
+        for at, node in enumerate(theirs):
+            for read in self.reads[node]:
+                ends[read] = at
+        for _, node in joint.backward_outputs:
+            ends[joint.base(node)] = len(theirs)
+        freed: dict[int, int] = defaultdict(int)
+        alive, events = 0, []
+        for at, node in enumerate(theirs):
+            seconds, workspace = self._cost(node)
+            results = joint.results(node)
+            made = sum(map(nbytes_of, results))
+            written = 0 if node in self.kernels else min(made, self._last_reads(node, ends, at))
+            events.append(Event(seconds, alive, alive + made - written + workspace))
+            for result in results:
+                freed[ends.get(result, at)] += nbytes_of(result)
+            alive += made - freed[at]
+        return events
+
+    def _last_reads(self, node: fx.Node, ends: dict[fx.Node, int], at: int) -> int:
+        """The bytes that a kernel of loops may write over: it is the last to read them."""
+        return sum(
+            nbytes_of(read)
+            for read in self.reads[node]
+            if ends.get(read) == at and read not in self.number and read.op != "placeholder"
+        )

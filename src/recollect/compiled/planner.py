@@ -1,0 +1,179 @@
+"""Makes plans for compiled models (P4 to P6).
+
+As `Planner`, but for what is tried: a schedule is compiled, and then the step runs. Compiling takes
+long, so a target is corrected by what the simulation was off, which mostly takes one correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.compiled.decisions import CompiledStep
+from recollect.compiled.observe import observe_step
+from recollect.compiled.sites import find_sites, model_name
+from recollect.compiled.tied import TiedSolver
+from recollect.compiled.trials import CompiledTrials
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate
+from recollect.planning.batch import signature_of_batch
+from recollect.planning.describe import curve_of
+from recollect.planning.model_state import ModelState
+from recollect.planning.plan import Plan
+from recollect.planning.planner import Planner, silent
+from recollect.planning.prepare import Offload, prepare_step
+from recollect.planning.solving.solve import Solver
+from recollect.planning.step import Loss
+from recollect.planning.trial import Candidate, Progress
+from recollect.replay.named_schedule import NamedSchedule, trimmed
+from recollect.report.plan_report import PlanReport
+
+__all__ = ["CompiledPlanner"]
+
+#: How often a schedule is compiled for a budget.
+_COMPILES = 4
+#: The part of a budget that may stay unused.
+_CLOSE = 0.03
+#: A faster schedule is not compiled for less than this part of a step's time.
+_WORTH = 0.01
+
+
+class CompiledPlanner(Planner):
+    """Makes plans for one compiled step."""
+
+    trials: CompiledTrials
+
+    @classmethod
+    def of_compiled(
+        cls,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None = None,
+        optimizer: Optimizer | None = None,
+        offload: Offload = "auto",
+        progress: Progress = silent,
+        *,
+        holds_output: bool = True,
+    ) -> CompiledPlanner:
+        """Observe a step. Arguments as of `recollect.plan`."""
+        if offload is True:
+            raise ValueError(
+                "offload=True: plans for compiled models do not offload. Leave it out, or plan "
+                "for the model without torch.compile"
+            )
+        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+        if step.shards is not None:
+            raise ValueError(
+                "model: it is compiled and sharded by fully_shard, and what compiled code saves of "
+                "gathered parameters is not planned. Leave torch.compile out, or checkpoint blocks "
+                "in place of a plan: recollect.checkpointed(block)"
+            )
+        sites = find_sites(model)
+        state = ModelState.of(model)
+        progress("compiling the step as torch does", 0.0)
+        if step.on_cuda:
+            step.free_memory()
+        observed = observe_step(step, sites)
+        planner = cls(
+            step,
+            observed.profile,
+            state,
+            signature_of_batch(step.args, step.kwargs),
+            progress=progress,
+        )
+        planner.trials = CompiledTrials(step, observed, state, progress)
+        return planner
+
+    @cached_property
+    def solver(self) -> Solver | TiedSolver:  # type: ignore[override]
+        """Finds schedules."""
+        observed = self.trials.observed
+        solver = Solver(self.graph, progress=lambda done: self._progress("solving", done))
+        if len({part.key for part in observed.merged.parts}) == len(observed.calls):
+            return solver
+        return TiedSolver(solver, observed.merged, observed.site_of)
+
+    def _fastest_schedule(self, room: int, solver: Any) -> Schedule | None:
+        target = room - self._known_excess()
+        for _ in range(_COMPILES):
+            solution = solver.solve(target)
+            if solution is None:
+                break
+            schedule = self._trimmed(solution.schedule)
+            if schedule in self.trials.expected and self.trials.expected[schedule] <= room:
+                break
+            peak = self.trials.peak(schedule)
+            simulated = solution.outcome.peak
+            if 0 <= room - peak <= _CLOSE * room:
+                break
+            before, target = target, room - (peak - simulated)
+            if peak > room:
+                target = min(target, before - 1, simulated - (peak - room))
+            elif not self._pays(solver.solve(target), schedule):
+                break
+        fitting = [each for each, peak in self.trials.expected.items() if peak <= room]
+        return min(fitting, key=lambda each: simulate(self.graph, each).seconds, default=None)
+
+    def _known_excess(self) -> int:
+        """The bytes by which all that was tried took more than simulated."""
+        tried = self.trials.expected.items()
+        return max(0, min((p - simulate(self.graph, s).peak for s, p in tried), default=0))
+
+    def _least_schedule(self) -> Schedule:
+        self.trials.peak(self._trimmed(self.solver.least().schedule))
+        return min(self.trials.expected, key=self.trials.expected.__getitem__)
+
+    def _trimmed(self, schedule: Schedule) -> Schedule:
+        """The schedule without results that backward does not need, if calls may differ so."""
+        is_tied = isinstance(self.solver, TiedSolver)
+        return schedule if is_tied else trimmed(self.graph, schedule)
+
+    def _pays(self, solution: Any, schedule: Schedule) -> bool:
+        """Whether it is worth the while to compile another solution."""
+        if solution is None:
+            return False
+        now = simulate(self.graph, schedule).seconds
+        return bool(solution.outcome.seconds < now - _WORTH * self.graph.plain_seconds)
+
+    # --- the plan ---------------------------------------------------------------------------------
+
+    def _plain_candidate(self) -> Candidate:
+        found = super()._plain_candidate()
+        return replace(found, schedule=self.trials.observed.torch_schedule)
+
+    def make_plan(self, budget: int, candidate: Candidate) -> Plan:
+        """Make the plan that compiles the step as ``candidate`` does."""
+        plan = super().make_plan(budget, candidate)
+        torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
+        report = replace(self._titled(plan.report), before=curve_of(torchs))
+        decisions = self._decisions(budget, candidate)
+        return replace(plan, model=report.title, report=report, compiled=decisions)
+
+    def frontier_report(self) -> PlanReport:
+        """The report of the frontier."""
+        return self._titled(super().frontier_report())
+
+    def _titled(self, report: PlanReport) -> PlanReport:
+        return replace(report, title=f"compiled {model_name(self.step.model)}")
+
+    def _decisions(self, budget: int, candidate: Candidate) -> CompiledStep:
+        trials, schedule = self.trials, candidate.schedule
+        simulated = simulate(self.graph, schedule).peak
+        target = budget - max(0, candidate.peak - simulated)
+        if budget >= self.plain_peak:
+            return trials.decisions(None, budget)
+        return replace(trials.decisions(schedule, target), code=trials.code.get(schedule))
+
+    def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
+        if budget < self.plain_peak:
+            return simulate(self.graph, candidate.schedule, curve=True)
+        outcome = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
+        return replace(outcome, seconds=self.trials.profile.seconds)
+
+    @cached_property
+    def _alternatives(self) -> tuple[NamedSchedule, ...]:
+        return ()

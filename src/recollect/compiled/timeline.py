@@ -1,0 +1,72 @@
+"""What a step holds when its compiled graphs begin and end, as a profiler sees it (P2).
+
+A plan decides about the graphs. What runs between them, the loss and the optimizer among it, is as
+it is: only its bytes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+from recollect.planning.prices import profiled_events
+
+__all__ = ["Stretch", "measured_stretches"]
+
+#: How autograd's functions of AOTAutograd are called in a profile.
+_FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
+_MEMORY = "[memory]"
+
+
+class Stretch(NamedTuple):
+    """The time before a call of a compiled graph, or after the last one.
+
+    In bytes that were allocated since the step began.
+    """
+
+    most: int  #: the most that was allocated in it
+    end: int  #: what was allocated at its end
+    call: tuple[bool, int] | None  #: the call: whether it is backward, and its number in forward
+
+
+def measured_stretches(run: Callable[[], Any], device: torch.device) -> list[Stretch] | None:
+    """Run a step, and measure what it holds around its compiled graphs; None: it cannot be told."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    found = profiled_events(run)
+    if found is None:
+        return None
+    marks: list[tuple[int, int, Any]] = []
+    numbers: dict[int, int] = {}
+    for event in found:
+        name, start = event.name(), event.start_ns()
+        if name == _MEMORY:
+            if event.device_type() == kind and _is_on(event, device):
+                marks.append((start, 1, event.nbytes()))
+        elif name in (_FORWARD, _BACKWARD):
+            marks.append((start, 2, event))
+            marks.append((start + event.duration_ns(), 0, None))
+    level = most = 0
+    depth = 0
+    stretches: list[Stretch] = []
+    for _, order, what in sorted(marks, key=lambda mark: mark[:2]):
+        if order == 1:
+            level += what
+            most = max(most, level) if not depth else level
+        elif order == 2:
+            depth += 1
+            is_backward = what.name() == _BACKWARD
+            if not is_backward:
+                numbers[what.sequence_nr()] = len(numbers)
+            number = numbers.get(what.sequence_nr(), -1)
+            stretches.append(Stretch(most, level, (is_backward, number)))
+        else:
+            depth -= 1
+            most = level
+    return [*stretches, Stretch(most, level, None)]
+
+
+def _is_on(event: Any, device: torch.device) -> bool:
+    return device.index is None or event.device_index() in (device.index, -1)

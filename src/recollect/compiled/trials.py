@@ -1,0 +1,163 @@
+"""Tries schedules for a compiled step: compiles it, runs it, measures its peak and time (P5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from recollect.compiled.applied import Code, OtherGraphs, players
+from recollect.compiled.decisions import CompiledStep, GraphDecision
+from recollect.compiled.observe import ObservedStep
+from recollect.compiled.sites import Called, Site, installed
+from recollect.compiled.tied import Unit, unit_of
+from recollect.graph.graph import Graph
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
+from recollect.planning.model_state import ModelState
+from recollect.planning.sampling import Timing
+from recollect.planning.step import TrainingStep, is_out_of_memory
+from recollect.planning.trial import Candidate, Progress, Trials
+from recollect.planning.ways import Bench, Peaks, times_under
+
+__all__ = ["CompiledTrials"]
+
+#: How many steps are run to know a peak, after the one that compiles.
+_STEPS = 2
+#: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.
+_OUT_OF_MEMORY = 1.1
+
+
+@dataclass(frozen=True)
+class _CompiledWay:
+    """The step with certain code in its compiled modules; in the place of a `Way`."""
+
+    sites: Sequence[Site]
+    called: Called
+
+    @contextmanager
+    def applied(self, _model: nn.Module, _warnings: Any, *_: Any) -> Iterator[None]:
+        with installed(self.sites, self.called):
+            yield
+
+
+class CompiledTrials(Trials):
+    """The trials of one compiled step. Each compiles it once."""
+
+    def __init__(
+        self, step: TrainingStep, observed: ObservedStep, state: ModelState, progress: Progress
+    ) -> None:
+        super().__init__(Bench(step, observed.profile.made), observed.profile, state, progress)
+        self.observed = observed
+        #: By schedule that was tried: the code.
+        self.code: dict[Schedule, Code] = {}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The step."""
+        return self.profile.graph
+
+    @cached_property
+    def modules(self) -> None:
+        """Modules are not checkpointed as a whole."""
+        return
+
+    def decisions(self, schedule: Schedule | None, target: int = 0) -> CompiledStep:
+        """What a schedule decides for the graphs; None: everything as torch chooses."""
+        observed = self.observed
+        merged, sites = observed.merged, observed.site_of
+        kept: dict[Unit, tuple[str, ...] | None] = {}
+        for call in range(len(merged.parts)):
+            names = None if schedule is None else merged.kept_in(call, schedule)
+            unit = unit_of(merged, sites, call)
+            kept.setdefault(unit, None if names is None else tuple(sorted(names)))
+        variants = _variants(kept, len(observed.sites))
+        sources = {call.graph.key: call.source for call in observed.calls if call.graph}
+        graphs = {
+            GraphDecision(key, sources[key], names, variants[site]): None
+            for (site, key), names in kept.items()
+        }
+        return CompiledStep(
+            graphs=tuple(graphs),
+            sites=tuple((site.path, variants[n]) for n, site in enumerate(observed.sites)),
+            backend=observed.sites[0].compiler.name,
+            target=target,
+            base=merged.graph.base,
+            around=tuple(merged.around) if len(merged.parts) == 1 else (),
+            returned=merged.parts[0].returned,
+        )
+
+    # --- peaks ------------------------------------------------------------------------------------
+
+    def _try(self, schedule: Schedule) -> int:
+        sites = self.observed.sites
+        self._progress("compiling", 0.0)
+        other = OtherGraphs()
+        called = players(self.decisions(schedule), sites, other)
+        try:
+            with self._unplanned(), self.step.undone(), installed(sites, called):
+                self.step.run()  # compiles
+                measured, spare = [], []
+                for number in range(_STEPS):
+                    self._progress("trying the plan", number / _STEPS)
+                    measured.append(self.step.measured_peak())
+                    spare.append(self.step.spare_blocks())
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.step.free_memory()
+            return int(simulate(self.graph, schedule).peak * _OUT_OF_MEMORY)
+        self.code[schedule] = Code([site.module for site in sites], called, other)
+        expected = max(map(sum, zip(measured, spare, strict=True)))
+        self._peaks[schedule] = Peaks(max(measured), expected, None, tuple(measured))
+        return expected
+
+    @contextmanager
+    def _unplanned(self) -> Iterator[None]:
+        obstacle = self._difference()
+        if obstacle is not None:
+            raise ValueError(obstacle)
+        yield  # whatever runs has code of its own
+
+    # --- times ------------------------------------------------------------------------------------
+
+    def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
+        if schedules not in self._times:
+            self._times[schedules] = None
+            if all(each in self.code for each in schedules):
+                self._progress("timing the plan", 0.0)
+                codes = [self.observed.called, *(self.code[each].called for each in schedules)]
+                ways: list[Any] = [_CompiledWay(self.observed.sites, each) for each in codes]
+                with self._unplanned():
+                    plain, *found = times_under(ways, self._bench)
+                self._times[schedules] = found, plain
+        return self._times[schedules]
+
+    def fastest(self, schedules: Sequence[Schedule]) -> Candidate:
+        """Time the step under the schedule."""
+        return replace(super().fastest(schedules), remark="")
+
+
+def _variants(kept: dict[tuple[int, str], tuple[str, ...] | None], count: int) -> list[int]:
+    """By site: the number of its variant. Sites that decide the same have the same."""
+    decided: list[dict[str, Any]] = [{} for _ in range(count)]
+    for (site, key), names in kept.items():
+        decided[site][key] = names
+    found: list[dict[str, Any]] = []
+    variants = []
+    for own in decided:
+        number = next((n for n, other in enumerate(found) if _agree(own, other)), len(found))
+        if number == len(found):
+            found.append({})
+        found[number].update(own)
+        variants.append(number)
+    return variants
+
+
+def _agree(own: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two sites decide the same where both decide."""
+    return all(other[key] == names for key, names in own.items() if key in other)

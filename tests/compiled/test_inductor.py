@@ -1,0 +1,31 @@
+"""Plans with Inductor, which needs a C++ compiler."""
+
+import shutil
+
+import pytest
+import torch
+
+import recollect
+from tests._support import assert_identical
+from tests.compiled._steps import Compiled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("case", ["decoder_dropout", "encoder_decoder", "conv", "moe"])
+def test_budgets_are_kept_and_gradients_are_those_of_compiled_code(case: str):
+    compiled = Compiled(case, torch.compile)
+    expected = compiled.outcome()
+    frontier = recollect.frontier(compiled.model, compiled.batch, loss=compiled.loss)
+    for fraction in (0.05, 0.25, 0.5, 0.75, 0.95):
+        budget = int(frontier.least + fraction * (frontier.plain_peak - frontier.least))
+        plan = frontier.plan_for(budget)
+        with plan.applied(compiled.model):
+            found = compiled.outcome()
+            assert compiled.peak() <= budget
+        assert_identical(found[-1], expected[-1])  # the random stream
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

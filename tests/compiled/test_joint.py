@@ -1,0 +1,53 @@
+"""Reading joint graphs."""
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from recollect.compiled.joint import Joint, key_of, nbytes_of
+
+
+def traced(width: int = 4) -> fx.GraphModule:
+    """Forward of a small step, and backward by hand."""
+
+    def joint(primals, tangents):
+        x, w = primals
+        a, b = (x @ w).split(2, 1)
+        y = a.t().sin()
+        gx = tangents[0] * a.t().cos() + w.sum() * b.t()
+        return [y], [gx]
+
+    shapes = [torch.randn(3, width), torch.randn(width, 4)]
+    graph = make_fx(joint, tracing_mode="fake")(shapes, [torch.randn(2, 3)])
+    for number, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        node.target = "tangents_1" if number == 2 else f"primals_{number + 1}"
+    return graph
+
+
+def named(joint: Joint) -> dict[str, fx.Node]:
+    return {node.name: node for node in joint.nodes}
+
+
+def test_views_stand_for_what_they_show():
+    joint = Joint(traced(), 1)
+    nodes = named(joint)
+    product = nodes["mm"]
+    assert joint.base(nodes["getitem"]) is joint.base(nodes["t"]) is product
+    assert joint.is_view(nodes["t"])
+    assert not joint.is_view(product)
+    assert {node.name for node in joint.readers(product)} >= {"sin", "cos"}
+    assert nbytes_of(product) == 3 * 4 * 4
+
+
+def test_forward_is_what_its_outputs_need():
+    joint = Joint(traced(), 1)
+    assert {node.name for node in joint.makers if node in joint.forward} == {"mm", "sin"}
+    backward = [node.name for node in joint.backward if node in joint.makers]
+    assert set(backward) == {"cos", "mul", "sum_1", "mul_1", "add"}
+    assert {node.name for node in joint.unclaimed} >= {"sum_1", "mul_1"}
+    assert backward.index("cos") < backward.index("mul")
+
+
+def test_a_graph_is_known_by_its_ops_and_by_the_forms_of_its_inputs():
+    assert key_of(traced()) == key_of(traced())
+    assert key_of(traced()) != key_of(traced(width=5))
