@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -189,22 +190,26 @@ class Bench:
             self.step(way)  # compiles
         return way
 
-    def planned(self, budgets: tuple[float, ...]) -> tuple[recollect.Frontier, list[Way]]:
+    def planned(
+        self, budgets: tuple[float, ...], *, compiled: bool = False
+    ) -> tuple[recollect.Frontier, Iterator[Way]]:
         """Our plans. ``budgets``: GiB over the base; none: five between the least and plain."""
         clear_gradients(self.model, self.x)
-        frontier = recollect.frontier(self.model, self.x, loss=loss_of)
+        torch._dynamo.reset()
+        model = torch.compile(self.model) if compiled else self.model
+        frontier = recollect.frontier(model, self.x, loss=loss_of)
         if budgets:
             totals = [int(budget * GIB) + self.base for budget in budgets]
         else:
             low, high = frontier.least, frontier.plain_peak
             totals = [low + (high - low) * n // 5 for n in range(4, -1, -1)]
-        ways = []
-        for total in totals:
-            plan = frontier.plan_for(total)
-            over = total - (self.base if self.on_cuda else _static(self.model))
-            around = lambda plan=plan: plan.applied(self.model)  # noqa: E731 - shorter than a def
-            ways.append(Way(f"plan, {_size(over)}", around, self.model, over))
-        return frontier, ways
+        return frontier, (self._plan_for(frontier, model, total) for total in totals)
+
+    def _plan_for(self, frontier: recollect.Frontier, model: nn.Module, total: int) -> Way:
+        plan = frontier.plan_for(total)
+        over = total - (self.base if self.on_cuda else _static(self.model))
+        name = "plan" if model is self.model else "compiled plan"
+        return Way(f"{name}, {_size(over)}", lambda: plan.applied(model), model, over)
 
 
 def _static(model: nn.Module) -> int:
@@ -256,6 +261,17 @@ def row(result: Result) -> list[str]:
     return [result.way.name, _size(result.peak), obeys, f"{result.ratio:.3f}", right]
 
 
+def figures(bench: Bench, results: list[Result]) -> dict[str, object]:
+    """What was measured, for the picture."""
+    device = torch.cuda.get_device_name() if bench.on_cuda else "CPU"
+    rows = [
+        {"name": e.way.name, "peak": e.peak, "ratio": e.ratio, "budget": e.way.budget}
+        for e in results
+    ]
+    config = {**vars(bench.config), "dtype": str(bench.config.dtype)}
+    return {"device": device, "torch": torch.__version__, "config": config, "rows": rows}
+
+
 def draw(path: Path, frontier: recollect.Frontier, results: list[Result], base: int) -> None:
     """Write the page: the frontier with what was measured."""
     report = frontier.report
@@ -271,6 +287,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--html", type=Path, default=Path("frontier.html"))
+    parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--budgets", type=float, nargs="*", help="GiB over what is there before")
     parser.add_argument("--rounds", type=int)
@@ -285,10 +302,27 @@ def main() -> None:
     results = measure(bench, [bench.plain, *bench.peers(), *ours], config.rounds)
     if not options.no_compile:
         results += measure_compiled(bench, config.rounds)
+        compiled = bench.planned(config.budgets, compiled=True)[1]
+        results += [replace(e, is_right=None) for e in measure_each(bench, compiled, config.rounds)]
     print(table(["", "peak", "in budget", "x plain", "gradients"], [*map(row, results)]))
+    if options.json:
+        options.json.write_text(json.dumps(figures(bench, results), indent=1), encoding="utf-8")
     base = bench.base if bench.on_cuda else _static(bench.model)
     draw(options.html, frontier, results, base)
     print(f"\nwrote {options.html}")
+
+
+def measure_each(bench: Bench, ways: Iterator[Way], rounds: int) -> Iterator[Result]:
+    """One at a time: each plan of a compiled model compiles. Ends at a budget that is too small."""
+    while True:
+        try:
+            way = next(ways)
+        except StopIteration:
+            return
+        except recollect.InfeasibleBudget as error:
+            print(f"{error}\n")
+            return
+        yield from measure(bench, [way], rounds)
 
 
 def measure_compiled(bench: Bench, rounds: int) -> list[Result]:

@@ -84,6 +84,7 @@ def planned(training: Training, plan: recollect.Plan) -> Callable[[], Took]:
 
     def sample() -> Took:
         with plan.applied(training.model):
+            training.step()  # the first one compares the model with the planned one
             return measured(training)
 
     return sample

@@ -212,3 +212,19 @@ def test_a_link_is_measured_again_when_it_is_stale(
     clock.now += 301
     prices.measured_link(device)
     assert len(taken) == 4
+
+
+# --- ops that ran once ----------------------------------------------------------------------------
+
+
+def test_what_the_first_run_of_an_op_loads_is_no_part_of_its_price() -> None:
+    usual = [OpPrice("mm", moved=100 << 20, seconds=1 * MS), OpPrice("mm", moved=8, seconds=1.0)]
+    adds = OpPrice("add", is_simple=True, moved=200 << 20, seconds=0.2 * MS)
+    cold = OpPrice("bmm", moved=100, seconds=80 * MS)
+    large = OpPrice("mm", moved=200 << 20, seconds=5 * MS)
+    softmax = OpPrice("softmax", is_simple=True, moved=2 << 30, seconds=20 * MS)
+    prices.limit_single_runs([cold, large, softmax], [*usual, adds, cold, large, softmax])
+    assert cold.seconds < 0.1 * MS
+    assert large.seconds == 5 * MS  # not so far from what the others take for their bytes
+    assert 2 * MS < softmax.seconds < 10 * MS
+    assert [each.seconds for each in (*usual, adds)] == [1 * MS, 1.0, 0.2 * MS]

@@ -48,6 +48,17 @@ def free_cuda_workspaces() -> None:
         _clear_workspaces()
 
 
+_sleep = getattr(torch._C, "_cuda_sleep", None)
+#: About a hundred microseconds.
+_CYCLES = 180_000
+
+
+def keep_device_busy() -> None:
+    """Have the current CUDA stream do nothing for longer than it takes to launch a kernel."""
+    if _sleep is not None:
+        _sleep(_CYCLES)
+
+
 #: The current device, and the stream on which this thread launches kernels.
 StreamKey = tuple[int, int]
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable
+from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from recollect._torch.fsdp import shards_of
+from recollect.state.module_state import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
 __all__ = ["Attempt"]
 
 
 class Attempt:
-    """What a forward of ``model`` finds, to be read before it begins. Copies no tensor."""
+    """What a forward of ``model`` finds, to be read before it begins. Copies no tensor.
+
+    Written for speed, since this runs at every call.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -30,22 +36,40 @@ class Attempt:
         """
         if shards_of(self._model) is not None:
             return False
-        now = _state_of(self._model)
-        if len(now) != len(self._before):
+        (values, numbers), (before, numbers_before) = _state_of(self._model), self._before
+        if numbers != numbers_before or len(values) != len(before):
             return False
-        pairs = zip(now, self._before, strict=True)
-        if not all(a is b and size == other for (a, size), (b, other) in pairs):
+        if not all(map(is_, values, before)):
             return False
         write_streams(settle_streams(self._streams))
         return True
 
 
-def _state_of(model: nn.Module) -> list[tuple[Any, int]]:
-    """Tensors and other attributes of modules, each with its version, or its length."""
-    tensors = (*model.parameters(), *model.buffers())
-    found: list[tuple[Any, int]] = [(tensor, tensor._version) for tensor in tensors]
-    for module in model.modules():
-        for value in vars(module).values():
-            has_length = isinstance(value, Sized) and not isinstance(value, torch.Tensor)
-            found.append((value, len(value) if has_length else 0))
-    return found
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+#: By type of an attribute: what tells whether its contents have changed, if something does.
+_measures: dict[type, Callable[[Any], int] | None] = {}
+
+
+def _measure_for(kind: type) -> Callable[[Any], int] | None:
+    if issubclass(kind, torch.Tensor):
+        return _version
+    # Modules are in the lists with all that they have, and may define what their length is.
+    return len if hasattr(kind, "__len__") and not issubclass(kind, (nn.Module, str)) else None
+
+
+def _state_of(model: nn.Module) -> tuple[list[Any], list[int]]:
+    """Parameters, buffers, and the attributes of modules that are not torch's layers.
+
+    With the versions of those that are tensors, and the lengths of others.
+    """
+    index = index_of(model)
+    own = [(model.__dict__, index.bare), *index.own]
+    places = [*map(dict.values, index.owners), *(islice(at.values(), n, None) for at, n in own)]
+    values = [*chain.from_iterable(places), *index.scripted]
+    for kind in {*map(type, values)} - _measures.keys():
+        _measures[kind] = _measure_for(kind)
+    pairs = zip(map(_measures.__getitem__, map(type, values)), values, strict=True)
+    return values, [measure(value) for measure, value in pairs if measure is not None]

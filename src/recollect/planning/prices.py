@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
-from recollect._torch.devices import profiler_is_on, stderr_hushed
+from recollect._torch.devices import keep_device_busy, profiler_is_on, stderr_hushed
 from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
@@ -28,7 +28,14 @@ from recollect.graph.graph import Link
 from recollect.planning.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
 
-__all__ = ["OpPrice", "Prices", "allocated_by", "measured_link", "profiled_events"]
+__all__ = [
+    "OpPrice",
+    "Prices",
+    "allocated_by",
+    "limit_single_runs",
+    "measured_link",
+    "profiled_events",
+]
 
 _Tensor = torch.Tensor
 _MEMORY_EVENT = "[memory]"
@@ -43,6 +50,10 @@ _SLOW = 5e9
 #: move its bytes, and of the seconds that it takes to run any op.
 _GENEROUS = 50.0
 _ANY_OP = 20e-6
+#: How many times as long as others an op may take for its bytes, if it ran once; and how many bytes
+#: those others move.
+_OUTLIER = 4.0
+_LARGE = 1 << 20
 #: Bytes by which the link to the host is measured, and the part of its rate that is left while
 #: kernels use the memory too.
 _COPIED = 64 << 20
@@ -154,14 +165,18 @@ class Prices:
         """The step is over: price what must not run twice, and remember all prices."""
         if self._on_cuda:
             torch.accelerator.synchronize(self.device)
+        single: list[OpPrice] = []
         for key, price in self._prices.items():
             if price.runs:
                 runs = _seconds_of(price.runs) if self._on_cuda else price.runs
                 self._set(price, timing_of(runs, _LOW if self._on_cuda else 0.0))
+                single += [price] if len(runs) == 1 else []
                 price.runs = None
             known = _known.get(key)
             if not self._once and (known is None or not known.is_good):
                 _known[key] = price
+        if self._once and self._on_cuda:
+            limit_single_runs(single, self._prices.values())
 
     def forget(self) -> None:
         """Have all that was met here measured again."""
@@ -205,6 +220,10 @@ class Prices:
     ) -> Any:
         if self._on_cuda:
             begin, end = _timing_events()
+            if self._once:
+                # A step that is traced is slow to issue work. While the device waits for that, time
+                # would pass between the two events: give it something to do.
+                keep_device_busy()
             begin.record()
             result = func(*args, **kwargs)
             end.record()
@@ -276,6 +295,22 @@ class Prices:
         out: list[Any] = []
         peak, left = allocated_by(lambda: out.append(run()), self.device)
         return peak - max(left, 0)
+
+
+def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> None:
+    """Limit the prices of ops that ran once to what others of the step let expect.
+
+    The first run of an op in a process loads its kernels, or starts a library: that took a
+    hundred times as long as the op itself. No later step pays for it.
+    """
+    once = {id(price): price for price in single}
+    others = [each for each in prices if id(each) not in once and each.moved >= _LARGE]
+    for price in once.values():
+        alike = [each for each in others if each.is_simple is price.is_simple] or others
+        if alike:
+            slowest = max(each.seconds / each.moved for each in alike)
+            most = _OUTLIER * (_ANY_OP + price.moved * slowest)
+            price.seconds = min(price.seconds, most)
 
 
 def _may_communicate() -> bool:

@@ -11,6 +11,7 @@ import pytest
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
+from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.solve import Solver
@@ -185,3 +186,17 @@ class TestOffload:
     def test_only_where_there_is_a_way(self):
         solver = Solver(graph_of("random"), offload=True)
         assert not any(solution.schedule.away for solution in solver.frontier())
+
+    def test_a_budget_is_used(self) -> None:
+        graph = graphs.decoder(8, link=self.link)
+        graph = replace(graph, ops=[replace(op, can_send=op.can_keep) for op in graph.ops])
+        solver, plain = Solver(graph, offload=True), simulate_plain(graph)
+        low = solver.least().outcome.peak
+        for part in (0.2, 0.4, 0.6):
+            budget = round(low + part * (plain.peak - low))
+            found = solver.solve(budget)
+            assert found is not None
+            peak, seconds = found.outcome.peak, found.outcome.seconds
+            assert peak <= budget
+            assert peak > 0.95 * budget or seconds < 1.001 * plain.seconds
+            assert seconds < 1.03 * lower_bound(graph, budget, offload=True)

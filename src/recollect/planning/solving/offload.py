@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from recollect.graph.graph import Graph
@@ -20,7 +19,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import uses_under
 from recollect.planning.solving.pool import Pool, Solution
 
-__all__ = ["add_offload"]
+__all__ = ["add_offload", "offload_for"]
 
 #: Values to try: the share of the bytes that the link can take; the share of these that may be
 #: fetched ahead; and how early fetching begins, as a multiple of the time that it takes.
@@ -31,8 +30,11 @@ _FINE: _Grid = (1.1, 0.95, 0.8, 0.3), (0.03, 0.09, 0.2, 0.5), (1.0, 1.5, 5.0)
 _COARSE_FEW: _Grid = (1.0,), (0.06, 0.3), (1.2,)
 _FINE_FEW: _Grid = (0.95, 0.6), (0.03, 0.2), (1.0,)
 _FEW_TRIES = 400
-#: How many of the recomputed ops that take longest are tried to be kept.
-_FILLERS = 24
+#: For one budget: how many solutions get a try; how they fetch, as above; and how much more they
+#: offload at most than the link can take during forward.
+_BASES = 6
+_FETCHES = (0.06, 1.2), (0.3, 1.2)
+_OVER_CAPACITY = 1.2
 #: A result that is this many times smaller than the largest is not worth a copy.
 _SMALL = 64
 
@@ -45,7 +47,19 @@ def add_offload(graph: Graph, pool: Pool, tries: int) -> None:
     # Where that helped, other values may help more.
     offloading = [solution for solution in pool.frontier() if solution.schedule.away]
     _try_grid(variants, pool, offloading, fine, tries - tries // 2)
-    _fill(graph, pool, tries // 2)
+
+
+def offload_for(graph: Graph, pool: Pool, bases: Sequence[Solution], budget: int) -> None:
+    """Add solutions for one budget: of others, with just as much offloaded as it takes.
+
+    ``bases``: solutions that offload nothing, in ascending bytes.
+    """
+    variants = _Variants(graph)
+    above = [each.schedule for each in bases if each.outcome.peak > budget]
+    step = max(1, len(above) // _BASES)
+    for kept in above[::step]:
+        for ahead, lead in _FETCHES:
+            variants.fit(kept, pool, budget, ahead, lead)
 
 
 def _try_grid(
@@ -61,25 +75,6 @@ def _try_grid(
             if pool.count >= limit:
                 return
             pool.try_out(schedule)
-
-
-def _fill(graph: Graph, pool: Pool, tries: int) -> None:
-    """Keep one more op in solutions that offload: there may be room for it."""
-    limit = pool.count + tries
-    for solution in [each for each in pool.frontier() if each.schedule.away]:
-        schedule = solution.schedule
-        uses = uses_under(graph, schedule)
-        again = [
-            number
-            for number in graph.choices
-            if number not in schedule.kept | schedule.away
-            and any(uses[value] for value in graph.results[number])
-        ]
-        again.sort(key=lambda number: graph.ops[number].seconds, reverse=True)
-        for number in again[:_FILLERS]:
-            if pool.count >= limit:
-                return
-            pool.try_out(replace(schedule, kept=schedule.kept | {number}))
 
 
 class _Variants:
@@ -111,6 +106,20 @@ class _Variants:
             away = frozenset(ops[: round(capacity * share)])
             if away:
                 yield from self._fetched(Schedule(kept - away, away), aheads, leads)
+
+    def fit(self, schedule: Schedule, pool: Pool, budget: int, ahead: float, lead: float) -> None:
+        """Offload as few values of a schedule as it takes to be within a budget."""
+        kept = schedule.kept & self._choices
+        ops = self._worth_a_copy(Schedule(kept))
+        low, high = 1, min(len(ops), math.ceil(_OVER_CAPACITY * self._capacity(ops)))
+        while low <= high:
+            middle = (low + high) // 2
+            away = frozenset(ops[:middle])
+            (found,) = self._fetched(Schedule(kept - away, away), (ahead,), (lead,))
+            if pool.evaluate(found).peak <= budget:
+                high = middle - 1
+            else:
+                low = middle + 1
 
     def _fetched(
         self, schedule: Schedule, aheads: tuple[float, ...], leads: tuple[float, ...]

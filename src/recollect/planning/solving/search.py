@@ -8,6 +8,7 @@ lower peak by changes near the event with the peak.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from random import Random
 
 from recollect.graph.graph import Graph
@@ -128,30 +129,36 @@ class Search:
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
         self._choices = frozenset(self._order)
+        #: What the search starts from: what it offloads stays as it is.
+        self._start = Schedule(frozenset())
 
-    def _load(self, kept: frozenset[int]) -> frozenset[int]:
-        """Start from a schedule; return the kept ops that backward needs."""
+    def _load(self, start: Schedule, kept: frozenset[int]) -> frozenset[int]:
+        """Start from a schedule that keeps ``kept``; return those of them that backward needs."""
+        self._start = start
         kept &= self._choices
-        self._state.set(kept | self._graph.forced)
+        self._state.set(kept | self._graph.forced | start.away)
         return frozenset(op for op in kept if self._state.is_used(op))
+
+    def _keeping(self, kept: frozenset[int]) -> Schedule:
+        return replace(self._start, kept=kept)
 
     # --- less time within a budget ----------------------------------------------------------------
 
     def speed_up(self, budget: int, tries: int) -> None:
         """Improve the quickest schedule within a budget, in at most ``tries`` simulations."""
-        start = self._pool.under(budget)
-        if start is None or start.schedule.away:
+        found = self._pool.under(budget)
+        if found is None:
             return
-        limit = self._pool.count + tries
-        kept = self._fill(self._load(start.schedule.kept), budget, limit)
+        start, limit = found.schedule, self._pool.count + tries
+        kept = self._fill(self._load(start, start.kept), budget, limit)
         while self._pool.count + _FEW < limit:
-            found = self._exchange(kept, budget, limit)
-            if found is None:
+            changed = self._exchange(kept, budget, limit)
+            if changed is None:
                 return
-            kept = self._fill(self._load(found), budget, limit)
+            kept = self._fill(self._load(start, changed), budget, limit)
 
     def _fits(self, kept: frozenset[int], budget: int) -> bool:
-        outcome = self._pool.try_out(Schedule(kept))
+        outcome = self._pool.try_out(self._keeping(kept))
         return outcome is not None and outcome.peak <= budget
 
     def _fill(self, kept: frozenset[int], budget: int, limit: int) -> frozenset[int]:
@@ -172,12 +179,12 @@ class Search:
 
     def _exchange(self, kept: frozenset[int], budget: int, limit: int) -> frozenset[int] | None:
         """Keep one op instead of another."""
-        seconds = self._pool.evaluate(Schedule(kept)).seconds
+        seconds = self._pool.evaluate(self._keeping(kept)).seconds
         for _, drop, op in self._exchanges(kept):
             if self._pool.count >= limit:
                 return None
             changed = kept - {drop} | {op}
-            outcome = self._pool.try_out(Schedule(changed))
+            outcome = self._pool.try_out(self._keeping(changed))
             # The two may depend on each other: the gain of each alone is an estimate.
             if outcome and outcome.peak <= budget and outcome.seconds < seconds:
                 return changed
@@ -208,7 +215,8 @@ class Search:
         if start is None or start.schedule.away:
             return
         limit = self._pool.count + tries
-        kept, order = start.schedule.kept & self._choices, self._order
+        self._start, order = start.schedule, self._order
+        kept = start.schedule.kept & self._choices
         for each in self._steepest(start, budget)[:_SPLICES]:
             others = each.schedule.kept & self._choices
             for ops in (order, order[::-1]):
@@ -251,7 +259,7 @@ class Search:
             if self._pool.count >= limit:
                 return
             if not start.away:
-                kept = self._load(start.kept)
+                kept = self._load(start, start.kept)
                 self._pool.try_out(Schedule(self._changed(kept, draw)))
 
     def _changed(self, kept: frozenset[int], draw: Random) -> frozenset[int]:
@@ -273,7 +281,7 @@ class Search:
 
     def _lower_peak_once(self, limit: int) -> bool:
         best = self._pool.frontier()[0]
-        kept = self._load(best.schedule.kept)
+        kept = self._load(best.schedule, best.schedule.kept)
         for changed in self._changes(kept, best.outcome.busiest):
             if self._pool.count >= limit:
                 return False

@@ -4,10 +4,10 @@
    (`linearization`). Each segment gets candidates, which are best at some price per byte (`select`,
    `segments`). A dynamic program picks cuts and candidates for all budgets (`chain`).
 2. These are simulated, and local search improves them (`search`).
-3. If offload is allowed, some of the kept values are offloaded (`offload`).
+3. If offload is allowed, some of the kept values are offloaded (`offload`), once more for each
+   budget that is asked for.
 
-All of this depends on the graph alone, and makes one pool of solutions (`pool`). The answer for a
-budget is the best of the pool, so more memory never costs time.
+All of this makes one pool of solutions (`pool`). The answer for a budget is the best of the pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Linearization, far_readers
-from recollect.planning.solving.offload import add_offload
+from recollect.planning.solving.offload import add_offload, offload_for
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search
 
@@ -33,8 +33,9 @@ _WORK = 1_000_000
 _SMALL_STEP = 4_000
 _TRIES = 3_000
 _TRIES_PER_CHOICE = 100
-#: The least simulations for offload.
+#: The least simulations for offload; and those for a budget that is asked for.
 _OFFLOAD_TRIES = 120
+_TRIES_PER_BUDGET = 120
 #: The lower part of the range of budgets, which gets most random changes.
 _LOW = 0.1
 #: With more choices than this, only one linearization is tried.
@@ -64,6 +65,9 @@ class Solver:
         self._is_rough = rough
         self._progress = progress
         self._pool: Pool | None = None
+        #: The solutions that offload nothing, if others may; and the budgets that were looked at.
+        self._here: list[Solution] = []
+        self._asked: set[int] = set()
 
     def least(self) -> Solution:
         """The solution with the lowest peak."""
@@ -71,7 +75,13 @@ class Solver:
 
     def solve(self, budget: int) -> Solution | None:
         """The quickest solution that stays within ``budget`` bytes, if there is one."""
-        return self._solutions().under(budget)
+        pool = self._solutions()
+        if self._here and not self._is_rough and budget not in self._asked:
+            self._asked.add(budget)
+            offload_for(self._graph, pool, self._here, budget)
+            search = Search(self._graph, pool, Linearization(self._graph))
+            search.speed_up(budget, _TRIES_PER_BUDGET)
+        return pool.under(budget)
 
     def frontier(self) -> list[Solution]:
         """All solutions that no other dominates: ascending peaks, descending seconds."""
@@ -103,6 +113,7 @@ class Solver:
             self._explore(pool, choices, tries, max(40, min(100, _WORK // work)))
         if self._offload and choices:
             self._tell(0.9)
+            self._here = pool.frontier()
             add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
 
