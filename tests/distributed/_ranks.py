@@ -27,12 +27,12 @@ _SILENCE = 30.0
 Work = Callable[..., None]
 
 
-def run_ranks(work: Work, folder: Path, *args: Any) -> None:
+def run_ranks(work: Work, folder: Path, *args: Any, deadline: float = _DEADLINE) -> None:
     """Run ``work(*args)`` in `WORLD` processes of one group."""
     context = mp.start_processes(
         _run_rank, (str(folder / "store"), work, args), nprocs=WORLD, join=False
     )
-    end = time.monotonic() + _DEADLINE
+    end = time.monotonic() + deadline
     try:
         while not context.join(timeout=max(0.0, end - time.monotonic())):
             if time.monotonic() >= end:

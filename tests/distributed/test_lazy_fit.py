@@ -1,4 +1,4 @@
-"""``fit(model, budget=...)`` under DistributedDataParallel: every process plans its own steps."""
+"""``fit`` under DistributedDataParallel: all ranks run by one plan."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def _model() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
+def _same_on_all_ranks(value: Any) -> bool:
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return all(each == value for each in found)
+
+
 def _trained(rank: int, when: str, static: bool) -> dict[str, Tensor]:
     model = _model()
     if when == "before":
@@ -37,7 +43,8 @@ def _trained(rank: int, when: str, static: bool) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     if when != "never":
-        assert vars(model)[OPTIONS].plan is not None
+        plan = vars(model)[OPTIONS].plan
+        assert _same_on_all_ranks((plan.schedule, plan.budget, plan.predicted_peak))
     return dict(model.state_dict())
 
 
@@ -84,3 +91,25 @@ def _fit_what_communicates() -> None:
 
 def test_a_forward_that_communicates_runs_without_a_plan(tmp_path: Path) -> None:
     run_ranks(_fit_what_communicates, tmp_path)
+
+
+def _plan_for_batches_of_different_shapes() -> None:
+    rank = distributed.get_rank()
+    wrapped = DistributedDataParallel(_model())
+    batch = torch.randn(64 + 64 * rank, 32)
+    plan = recollect.plan(wrapped.module, batch, 0.8)
+    assert _same_on_all_ranks((plan.schedule, plan.budget, plan.plain_peak, plan.measured_peak))
+    # The larger batch is that of the other rank for one of them.
+    alone = recollect.frontier(wrapped.module, batch)
+    assert (alone.plain_peak == plan.plain_peak) is (rank == 1)
+    plan.apply(wrapped.module)
+    assert plan.signature == alone.plan_for(1.0).signature
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", recollect.PlanWarning)
+        for _ in range(3):
+            wrapped(batch).sum().backward()
+            wrapped.zero_grad()
+
+
+def test_one_plan_for_batches_of_different_shapes(tmp_path: Path) -> None:
+    run_ranks(_plan_for_batches_of_different_shapes, tmp_path)

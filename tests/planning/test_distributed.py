@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recollect
+from recollect._torch.fsdp import shards_of
 from recollect.planning.step import TrainingStep
 from tests._support import assert_identical
 from tests.distributed._ranks import run_ranks
@@ -116,14 +117,53 @@ def test_a_plan_is_not_applied_to_the_wrapper(alone: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_a_sharded_model_is_refused(alone: None) -> None:
-    model = _layers()
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"its 0 is sharded by fully_shard.* plan before"):
-        _plan(model)
+def test_a_model_wrapped_by_the_older_fsdp_is_refused(alone: None) -> None:
     flat = FullyShardedDataParallel(_layers(), device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"it is wrapped in FullyShardedDataParallel.* before"):
         _plan(flat)
+
+
+def test_parameters_that_backward_does_not_gather_are_refused(alone: None) -> None:
+    model: Any = _layers()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    model[0].set_unshard_in_backward(False)
+    with pytest.raises(
+        ValueError, match=r"set_unshard_in_backward\(False\) was called on a FSDPLin"
+    ):
+        _plan(model)
+    with pytest.raises(ValueError, match=r"Call set_unshard_in_backward\(True\), or leave it out"):
+        recollect.fit(model, budget=0.9)
+    model[0].set_unshard_in_backward(True)
+    assert recollect.fit(model, budget=0.9) is model
+
+
+class Packed(Tensor):
+    """Gathered in a way of its own."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self,), None
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_an_all_gather_of_a_subclass_is_refused(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = _layers()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    (shard, *_) = shards_of(model)._parameters()  # type: ignore[union-attr]
+    packed = shard._sharded_local_tensor.detach().as_subclass(Packed)
+    monkeypatch.setattr(type(shard), "_sharded_local_tensor", packed)
+    with pytest.raises(ValueError, match=r"its weight is a Packed.* checkpoint blocks in place"):
+        _plan(model)
+
+
+def test_results_of_a_sharded_model_are_not_offloaded(alone: None) -> None:
+    model: Any = _layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="are kept or recomputed, and not offloaded"):
+        recollect.plan(model, torch.ones(2, 4), 0.9, offload=True)
 
 
 def test_a_parallelized_model_is_refused(alone: None) -> None:
@@ -181,3 +221,35 @@ def test_parameters_count_with_the_part_that_is_here(eight: None) -> None:
     optimizer.step()
     step = TrainingStep(model, (torch.ones(1, 64),), {}, optimizer=optimizer)
     assert step.base_bytes() == 3 * whole // 8
+
+
+@pytest.mark.parametrize("world", [8, 64])
+def test_a_plan_for_one_of_many_ranks_without_the_others(world: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        _plan_alone(world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan_alone(world: int) -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    model: Any = nn.Sequential(*blocks)
+    whole = sum(each.nbytes for each in model.parameters())
+    mesh = init_device_mesh("cpu", (world,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(128, 64)
+    frontier = recollect.frontier(model, x)
+    shards = shards_of(model)
+    assert shards is not None
+    assert frontier.graph.base == whole // world + shards.in_flight_bytes()
+    assert frontier.graph.units == ("0", "1", "2")
+    # The parameters of two units are there at once, and never those of all.
+    gathered = max(event.during for event in frontier.graph.events)
+    assert whole // 3 < gathered
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    assert frontier.least < plan.predicted_peak <= plan.budget < frontier.plain_peak
+    plan.apply(model)(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -25,10 +25,17 @@ from torch import Tensor, nn
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
+from recollect.planning import prices
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import squares, static_bytes
 
 pytestmark = pytest.mark.usefixtures("no_bound")
+
+
+@pytest.fixture(autouse=True)
+def _no_prices_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a profiler measures a step, the memory of its ops is known from earlier ones alone."""
+    monkeypatch.setattr(prices, "_known", {})
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from recollect.graph.graph import Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning import planner
+from recollect.planning import prepare
 from recollect.planning.planner import Planner
 from recollect.planning.runner import run_planned
 from recollect.replay import named_schedule
@@ -143,7 +143,7 @@ def study(request: pytest.FixtureRequest) -> Iterator[Study]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "measured_link", lambda device: Link(5e9, 5e9))
+        patch.setattr(prepare, "measured_link", lambda device: Link(5e9, 5e9))
         patch.setattr(named_schedule, "HostStore", store)
         yield Study(STUDIED[request.param], links)
 

@@ -66,6 +66,12 @@ class CompiledPlanner(Planner):
                 "for the model without torch.compile"
             )
         step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+        if step.shards is not None:
+            raise ValueError(
+                "model: it is compiled and sharded by fully_shard, and what compiled code saves of "
+                "gathered parameters is not planned. Leave torch.compile out, or checkpoint blocks "
+                "in place of a plan: recollect.checkpointed(block)"
+            )
         sites = find_sites(model)
         state = ModelState.of(model)
         progress("compiling the step as torch does", 0.0)

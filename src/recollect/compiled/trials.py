@@ -22,7 +22,7 @@ from recollect.planning.model_state import ModelState
 from recollect.planning.sampling import Timing
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.trial import Candidate, Progress, Trials
-from recollect.planning.ways import Peaks, times_under
+from recollect.planning.ways import Bench, Peaks, times_under
 
 __all__ = ["CompiledTrials"]
 
@@ -51,7 +51,7 @@ class CompiledTrials(Trials):
     def __init__(
         self, step: TrainingStep, observed: ObservedStep, state: ModelState, progress: Progress
     ) -> None:
-        super().__init__(step, observed.profile, state, progress)
+        super().__init__(Bench(step, observed.profile.made), observed.profile, state, progress)
         self.observed = observed
         #: By schedule that was tried: the code.
         self.code: dict[Schedule, Code] = {}
@@ -133,7 +133,7 @@ class CompiledTrials(Trials):
                 codes = [self.observed.called, *(self.code[each].called for each in schedules)]
                 ways: list[Any] = [_CompiledWay(self.observed.sites, each) for each in codes]
                 with self._unplanned():
-                    plain, *found = times_under(ways, self.step, self._warnings)
+                    plain, *found = times_under(ways, self._bench)
                 self._times[schedules] = found, plain
         return self._times[schedules]
 

@@ -185,6 +185,8 @@ class Graph:
             makes a graph of its own.
         regions: The number of the first op of each region. A step that calls the model several
             times has one for each call: what they hold is released apart from each other.
+        units: The paths of the modules that are recorded and run each by itself, with hooks of
+            others around them, as in a sharded model. Empty: a forward is recorded as a whole.
     """
 
     ops: Sequence[Op]
@@ -202,6 +204,7 @@ class Graph:
     link: Link | None = None
     varies: bool = False
     regions: tuple[int, ...] = (0,)
+    units: tuple[str, ...] = ()
 
     def region_of(self, op: int) -> int:
         """The number of the region of an op."""

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.fsdp import shards_of
 from recollect.compiled.planner import CompiledPlanner
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
+from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
@@ -20,6 +22,7 @@ from recollect.planning.prepare import Offload, check_offload, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
+from recollect.planning.together import make_plan
 from recollect.planning.trial import Progress
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
@@ -47,8 +50,12 @@ def plan(
     is restored: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
     random streams. What cannot be restored is an error that names it.
 
+    Where a process group exists this is a collective call: the ranks that have the model make one
+    plan together, and the highest peak of all of them counts.
+
     Args:
-        model: The model to train. A step calls its forward once. It may be compiled.
+        model: The model to train, as it is, sharded by ``fully_shard``, or compiled. A step calls
+            its forward once.
         batch: What the model is called with. A tuple is its arguments, a dict or another mapping
             its keyword arguments, anything else its one argument: a tensor, a list, an object.
         budget: The highest allowed peak of bytes allocated on the device in a step, including
@@ -74,22 +81,32 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    return _planner(model, batch, loss, optimizer, offload, holds_output).plan_for(budget)
+    return _make_plan(model, batch, budget, loss, optimizer, offload, holds_output)
 
 
-def _planner(
+def _make_plan(
     model: Any,
     batch: Any,
+    budget: float | str,
     loss: Loss | None,
     optimizer: Optimizer | None,
     offload: Offload,
     holds_output: bool,
     progress: Progress = silent,
-) -> Planner:
-    """The planner for a model: for one that is compiled, or for one that is not."""
-    is_compiled = isinstance(model, nn.Module) and is_compiled_throughout(model)
-    make = CompiledPlanner.of_compiled if is_compiled else Planner.of
-    return make(model, batch, loss, optimizer, offload, progress, holds_output=holds_output)
+) -> Plan:
+    """The plan for a model, which all ranks make together if it is not compiled."""
+    if _is_compiled(model):
+        planner = CompiledPlanner.of_compiled(
+            model, batch, loss, optimizer, offload, progress, holds_output=holds_output
+        )
+        return planner.plan_for(budget)
+    return make_plan(
+        model, batch, budget, loss, optimizer, offload, progress, holds_output=holds_output
+    )
+
+
+def _is_compiled(model: Any) -> bool:
+    return isinstance(model, nn.Module) and is_compiled_throughout(model)
 
 
 def fit(
@@ -113,6 +130,8 @@ def fit(
     differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
     the same way, once for each kind.
 
+    Where a process group exists, call it on every rank, as `plan`.
+
     Args:
         model: The model to train.
         batch: What the model is called with; leave it out to have the loop's own.
@@ -135,8 +154,8 @@ def fit(
     check_budget(budget)
     report = reporter(progress)
     if batch is not None:
-        planner = _planner(model, batch, loss, optimizer, offload, holds_output, report)
-        return planner.plan_for(budget).apply(model)
+        plan = _make_plan(model, batch, budget, loss, optimizer, offload, holds_output, report)
+        return plan.apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
             raise ValueError(
@@ -173,8 +192,19 @@ def frontier(
     offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Frontier:
-    """The memory/time frontier of a training step. Arguments as `plan`."""
-    return Frontier(_planner(model, batch, loss, optimizer, offload, holds_output))
+    """The memory/time frontier of a training step. Arguments as `plan`.
+
+    In a group of processes each one has its own. A step that communicates has none, since every
+    question to it may run steps.
+    """
+    if isinstance(model, nn.Module) and shards_of(model) is not None and ranks_of(model):
+        raise ValueError(
+            "model: it is sharded by fully_shard over several processes, which plan together: "
+            "recollect.plan(model, batch, budget) on every rank says what is the least feasible "
+            "budget"
+        )
+    make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of
+    return Frontier(make(model, batch, loss, optimizer, offload, holds_output=holds_output))
 
 
 class Frontier:

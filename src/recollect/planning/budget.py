@@ -10,7 +10,7 @@ import torch
 from recollect.report.units import parse_bytes
 from recollect.store.pool import memory_of_machine
 
-__all__ = ["check_budget", "resolve_budget"]
+__all__ = ["capacity", "check_budget", "resolve_budget"]
 
 #: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
@@ -42,7 +42,7 @@ def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
     """The bytes that ``budget`` stands for."""
     check_budget(budget)
     if budget == "auto":
-        return int(_capacity(device) * (1 - _SPARE))
+        return int(capacity(device) * (1 - _SPARE))
     if isinstance(budget, str):
         return parse_bytes(budget)
     if _is_fraction(budget) and budget <= 1:
@@ -55,7 +55,7 @@ def _is_fraction(budget: Any) -> bool:
     return not isinstance(budget, Integral)
 
 
-def _capacity(device: torch.device) -> int:
+def capacity(device: torch.device) -> int:
     """Bytes of a device that this process can allocate."""
     if device.type != "cuda":
         return memory_of_machine()

@@ -339,7 +339,9 @@ class _Builder:
             alive -= self._total(gone)
             before = alive
             alive += self._total(made)
-            yield before, alive + event.price.workspace
+            # FSDP gathers before the op, or frees after it.
+            there = max(event.gathered)
+            yield before + event.gathered[0], alive + there + event.price.workspace
 
     def _fixed(self, storages: Iterable[int]) -> list[int]:
         """Those that no plan changes."""

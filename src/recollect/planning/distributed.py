@@ -1,7 +1,8 @@
-"""Refuses to plan for models that are trained by several processes, where a plan would do harm.
+"""Models that are trained by several processes: which of them plan together, and what is refused.
 
-To make a plan, each process runs as many steps as it needs. If a step communicates, the processes
-get out of step: they hang, or add up values of different steps.
+To make a plan, steps are run. If a step communicates, all processes have to run it equally often,
+or they hang, or add up values of different steps. `together` sees to that for models that
+``fully_shard`` was applied to; what communicates in other ways is refused here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect._torch.fsdp import shards_of
+from recollect._torch.groups import has_peers
 from recollect._torch.modes import DispatchMode
 from recollect._torch.modules import known_class
 from recollect.policy.op_info import op_info
 from recollect.replay.recording import Recording
 
-__all__ = ["check_not_distributed", "collectives_refused", "communicating_op"]
+__all__ = ["check_not_distributed", "collectives_refused", "communicating_op", "ranks_of"]
 
 _BEFORE = (
     "Make the plan before: plan = recollect.plan(model, batch, budget), plan.apply(model), and "
@@ -35,7 +38,6 @@ _REGIONS = (
 def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
     """Refuse a model whose step communicates: one that is wrapped, sharded or parallelized."""
     fsdp1 = known_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    fsdp2 = known_class("torch.distributed.fsdp", "FSDPModule")
     for path, module in model.named_modules():
         what = f"its {path}" if path else "it"
         if isinstance(module, DistributedDataParallel):
@@ -52,20 +54,37 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
                 "parameters from all processes in every step. "
                 f"{_BEFORE.format(then='FullyShardedDataParallel(model)')}. {_REGIONS}"
             )
-        if fsdp2 is not None and isinstance(module, fsdp2):
-            raise ValueError(
-                f"model: {what} is sharded by fully_shard, which gathers its parameters from all "
-                f"processes in every step. {_BEFORE.format(then='fully_shard(model)')}. {_REGIONS}"
-            )
+    shards = shards_of(model)
+    obstacle = None if shards is None else shards.obstacle()
+    if obstacle is not None:
+        raise ValueError(f"model: it is sharded by fully_shard, and {obstacle}")
+    sharded = set() if shards is None else {id(each) for each in shards.parameters()}
     kind = known_class("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
-        if kind is not None and isinstance(parameter, kind):
+        if kind is not None and isinstance(parameter, kind) and id(parameter) not in sharded:
             raise ValueError(
                 f"model: its {name} is a DTensor, a part of which is in each process. Plans are "
                 f"for models whose parameters are plain tensors. {_REGIONS}"
             )
     for wrapper in _wrappers_of(model) if runs_steps else ():
         _check_not_static(wrapper)
+
+
+def ranks_of(model: Any) -> list[int] | None:
+    """The ranks that plan for ``model`` together; None if this process is alone.
+
+    Those that hold its parts, or copies of it; all, as long as nothing says which do.
+    """
+    if not has_peers() or not isinstance(model, nn.Module):
+        return None
+    shards = shards_of(model)
+    if shards is not None:
+        ranks = shards.ranks
+    else:
+        groups = [each.process_group for each in _wrappers_of(model)]
+        ranks = sorted(dist.get_process_group_ranks(groups[0])) if groups else []
+        ranks = ranks or [*range(dist.get_world_size())]
+    return ranks if len(ranks) > 1 and dist.get_rank() in ranks else None
 
 
 def _check_not_static(wrapper: DistributedDataParallel) -> None:
@@ -90,7 +109,7 @@ def _wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 @contextmanager
 def collectives_refused() -> Iterator[None]:
     """A context that raises at its end if there was communication with other processes."""
-    if not _has_peers():
+    if not has_peers():
         yield
         return
     watch = _CollectiveWatch()
@@ -108,7 +127,7 @@ def collectives_refused() -> Iterator[None]:
 
 def communicating_op(recording: Recording) -> str | None:
     """The first op of a forward that communicates with other processes, if there are any."""
-    if not _has_peers():
+    if not has_peers():
         return None
     infos = (op_info(op.op) for op in recording.graph.ops)
     return next((info.name for info in infos if info.communicates), None)
@@ -128,9 +147,3 @@ class _CollectiveWatch(DispatchMode):
         if info.communicates and self.first is None:
             self.first = info.name
         return info.call(*args, **(kwargs or {}))
-
-
-def _has_peers() -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return dist.get_world_size() > 1 and dist.get_backend() != "fake"

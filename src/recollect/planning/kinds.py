@@ -82,7 +82,7 @@ class Kinds:
         if now != facts:
             found = compare_state(self._plan.state, model)
             self._seen = now, found
-        more = gradient_bytes(parameters, self._plan.gradients)
+        more = gradient_bytes(model, parameters, self._plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
 
     def is_planned(self, step: Step) -> bool:
@@ -169,7 +169,8 @@ class Kinds:
         if not forwards:
             return  # they were forgotten since
         first = forwards[0]
-        made = [each.traced(rec) for each, rec in zip(forwards, recordings, strict=True)]
+        is_whole = not graph.units
+        made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
         ran_by = tuple(each.ran_by for each in forwards)
         choice = self._choices[step] = Choice(self._plan, graph)
         if first.expects > 1 and len(step) == 1:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from recollect._torch.fsdp import shards_of
 from recollect.checks.place import warn_user
 from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.graph.graph import Graph
@@ -21,9 +23,11 @@ from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
 from recollect.planning.prices import measured_link
-from recollect.planning.record import bytes_by_module, simulated_profile
+from recollect.planning.record import Profile, bytes_by_module, simulated_profile
 from recollect.planning.sampling import now
+from recollect.planning.together import Local, make_traced_plan
 from recollect.planning.trial import Progress
+from recollect.planning.ways import Bench
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -44,39 +48,21 @@ class LazyPlan:
         self, model: nn.Module, live: LiveStep, signatures: tuple[Any, ...], state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
-        recordings = live.recordings
-        talks = next(filter(None, map(communicating_op, recordings)), None)
-        if talks is not None:
-            warn_user(
-                f"model: its forward communicates with other processes ({talks}), and a plan of "
-                "one process may run such operations again when another does not. It runs without "
-                "a plan from now on. Fit a part that does not communicate",
-                PlanWarning,
-            )
-            return None
-        start = now()
-        link = measured_link(live.device) if self.offload else None
-        graph = replace(live.graph(), base=live.later_base(model))
-        graph = replace(graph, link=link if len(recordings) == 1 else None)
+        start, recordings = now(), live.recordings
+        offloads = self.offload and len(recordings) == 1 and shards_of(model) is None
+        link = measured_link(live.device) if offloads else None
+        graph = replace(live.graph(), base=live.later_base(model), link=link)
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
-        planner = Planner.of_traced(
-            model,
-            profile,
-            state,
-            signatures[0],
-            live.gradients,
-            others=[*zip(signatures[1:], made[1:], strict=True)],
-            offload=graph.link is not None,
-            progress=self.progress,
+        others = tuple(zip(signatures[1:], made[1:], strict=True))
+        local = Local(graph, profile.made, signatures[0], state, live.gradients, others)
+        talks = next(filter(None, map(communicating_op, recordings)), None)
+        plan = make_traced_plan(
+            model, profile, local, self.budget, talks, partial(self._plan, model, local)
         )
-        try:
-            plan = planner.plan_for(self.budget)
-        except InfeasibleBudget as error:
-            warn_user(f"{error}. Training goes on with the least", PlanWarning)
-            budget = resolve_budget(self.budget, planner.plain_peak, live.device)
-            plan = planner.least_plan(budget)
+        if plan is None:
+            return None
         self._compare_first(graph, recordings, plan)
         slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
         _log.info(
@@ -88,6 +74,26 @@ class LazyPlan:
         )
         _log.debug("%s", plan)
         return plan
+
+    def _plan(self, model: nn.Module, local: Local, profile: Profile, bench: Bench | None) -> Plan:
+        """The plan for the budget, or of the least peak."""
+        planner = Planner.of_traced(
+            model,
+            profile,
+            local.state,
+            local.signature,
+            local.gradients,
+            others=local.others,
+            offload=profile.graph.link is not None,
+            progress=self.progress,
+            bench=bench,
+        )
+        try:
+            return planner.plan_for(self.budget)
+        except InfeasibleBudget as error:
+            warn_user(f"{error}. Training goes on with the least", PlanWarning)
+            budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
+            return planner.least_plan(budget)
 
     def _compare_first(self, graph: Graph, recordings: list[Recording], plan: Plan) -> None:
         """Warn if the steps before there was a plan have exceeded the budget."""

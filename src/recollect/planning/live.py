@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize, ref
@@ -19,21 +20,22 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
+from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
 from recollect.graph.graph import Graph, Link
 from recollect.planning.build import build_graph
+from recollect.planning.model_state import gradients_of, parameters_of
+from recollect.planning.observe import observe_forward
 from recollect.planning.prices import Prices
-from recollect.planning.record import traced_hooks
+from recollect.planning.sharded import units_of
 from recollect.planning.step import device_of, storage_sizes
 from recollect.planning.trace import TraceMode
 from recollect.planning.watch import Waiting
-from recollect.replay.engine import Hooks, observe_region, obstacle_around
+from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
-from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
-from recollect.replay.rematerialize import Rematerializer
 
 __all__ = ["LiveStep", "obstacle_to_tracing"]
 
@@ -83,16 +85,18 @@ class LiveStep:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self.device = device_of(model)
-        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._parameters = {id(parameter) for parameter in parameters_of(model)}
         #: The bytes of gradients that are there before it.
-        self.gradients = _gradient_bytes(model)
+        self.gradients = sum(storage_sizes(gradients_of(model)))
         self._base = base
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
         self._link = link
         self._on_end = on_end
         self._prices = Prices(self.device, once=True)
-        self._trace = TraceMode(self._prices)
+        self._trace = TraceMode(self._prices, shards_of(model))
+        #: The modules that are recorded each by itself; see `Graph`.
+        self.units = units_of(model)
         self._thread = threading.get_ident()
         #: What its forwards did, and whether their backward has come.
         self.recordings: list[Recording] = []
@@ -127,28 +131,20 @@ class LiveStep:
 
         Returns what it returns, and what tells whether its backward has come.
         """
-        trace = self._trace
         if not self._is_open:
             self._open()
-        found: list[Rematerializer] = []
-
-        def hooks(recorder: Recorder, remat: Rematerializer) -> Hooks:
-            found.append(remat)
-            return traced_hooks(trace, lambda remat: remat.unpack, recorder, remat)
-
         try:
-            output, recording = observe_region(function, args, kwargs, hooks, by, blocks)
+            output, recording, remat = observe_forward(
+                self._trace, function, args, kwargs, by=by, blocks=blocks, units=self.units
+            )
         except BaseException:
             self.close()
             raise
-        finally:
-            trace.end_region()
-        trace.note_output(output)
         self.recordings.append(recording)
         weak = ref(self)
         reached = partial(_call, weak, LiveStep.reached)
         dropped = partial(_call, weak, LiveStep.dropped)
-        waiting = Waiting(output, found.pop(), reached, dropped)
+        waiting = Waiting(output, remat, reached, dropped)
         self._waiting.append(waiting)
         return output, waiting
 
@@ -233,23 +229,28 @@ class LiveStep:
     def graph(self) -> Graph:
         """The graph of the step, once it is over."""
         self._prices.settle()
-        return build_graph(
+        graph = build_graph(
             self._trace.finish(),
             self.recordings,
             base=self._base,
             on_device=self.device.type == "cuda",
             link=self._link if len(self.recordings) == 1 else None,
         )
+        return replace(graph, units=self.units)
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""
-        gradients = _gradient_bytes(model)
+        gradients = sum(storage_sizes(gradients_of(model)))
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
         states = [state for each in self._optimizers for state in each.state.values()]
         leaves = [leaf for state in states for leaf in tree_leaves(state)]
         held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return _local_bytes([*model.parameters(), *model.buffers(), *held]) + self.gradients
+        shards = shards_of(model)
+        late = 0 if shards is None else shards.in_flight_bytes()
+        return (
+            _local_bytes([*parameters_of(model), *model.buffers(), *held]) + self.gradients + late
+        )
 
     def noticed(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
@@ -283,10 +284,6 @@ def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None
     step = weak()
     if step is not None:
         method(step)
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return _local_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
 
 def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from recollect._torch.fsdp import shards_of
 from recollect._torch.tensors import local_tensors
 from recollect.replay.function_call import DEVICES, casts
 
@@ -16,9 +18,11 @@ __all__ = [
     "ModelState",
     "compare_state",
     "facts_of",
+    "find_mode_layer",
     "first_difference",
     "gradient_bytes",
-    "find_mode_layer",
+    "gradients_of",
+    "parameters_of",
 ]
 
 
@@ -44,9 +48,9 @@ class ModelState:
         """The state of ``model`` now."""
         evaluating = [name for name, module in model.named_modules() if not module.training]
         tensors = [
-            (name, f"{list(t.shape)} {_short(t.dtype)}", t.numel() * t.dtype.itemsize, is_trained)
+            (name, f"{list(t.shape)} {_short(t.dtype)}", _nbytes(t), is_trained)
             for named, has_gradients in (
-                (model.named_parameters(), True),
+                (named_parameters(model), True),
                 (model.named_buffers(), False),
             )
             for name, t in named
@@ -90,6 +94,31 @@ def find_mode_layer(model: nn.Module) -> str | None:
     return None
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of ``model``, of gathered ones the parts that stay.
+
+    Inside of the hooks of FSDP, a module has gathered ones: other tensors, perhaps of another
+    dtype.
+    """
+    shards = shards_of(model)
+    sharded = {} if shards is None else shards.sharded()
+    for name, parameter in model.named_parameters():
+        yield name, sharded.get(id(parameter), parameter)
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    """The same without names."""
+    return [parameter for _, parameter in named_parameters(model)]
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """All gradients, with those that FSDP has yet to reduce, in the parts that are here."""
+    shards = shards_of(model)
+    found = [each.grad for each in parameters_of(model) if each.grad is not None]
+    found += [] if shards is None else shards.gradients()
+    return [part for gradient in found for part in local_tensors(gradient)]
+
+
 def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """The contents of a `ModelState` as lists, and the parameters.
 
@@ -113,14 +142,19 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
         if children := attributes["_modules"]:
             modules += children.values()
     parameters = [each for each in parameters if each is not None]
+    if (shards := shards_of(model)) is not None:  # as in `named_parameters`
+        sharded = shards.sharded()
+        parameters = [sharded.get(id(each), each) for each in parameters]
     requires = [each.requires_grad for each in parameters]
     return [casts(), training, requires, [each.dtype for each in parameters]], parameters
 
 
-def gradient_bytes(parameters: list[Any], planned: int) -> int:
+def gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int:
     """The bytes of gradients beyond the planned ones, rounded up: close numbers are one case."""
     gradients = {id(each): each.grad for each in parameters}
     more = sum(_nbytes(grad) for grad in gradients.values() if grad is not None) - planned
+    if (shards := shards_of(model)) is not None:
+        more += sum(map(_nbytes, shards.gradients()))
     if more <= 0:
         return 0
     trained = {id(each): _nbytes(each) for each in parameters if each.requires_grad}

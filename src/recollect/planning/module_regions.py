@@ -1,13 +1,15 @@
-"""Running a model with some of its modules checkpointed as a whole (P7).
+"""Running a model with some of its modules as regions of their own (P7).
 
-A planned model may meet batches for which it runs otherwise. So a module is wrapped for as long as
-the plan is applied, and is a region while the schedule in effect says so.
+Modules are checkpointed as a whole where that is faster, and the units of a sharded model are the
+regions of its plan. A planned model may meet batches for which it runs otherwise. So a module is
+wrapped for as long as the plan is applied, and is a region while the schedule in effect says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "ModuleRegion",
     "callable_paths",
     "run_modules",
+    "run_regions",
     "unwrap_modules",
     "wrap_modules",
 ]
@@ -35,9 +38,13 @@ ENGINES = {"rerun": DEFAULTS, "replay": Options(engine="replay")}
 CHECKED = {"rerun": Options(determinism_check="values"), "replay": ENGINES["replay"]}
 
 
+#: Called in the place of the forward of a module: with its path, the forward and its arguments.
+RunRegion = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
 class _InEffect(threading.local):
-    #: The modules that this thread checkpoints, with the options of their regions.
-    modules: Mapping[str, Options] = {}
+    #: The modules that are regions in this thread, each with its options, or with what runs it.
+    modules: Mapping[str, Options | RunRegion] = {}
 
 
 _in_effect = _InEffect()
@@ -53,21 +60,20 @@ class ModuleRegion:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        modules = _in_effect.modules
-        options = modules.get(self.path)
+        options = _in_effect.modules.get(self.path)
         if options is None or torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
+        if not isinstance(options, Options):
+            with _only({}):
+                return options(self.path, function, args, kwargs)
         part = _sharded_part(function)
         if part is not None:
             # To run it again communicates. The plan of another process may not have that.
             self._warn(part)
             return function(*args, **kwargs)
         # Modules inside are part of this region, and run again with it.
-        _in_effect.modules = {}
-        try:
+        with _only({}):
             return run_region(function, args, kwargs, options)
-        finally:
-            _in_effect.modules = modules
 
     def _warn(self, part: str) -> None:
         if not self._was_warned:
@@ -99,10 +105,28 @@ def run_modules(
     ``engines``: by path of a module. ``is_checked``: compare values, at the cost of time.
     """
     options = CHECKED if is_checked else ENGINES
-    before = _in_effect.modules
-    _in_effect.modules = {path: options[engine] for path, engine in engines.items()}
-    try:
+    with _only({path: options[engine] for path, engine in engines.items()}):
         return function(*args, **kwargs)
+
+
+def run_regions(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    paths: Iterable[str],
+    run: RunRegion,
+) -> Any:
+    """Call the forward of a model, and ``run`` for each module at ``paths`` that is wrapped."""
+    with _only(dict.fromkeys(paths, run)):
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _only(modules: Mapping[str, Options | RunRegion]) -> Iterator[None]:
+    """A context in which these modules are regions, and no others."""
+    before, _in_effect.modules = _in_effect.modules, modules
+    try:
+        yield
     finally:
         _in_effect.modules = before
 
@@ -114,9 +138,10 @@ def callable_paths(model: nn.Module) -> set[str]:
 
 
 def wrap_modules(model: nn.Module, paths: Iterable[str]) -> None:
-    """Have the modules at ``paths`` be regions where `run_modules` says so."""
+    """Have the modules at ``paths`` be regions where `run_modules` or `run_regions` say so."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {id(modules[path]): (path, modules[path]) for path in paths if path in modules}
+    found = {key: each for key, each in found.items() if not _is_wrapped(*each)}
     for path, module in found.values():
         if OPTIONS in vars(module):
             raise ValueError(
@@ -125,6 +150,11 @@ def wrap_modules(model: nn.Module, paths: Iterable[str]) -> None:
             )
     for path, module in found.values():
         wrap_module(module, ModuleRegion(path))
+
+
+def _is_wrapped(path: str, module: nn.Module) -> bool:
+    how = vars(module).get(OPTIONS)
+    return isinstance(how, ModuleRegion) and how.path == path
 
 
 def unwrap_modules(model: nn.Module) -> None:

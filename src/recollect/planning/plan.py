@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -32,7 +33,7 @@ __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 7
+_FORMAT = 8
 
 #: What marks a model that a plan is applied to.
 _RUNNERS = (Runner, Applied)
@@ -100,7 +101,7 @@ class Plan(PlannedStep):
             return model
         wrap_module(model, Runner(self))
         try:
-            wrap_modules(model, self.schedule.engines)
+            wrap_modules(model, self.schedule.wrapped)
         except ValueError:
             unwrap_module(model)
             raise
@@ -187,7 +188,7 @@ class Plan(PlannedStep):
         return {**{k: v for k, v in vars(self).items() if k in names}, "graph": None}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, as JSON."""
+        """Write the plan to a file, as JSON. All ranks may do so: the file is always whole."""
         bare = replace(
             self, graph=None, schedule=NamedSchedule(), alternatives=(), others=(), compiled=None
         )
@@ -202,7 +203,9 @@ class Plan(PlannedStep):
             ],
         }
         del content["graph"]
-        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        own = Path(f"{path}.{os.getpid()}")
+        own.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        own.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -11,7 +11,10 @@ from recollect.graph.simulate import simulate
 from recollect.planning.model_state import ModelState
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = ["PlannedForward", "PlannedStep", "with_gradients", "with_larger_batch"]
+__all__ = ["COSTS", "PlannedForward", "PlannedStep", "with_gradients", "with_larger_batch"]
+
+#: The fields of a graph with what the engine costs.
+COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
 
 
 class PlannedForward(NamedTuple):
@@ -81,8 +84,7 @@ class PlannedStep:
         """The graph of another step, with the costs of the engine as they were measured."""
         if self.graph is None:
             return graph
-        names = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
-        return replace(graph, **{name: getattr(self.graph, name) for name in names})
+        return replace(graph, **{name: getattr(self.graph, name) for name in COSTS})
 
 
 # --- the graph of other steps, roughly ------------------------------------------------------------

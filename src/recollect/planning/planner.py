@@ -23,15 +23,13 @@ from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
-from recollect.planning.batch import signature_of_batch
 from recollect.planning.budget import resolve_budget
 from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
 from recollect.planning.planned_step import PlannedForward, with_larger_batch
-from recollect.planning.prepare import Offload, prepare_step
-from recollect.planning.prices import measured_link
+from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.modules import ModuleSolver
@@ -39,7 +37,7 @@ from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Trials
-from recollect.planning.ways import Peaks
+from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
@@ -82,6 +80,7 @@ class Planner:
         untried: The fraction of a budget that is left free.
         others: If the step calls the model several times: the signature of the batch of each
             forward after the first, and the bytes that it made by module.
+        bench: Runs the step, perhaps in other processes too; by default in this one.
     """
 
     def __init__(
@@ -95,9 +94,10 @@ class Planner:
         progress: Progress = silent,
         untried: float = 0.0,
         others: Sequence[tuple[Any, Mapping[str, int]]] = (),
+        bench: Bench | None = None,
     ) -> None:
         self.step = step
-        self.trials = Trials(step, profile, state, progress)
+        self.trials = Trials(bench or Bench(step, profile.made), profile, state, progress)
         self._state = state
         self._signature = signature
         self._progress = progress
@@ -122,22 +122,29 @@ class Planner:
         record: Record = record_step,
     ) -> Planner:
         """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
-        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
-        link = measured_link(step.device) if offload else None
-        if offload is True and link is None:
-            raise ValueError(
-                f"offload=True needs a CUDA device to offload from, but the model is on "
-                f"{step.device}. Leave it out"
-            )
-        state = ModelState.of(model)
+        prepared = prepare(model, batch, loss, optimizer, offload, holds_output=holds_output)
         progress("recording a step", 0.0)
-        if step.on_cuda:
-            # cuBLAS keeps a workspace for every stream. Those of streams that the step does not
-            # use would count in the peak of every plan.
-            step.free_memory()
-        profile = record(step, link)
-        signature = signature_of_batch(step.args, step.kwargs)
-        return cls(step, profile, state, signature, offload=link is not None, progress=progress)
+        profile = record(prepared.step, prepared.link)
+        return cls.of_recorded(prepared, profile, progress)
+
+    @classmethod
+    def of_recorded(
+        cls,
+        prepared: Prepared,
+        profile: Profile,
+        progress: Progress = silent,
+        bench: Bench | None = None,
+    ) -> Planner:
+        """A planner for a step that was recorded. ``bench``: what runs it; by default alone."""
+        return cls(
+            prepared.step,
+            profile,
+            prepared.state,
+            prepared.signature,
+            offload=prepared.link is not None,
+            progress=progress,
+            bench=bench,
+        )
 
     @classmethod
     def of_traced(
@@ -151,6 +158,7 @@ class Planner:
         others: Sequence[tuple[Any, Mapping[str, int]]] = (),
         offload: bool,
         progress: Progress = silent,
+        bench: Bench | None = None,
     ) -> Planner:
         """A planner for a step that was traced in the user's loop, and is not run again.
 
@@ -158,7 +166,6 @@ class Planner:
         """
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
-        untried = _UNTRIED if step.on_cuda else _UNTRIED_ON_CPU
         found = cls(
             step,
             profile,
@@ -166,8 +173,9 @@ class Planner:
             signature,
             offload=offload,
             progress=progress,
-            untried=untried,
+            untried=_UNTRIED if step.on_cuda else _UNTRIED_ON_CPU,
             others=others,
+            bench=bench,
         )
         found._from_loop = True
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,15 +14,46 @@ from recollect._torch.devices import profiler_is_on
 from recollect._torch.modules import is_compiled
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
+from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
-from recollect.planning.batch import check_batch, split_batch
+from recollect.planning.batch import check_batch, signature_of_batch, split_batch
 from recollect.planning.distributed import check_not_distributed
-from recollect.planning.model_state import find_mode_layer
+from recollect.planning.model_state import ModelState, find_mode_layer
+from recollect.planning.prices import measured_link
 from recollect.planning.step import Loss, TrainingStep
 
-__all__ = ["Offload", "check_offload", "check_unplanned", "prepare_step"]
+__all__ = ["Offload", "Prepared", "check_offload", "check_unplanned", "prepare", "prepare_step"]
 
 Offload = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that can be recorded, with the state of its model and the signature of its batch."""
+
+    step: TrainingStep
+    link: Link | None  #: if results may be offloaded
+    state: ModelState
+    signature: tuple[Any, ...]
+
+
+def prepare(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Optimizer | None,
+    offload: Offload,
+    *,
+    holds_output: bool,
+) -> Prepared:
+    """The step that `recollect.plan` is given, checked, and what is known before it is recorded."""
+    step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+    link = _link_for(step, offload)
+    if step.on_cuda:
+        # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
+        # would count in the peak of every plan.
+        step.free_memory()
+    return Prepared(step, link, ModelState.of(model), signature_of_batch(step.args, step.kwargs))
 
 
 def prepare_step(
@@ -42,13 +74,32 @@ def prepare_step(
     step = TrainingStep(
         model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
     )
+    step.check_call()
     if profiler_is_on():
         raise RuntimeError(
-            "a torch profiler is running, and memory is measured by one: make the plan before it "
-            "starts, or after it has ended"
+            "a torch profiler is running, and memory is measured by one: make the plan before "
+            "it starts, or after it has ended"
         )
     _warn_of_eval(model)
     return step
+
+
+def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
+    """The link to the host, if results may be offloaded."""
+    if step.shards is not None:
+        if offload is True:
+            raise ValueError(
+                "offload=True: the results of a model that is sharded by fully_shard are kept or "
+                "recomputed, and not offloaded. Leave it out"
+            )
+        return None
+    link = measured_link(step.device) if offload else None
+    if offload is True and link is None:
+        raise ValueError(
+            f"offload=True needs a CUDA device to offload from, but the model is on "
+            f"{step.device}. Leave it out"
+        )
+    return link
 
 
 def _warn_of_eval(model: nn.Module) -> None:

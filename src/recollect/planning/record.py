@@ -16,28 +16,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect._torch.fsdp import shards_of
 from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate_plain
 from recollect.modules import unwrap_module, wrap_module
+from recollect.planning.budget import capacity
 from recollect.planning.build import build_graph
+from recollect.planning.distributed import communicating_op
 from recollect.planning.fakes import FakeStep, no_fakes_left
+from recollect.planning.module_regions import unwrap_modules, wrap_modules
+from recollect.planning.observe import UnpackOf, observe_forward
 from recollect.planning.prices import Prices
-from recollect.planning.sampling import Timing
+from recollect.planning.sampling import Timing, timing_of
+from recollect.planning.sharded import play_units, units_of
 from recollect.planning.step import TrainingStep, is_out_of_memory
 from recollect.planning.trace import StepTrace, TraceMode
-from recollect.replay.engine import Hooks, observe_region
+from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import CallReport, LeftToRerun, replay_region
 from recollect.replay.named_schedule import NamedSchedule
-from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
-from recollect.replay.rematerialize import Rematerializer
+from recollect.store.offload_batch import OffloadBatch
 
 __all__ = [
     "CannotPredict",
     "Profile",
     "bytes_by_module",
+    "bytes_made",
     "find_blocks",
     "predict_step",
     "profile_step",
@@ -46,7 +53,6 @@ __all__ = [
     "record_unrun",
     "simulated_profile",
     "trace_step",
-    "traced_hooks",
 ]
 
 _Tensor = torch.Tensor
@@ -54,6 +60,12 @@ _Tensor = torch.Tensor
 _RERUN_COST = 6e-6
 #: If the times of ops add up to this many times the time of the step, they are wrong.
 _ABSURD = 3.0
+#: The part of a device's memory up to which a sharded step is run plain, and how often it is timed.
+_ROOMY = 0.9
+_ROUNDS = 3
+
+#: Whether something holds in all processes, of whether it holds in this one.
+Agree = Callable[[bool], bool]
 
 
 class CannotPredict(CheckpointError):
@@ -80,8 +92,14 @@ class Profile:
         return self.graph if self.untimed is None else _timed(self.untimed, seconds)
 
 
-def record_step(step: TrainingStep, link: Link | None) -> Profile:
-    """Record the step in the best way that there is room for."""
+def record_step(step: TrainingStep, link: Link | None, agree: Agree = bool) -> Profile:
+    """Record the step in the best way that there is room for.
+
+    ``agree``: whether something holds in all processes that record it, of whether it holds here.
+    """
+    if step.shards is not None:
+        with step.undone(logs_writes=True):
+            return profile_sharded(step, agree)
     for record in (profile_step, profile_with_least):
         if step.device.type == "meta":
             break
@@ -147,6 +165,54 @@ def profile_with_least(
     return simulated_profile(*trace_step(step, prices, link, blocks, by))
 
 
+def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
+    """Record a step whose processes wait for each other: each runs it equally often.
+
+    If one ran out of memory, the others would wait for it. So it runs with little memory first, and
+    plain only if there is room for that everywhere.
+    """
+    model, device = step.model, step.device
+    blocks, prices = find_blocks(model), Prices(device)
+    # This also allocates what is allocated once: optimizer state, gathered parameters.
+    wrap_module(model, partial(_run_least, units_of(model)))
+    try:
+        wrap_modules(model, units_of(model))
+        step.run_first()
+    finally:
+        unwrap_modules(model)
+        unwrap_module(model)
+    graph, made, stopped = trace_step(step, prices, None, blocks)
+    profile = simulated_profile(graph, made, stopped)
+    if not agree(profile.plain_peak <= _ROOMY * capacity(device)):
+        return profile
+    peaks = [step.measured_peak() for _ in range(_ROUNDS)]
+    measured_peak = max(peaks)
+    timing = timing_of([step.seconds() for _ in range(_ROUNDS)], long=True)
+    return replace(
+        profile,
+        graph=_timed(graph, timing.seconds),
+        plain_peak=max(measured_peak + step.spare_blocks(), min(peaks) + step.late_bytes()),
+        seconds=timing.seconds,
+        timing=timing,
+        measured_peak=measured_peak,
+        untimed=graph,
+    )
+
+
+def _run_least(
+    units: tuple[str, ...],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call the forward of a model with as little kept as possible."""
+    by, report = NamedSchedule(units=units), CallReport()
+    if units:
+        return play_units(function, args, kwargs, by, WarnOnce(), report)
+    result = replay_region(function, args, kwargs, by, OffloadBatch(), False, report)
+    return function(*args, **kwargs) if type(result) is LeftToRerun else result
+
+
 def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
     """Trace the step on fake tensors. Raises `CannotPredict` if its code depends on values."""
     try:
@@ -193,7 +259,7 @@ def trace_step(
 def _run_traced(
     step: TrainingStep,
     prices: Prices,
-    unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
+    unpack_of: UnpackOf,
     blocks: Iterable[nn.Module] = (),
     by: NamedSchedule | None = None,
 ) -> tuple[StepTrace, list[Recording], int]:
@@ -201,17 +267,14 @@ def _run_traced(
 
     Returns the trace, the recordings of the model's forward, and the bytes before the step.
     """
-    trace = TraceMode(prices)
+    trace = TraceMode(prices, shards_of(step.model))
     recordings: list[Recording] = []
-    base = step.base_bytes()
+    base, units = step.base_bytes(), units_of(step.model)
 
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = partial(traced_hooks, trace, unpack_of)
-        try:
-            output, recording = observe_region(function, args, kwargs, hooks, by, blocks)
-        finally:
-            trace.end_region()
-        trace.note_output(output)
+        output, recording, _ = observe_forward(
+            trace, function, args, kwargs, by=by, blocks=blocks, units=units, unpack_of=unpack_of
+        )
         recordings.append(recording)
         return output
 
@@ -220,20 +283,10 @@ def _run_traced(
         with trace:
             step.run()
     finally:
+        unwrap_modules(step.model)
         unwrap_module(step.model)
     prices.settle()
     return trace.finish(), recordings, base
-
-
-def traced_hooks(
-    trace: TraceMode,
-    unpack_of: Callable[[Rematerializer], Callable[[Any], _Tensor]],
-    recorder: Recorder,
-    remat: Rematerializer,
-) -> Hooks:
-    """The saved-tensor hooks of a recorded call, which ``trace`` sees too."""
-    trace.begin_region(recorder.count_ops)
-    return partial(trace.pack, recorder.pack), partial(trace.unpack, unpack_of(remat))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -251,10 +304,28 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks or [*model.children()]
 
 
-def bytes_by_module(recording: Recording, before: RecordedGraph | None = None) -> dict[str, int]:
-    """The bytes that the ops of a forward made. ``before``: the part before the recording."""
+def bytes_made(report: CallReport, known: Mapping[str, int]) -> dict[str, int]:
+    """The bytes that the ops of a call made, by module, if it was recorded at all.
+
+    ``known``: the same of the call that was planned, for units that ran as they did then.
+    """
+    if report.parts:
+        made = dict(known)
+        for part in report.parts:
+            made |= {} if part.recording is None else bytes_made(part, {})
+        return made
+    graphs = [] if report.difference is None else [report.before]
+    return _made_in([*graphs, *([] if report.recording is None else [report.recording.graph])])
+
+
+def bytes_by_module(recording: Recording) -> dict[str, int]:
+    """The bytes that the ops of a forward made."""
+    return _made_in([recording.graph])
+
+
+def _made_in(graphs: Iterable[RecordedGraph]) -> dict[str, int]:
     made: Counter[str] = Counter()
-    for recorded in (before or RecordedGraph(), recording.graph):
+    for recorded in graphs:
         for op in recorded.ops:
             path = "" if op.key is None else op.key.partition("|")[0]
             made[path] += sum(recorded.values[number].nbytes for number in op.makes)
@@ -277,9 +348,17 @@ def _build(
             "model whose forward runs once in a step: pass the part that does, such as its decoder"
         )
     (recording,) = recordings
+    talks = None if step.shards is None else communicating_op(recording)
+    if talks is not None:
+        raise ValueError(
+            f"model: a region of its plan communicates with other processes by itself ({talks}), "
+            "beside what fully_shard does, and an op that runs again must not. Checkpoint blocks "
+            "in place of a plan: recollect.checkpointed(block)"
+        )
     on_device = prices.device.type == "cuda"
     graph = build_graph(trace, recordings, base=base, on_device=on_device, link=link)
-    return replace(graph, spread=prices.spread), bytes_by_module(recording), recording.reason
+    graph = replace(graph, spread=prices.spread, units=units_of(step.model))
+    return graph, bytes_by_module(recording), recording.reason
 
 
 def _unpack_fake(ticket: list[Any]) -> _Tensor:

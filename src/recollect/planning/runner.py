@@ -31,9 +31,10 @@ from recollect.planning.forwards import Forwards
 from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
 from recollect.planning.model_state import ModelState
-from recollect.planning.module_regions import run_modules, unwrap_modules
+from recollect.planning.module_regions import run_modules, unwrap_modules, wrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
+from recollect.planning.sharded import play_units, units_of, warn_not_in_effect
 from recollect.planning.step import is_out_of_memory
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
@@ -81,29 +82,26 @@ def run_planned(
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided.
 
-    ``known``: a recording of such a call under another schedule, if there is one.
+    ``known``: a recording of such a call under another schedule, if there is one: of the whole
+    forward, so it is of no use if units are recorded each by itself.
     ``is_checked``: compare what modules recompute with forward, by its values.
     """
     if by.modules:
         if is_transforming() or forward_ad_active():
-            _warn_not_in_effect(warnings, "it is called by a transform of torch.func")
+            warn_not_in_effect(warnings, "it is called by a transform of torch.func")
             return function(*args, **kwargs)
         return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
-    offload_batch = OffloadBatch(host=by.store, last_first=True)
     report = CallReport() if report is None else report
+    if by.units:
+        return play_units(function, args, kwargs, by, warnings, report)
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
     result = replay_region(function, args, kwargs, by, offload_batch, False, report, known)
     if type(result) is LeftToRerun:
-        _warn_not_in_effect(warnings, result.reason)
+        warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
     if by.away:
         offload_batch.release()  # forward is over: what is leaving would only be in the way
     return result
-
-
-def _warn_not_in_effect(warnings: WarnOnce, reason: str) -> None:
-    warnings.warn(
-        reason, f"the plan is not in effect, and the step may exceed its budget: {reason}"
-    )
 
 
 class Runner:
@@ -276,11 +274,28 @@ class Runner:
             forwards.signatures += (signature,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
-            run = run_blocks if obstacle_around() is None else _run_plain
-            result = run(function, args, kwargs, blocks)
+            result = self._run_untraced(model, function, args, kwargs, blocks)
             waiting = Waiting(result)
         forwards.add(Kind(signature), waiting)
         return result
+
+    def _run_untraced(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        blocks: Iterable[nn.Module],
+    ) -> Any:
+        """Run a forward before there is a plan with little kept, if possible."""
+        if obstacle_around() is not None:
+            return function(*args, **kwargs)
+        units = units_of(model)
+        if units:
+            wrap_modules(model, units)
+            by = NamedSchedule(units=units)
+            return run_planned(function, args, kwargs, by, self._warnings)
+        return run_blocks(function, args, kwargs, blocks)
 
     def _can_trace(self, model: Any) -> bool:
         return isinstance(model, nn.Module) and obstacle_to_tracing() is None
@@ -324,7 +339,7 @@ class Runner:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
             plan = make_plan(model, live, forwards.signatures, forwards.state)
-            self._set_plan(plan, live.recordings)
+            self._set_plan(plan, () if live.units else live.recordings)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
@@ -385,12 +400,6 @@ def run_blocks(
     return observe_region(
         function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), None, blocks
     )[0]
-
-
-def _run_plain(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
-) -> Any:
-    return function(*args, **kwargs)
 
 
 def _run_uncompiled(

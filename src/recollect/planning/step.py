@@ -10,7 +10,7 @@ import gc
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.devices import free_cuda_workspaces
+from recollect._torch.fsdp import put_gradients, shards_of
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors, storage_key
@@ -26,6 +27,7 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.batch import tensors_of_batch
 from recollect.planning.distributed import collectives_refused
+from recollect.planning.model_state import gradients_of, parameters_of
 from recollect.planning.prices import allocated_by
 from recollect.planning.sampling import Timing, now, sampled
 from recollect.state.inputs import check_arguments
@@ -123,9 +125,9 @@ class TrainingStep:
         self._written: list[Written] | None = None
         self._was_warned = False
         #: Bytes of the user's gradients, which stay allocated while the step runs.
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        local = [each for gradient in gradients for each in local_tensors(gradient)]
-        self.gradient_bytes = sum(storage_sizes(local))
+        self.gradient_bytes = sum(storage_sizes(gradients_of(model)))
+        #: What FSDP has made of the model, if it is sharded.
+        self.shards = shards_of(model)
 
     @property
     def on_cuda(self) -> bool:
@@ -166,12 +168,21 @@ class TrainingStep:
             # Only now: hooks may have changed the arguments.
             if _refusal(self.model.forward, self.args, self.kwargs) is None:
                 raise
-            raise TypeError(
-                f"batch: this {type(self.model).__name__} cannot be called with it ({error}). A "
-                "tuple is the arguments of the model, a dict its keyword arguments. What only the "
-                "loss takes is not among them: recollect.plan(model, x, budget, loss=lambda "
-                "output: criterion(output, target))"
-            ) from error
+            raise self._cannot_be_called(error) from error
+
+    def _cannot_be_called(self, why: object) -> TypeError:
+        return TypeError(
+            f"batch: this {type(self.model).__name__} cannot be called with it ({why}). A tuple is "
+            "the arguments of the model, a dict its keyword arguments. What only the loss takes is "
+            "not among them: recollect.plan(model, x, budget, loss=lambda output: "
+            "criterion(output, target))"
+        )
+
+    def check_call(self) -> None:
+        """Refuse a batch that a sharded model cannot be called with, before others wait for it."""
+        refusal = _refusal(self.model.forward, self.args, self.kwargs)
+        if self.shards is not None and refusal is not None:
+            raise self._cannot_be_called(refusal)
 
     def clear_gradients(self) -> None:
         """Remove the gradients of parameters and inputs."""
@@ -181,6 +192,8 @@ class TrainingStep:
         for tensor in [*self.model.parameters(), *others, *inputs]:
             if tensor.is_leaf:
                 tensor.grad = None
+        if self.shards is not None:
+            self.shards.take_gradients()
 
     @contextmanager
     def undone(self, *, logs_writes: bool = False) -> Iterator[None]:
@@ -197,7 +210,10 @@ class TrainingStep:
             "the batch of the loss": self.batch if self.takes_batch else None,
         }
         written = () if logs_writes else self._written
-        with Snapshot(roots, self.model.parameters(), written) as self._snapshot:
+        with (
+            self._shards_restored(),
+            Snapshot(roots, self.model.parameters(), written) as self._snapshot,
+        ):
             if not self._snapshot.is_whole and not self._was_warned:
                 self._was_warned = True
                 warn_user(_INCOMPLETE.format(limit=LIMIT), PlanWarning)
@@ -207,12 +223,27 @@ class TrainingStep:
             finally:
                 self.clear_gradients()
 
+    @contextmanager
+    def _shards_restored(self) -> Iterator[None]:
+        """A context after which gradients that wait to be reduced are as before."""
+        if self.shards is None:
+            yield
+            return
+        # What the first forward sets up stays, and has to be there when the rest is captured.
+        self.shards.initialize()
+        taken = self.shards.take_gradients()
+        try:
+            yield
+        finally:
+            put_gradients(taken)
+
     def run_first(self) -> None:
         """Run it for the first time, and log the memory that it writes to.
 
         Inside of `undone`, with ``logs_writes``.
         """
-        with self._snapshot.log(), collectives_refused():
+        refused = collectives_refused() if self.shards is None else nullcontext()
+        with self._snapshot.log(), refused:
             self.run()
         self._written = self._snapshot.written
 
@@ -225,12 +256,19 @@ class TrainingStep:
 
     def base_bytes(self) -> int:
         """Bytes that are allocated before the step begins, and throughout."""
+        return self._allocated_bytes() + self.late_bytes()
+
+    def late_bytes(self) -> int:
+        """Bytes of collectives that may be there for longer than in the steps that were seen."""
+        return 0 if self.shards is None else self.shards.in_flight_bytes()
+
+    def _allocated_bytes(self) -> int:
         if self.on_cuda:
             return torch.cuda.memory_allocated(self.device)
         return sum(storage_sizes(self.static_tensors())) + self.gradient_bytes
 
     def _weights(self) -> Iterable[_Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
+        return [*parameters_of(self.model), *self.model.buffers()]
 
     def static_tensors(self) -> Iterator[_Tensor]:
         """Parameters, buffers and optimizer state, in the parts that this process has."""
@@ -248,7 +286,7 @@ class TrainingStep:
         else:
             gc.disable()  # it would free at other times than usual
         try:
-            return self.base_bytes() + allocated_by(self.run, self.device)[0]
+            return self._allocated_bytes() + allocated_by(self.run, self.device)[0]
         finally:
             if was_on:
                 gc.enable()
@@ -356,6 +394,9 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device that a model computes on: an accelerator, if it has parameters on one."""
+    shards = shards_of(model)
+    if shards is not None:  # whose parameters may be offloaded
+        return shards.device
     devices = {parameter.device for parameter in model.parameters()}
     accelerated = [device for device in devices if device.type not in ("cpu", "meta")]
     return min(accelerated or devices, key=str)

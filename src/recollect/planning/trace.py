@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import current_graph_task
+from recollect._torch.fsdp import Shards
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
@@ -54,6 +55,8 @@ class TracedOp:
     backward: int = 0  #: which backward ran it; 0: none
     #: The storage of its first argument, if it adds tensors without a graph.
     adds_to: int | None = None
+    #: Bytes that no op has allocated, before it ran and after: gathered parameters.
+    gathered: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class StepTrace:
     sizes: list[int] = field(default_factory=list)  #: by storage: its bytes
     #: By saved tensor: its storage; None if the step did not allocate that.
     saved: list[int | None] = field(default_factory=list)
-    #: The storages of what forwards returned: the loop may hold them.
+    #: The storages of what forwards and units returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
     #: Whether backward made a graph of its own, which holds what it unpacked.
     has_second_order: bool = False
@@ -89,11 +92,15 @@ class SavedHandle:
 
 
 class TraceMode(DispatchMode):
-    """Traces a step, whose ops are priced by ``prices``."""
+    """Traces a step, whose ops are priced by ``prices``.
 
-    def __init__(self, prices: Prices) -> None:
+    ``shards``: of the model, if it is sharded. Its gathered parameters come and go without an op.
+    """
+
+    def __init__(self, prices: Prices, shards: Shards | None = None) -> None:
         super().__init__()
         self._prices = prices
+        self._shards = shards
         self._passes_meta = prices.device.type != "meta"
         self._trace = StepTrace()
         self._unpacked: list[int] = []  # since the last op
@@ -113,17 +120,20 @@ class TraceMode(DispatchMode):
         self._saved: dict[int, Any] = {}
 
     def begin_region(self, count_ops: Callable[[], int]) -> None:
-        """A forward begins, whose ops ``count_ops`` counts."""
+        """A forward, or a unit of one, begins, whose ops ``count_ops`` counts."""
         self._count_ops = count_ops
 
     def end_region(self) -> None:
-        """A forward is over, or has failed."""
+        """It is over, or has failed."""
         if self._count_ops is not None:
             self._first += self._count_ops()
         self._begun, self._count_ops = self._first, None
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
+        if self._shards is not None:  # whose first allocation is by an op, and counts as gathered
+            for key in self._shards.gathered_storages() & self._storages.keys():
+                self._trace.sizes[self._storages[key][1]] = 0
         self._storages.clear()
         self._saved.clear()
         self._tensors.clear()
@@ -147,12 +157,14 @@ class TraceMode(DispatchMode):
         if self._passes_meta and any(map(_is_meta, leaves)):
             return func(*args, **kwargs)  # of a compiler, and without memory
         inputs = {storage_key(tensor) for tensor in tensors}
+        gathered = self._gathered()
         price, result = self._prices.run(func, args, kwargs)
         if price is not None:
             backward = current_graph_task() + 1
             self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
             op.is_backward, op.backward = self._is_backward, backward
+            op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
             op.dropped = self._dropped
             self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
@@ -166,11 +178,22 @@ class TraceMode(DispatchMode):
                 op.adds_to = self._storage_of(args[0])
         return result
 
+    def _gathered(self) -> int:
+        return 0 if self._shards is None else self._shards.gathered_bytes()
+
     def note_output(self, output: Any) -> None:
-        """Note what forward returned, in objects too. What follows it has an end."""
-        self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
+        """Note what a forward, or a unit of one, returned, in objects too."""
         storages = map(self._storage_of, tensors_of_batch((output,), {}))
         self._trace.outputs |= {storage for storage in storages if storage is not None}
+
+    def note_end(self) -> None:
+        """Forward is over: what follows it has an end."""
+        self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
+
+    @property
+    def saved_so_far(self) -> int:
+        """How many tensors autograd has saved."""
+        return len(self._trace.saved)
 
     def _storage_of(self, tensor: _Tensor) -> int | None:
         """The number of the storage of ``tensor``; None if the step did not allocate it."""

@@ -14,14 +14,12 @@ from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.model_state import ModelState, compare_state
 from recollect.planning.module_regions import callable_paths, wrap_modules
-from recollect.planning.record import Profile, bytes_by_module
+from recollect.planning.record import Profile
 from recollect.planning.runner import Runner
 from recollect.planning.sampling import Timing
 from recollect.planning.solving.modules import ModuleSolver, find_units
-from recollect.planning.step import TrainingStep, is_out_of_memory
-from recollect.planning.warn_once import WarnOnce
-from recollect.planning.ways import Peaks, Way, peaks_under, times_under, with_overhead
-from recollect.replay.engine import CallReport
+from recollect.planning.step import is_out_of_memory
+from recollect.planning.ways import Bench, Peaks, Way, times_under, with_overhead
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
@@ -56,13 +54,17 @@ class Trials:
     """The trials of one recorded step, each of which runs once."""
 
     def __init__(
-        self, step: TrainingStep, profile: Profile, state: ModelState, progress: Progress
+        self,
+        bench: Bench,
+        profile: Profile,
+        state: ModelState,
+        progress: Progress,
     ) -> None:
-        self.step = step
+        self.step = bench.step
         self.profile = profile
+        self._bench = bench
         self._state = state
         self._progress = progress
-        self._warnings = WarnOnce()
         #: By schedule that was tried: the peak to expect, and the measured ones. And the times of
         #: schedules that were timed in turn.
         self.expected: dict[Schedule, int] = {}
@@ -79,7 +81,7 @@ class Trials:
             self._progress("timing the engine", 0.0)
             try:
                 with self._unplanned():
-                    self.profile = with_overhead(self.profile, self.step, self._warnings)
+                    self.profile = with_overhead(self.profile, self._bench)
             except RuntimeError as error:
                 self._recover_memory(error)
         return self.profile.graph
@@ -117,10 +119,11 @@ class Trials:
     def _try(self, schedule: Schedule) -> int:
         simulated = simulate(self.graph, schedule).peak
         if not self.profile.can_run:
-            return simulated
-        reports: list[CallReport] = []
+            regions = range(len(self.graph.regions))
+            by = [self.named(schedule, region) for region in regions]
+            return self._bench.predicted_peak(by, simulated)
         try:
-            peaks = self._run(Way(self.named(schedule)), reports)
+            peaks, differs = self._run(Way(self.named(schedule)))
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 self.step.free_memory()
@@ -128,25 +131,19 @@ class Trials:
             if schedule.modules:  # run twice, one may do what it does not do when it runs once
                 return _NEVER
             raise
-        if any(map(self._differs, reports)):
+        if differs:
             # Forward depends on chance, and the steps that ran may have been smaller ones.
             self.has_differed = True
             peaks = replace(peaks, expected=max(peaks.expected, int(simulated * _BY_CHANCE)))
         self._peaks[schedule] = peaks
         return peaks.expected
 
-    def _run(self, way: Way, reports: list[CallReport] | None = None) -> Peaks:
+    def _run(self, way: Way) -> tuple[Peaks, bool]:
         def progress(done: float) -> None:
             self._progress("trying the plan", done)
 
         with self._unplanned():
-            return peaks_under(way, self.step, self._warnings, progress, reports)
-
-    def _differs(self, report: CallReport) -> bool:
-        """Whether a forward is not the recorded one."""
-        if report.recording is None or report.difference is not None:
-            return report.difference is not None
-        return bytes_by_module(report.recording) != self.profile.made
+            return self._bench.peaks(way, progress)
 
     # --- the model as it was recorded -------------------------------------------------------------
 
@@ -165,7 +162,7 @@ class Trials:
         finally:
             if runner is not None:
                 wrap_module(model, runner)
-                wrap_modules(model, runner.plan.schedule.engines)
+                wrap_modules(model, runner.plan.schedule.wrapped)
 
     def _obstacle(self) -> str | None:
         """Why the step cannot be run now as it was recorded, if so."""
@@ -215,7 +212,7 @@ class Trials:
         """Time steps that take turns; None if there is no room for one of them."""
         try:
             with self._unplanned():
-                return times_under(ways, self.step, self._warnings)
+                return times_under(ways, self._bench)
         except RuntimeError as error:
             self._recover_memory(error)
             return None

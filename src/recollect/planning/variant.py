@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from recollect.planning.model_state import Differences
 from recollect.planning.planned_step import PlannedStep
-from recollect.planning.record import bytes_by_module
+from recollect.planning.record import bytes_by_module, bytes_made
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
@@ -115,8 +115,7 @@ class Variant:
             self._warn_unrecorded(str(recording.reason))
         if recording is None or self._made is None:
             return
-        before = None if report.difference is None else report.before
-        made = bytes_by_module(recording, before)
+        made = bytes_made(report, self._made)
         known = max(1, sum(self._made.values()))
         # Where shapes depend on data, what one module makes more another makes less.
         added = sum(made.values()) - known
@@ -131,9 +130,12 @@ class Variant:
             self._has_outgrown, self._outgrown = True, self.schedule
             self.schedule, self.first.wants_trace = self._plan.least, True
 
-    def traced(self, recording: Recording) -> Mapping[str, int]:
-        """A step was traced. Returns the bytes that the forward made, by module."""
-        self.recording = recording
+    def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
+        """A step was traced. Returns the bytes that the forward made, by module.
+
+        ``is_whole``: whether it is recorded as a whole, and not merged from its units.
+        """
+        self.recording = recording if is_whole else None
         if recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
         return bytes_by_module(recording)

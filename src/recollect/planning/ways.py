@@ -9,7 +9,7 @@ module costs, by either engine, is what a step takes longer in which all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -27,7 +27,7 @@ from recollect.planning.module_regions import (
     unwrap_modules,
     wrap_modules,
 )
-from recollect.planning.record import Profile
+from recollect.planning.record import Profile, bytes_made
 from recollect.planning.runner import run_planned
 from recollect.planning.sampling import Timing, timing_of
 from recollect.planning.solving.modules import ModuleCandidate, find_units, kind_of
@@ -39,7 +39,16 @@ from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
-__all__ = ["Peaks", "Way", "expensive_ops", "peaks_under", "times_under", "with_overhead"]
+__all__ = [
+    "Bench",
+    "Peaks",
+    "Way",
+    "expensive_ops",
+    "peaks_under",
+    "samples_under",
+    "times_under",
+    "with_overhead",
+]
 
 #: How many steps are run to know a peak: one is recorded, one checked against that, one is known.
 _STEPS = 3
@@ -98,7 +107,7 @@ class Way:
 
         wrap_module(model, run)
         try:
-            wrap_modules(model, by.engines)
+            wrap_modules(model, by.wrapped)
             yield
         finally:
             unwrap_modules(model)
@@ -132,24 +141,81 @@ def peaks_under(
             measured.append(step.measured_peak())
             spare.append(step.spare_blocks())
     expected = max(map(sum, zip(measured, spare, strict=True)))
+    # In the lowest of them nothing was late.
+    expected = max(expected, min(measured) + step.late_bytes())
     return Peaks(max(measured), expected, max(output, default=None), tuple(measured))
 
 
-def times_under(
-    ways: Sequence[Way], step: TrainingStep, warnings: WarnOnce, warm: int = 1
-) -> list[Timing]:
+def times_under(ways: Sequence[Way], bench: Bench, warm: int = 1) -> list[Timing]:
     """The time of a step in each of several ways, after ``warm`` steps in each.
 
     They take turns, so that what slows the machine down for a while slows all of them down. All
     draw the same random numbers, on which forward may depend.
     """
-    return [timing_of(found, long=True) for found in _samples(ways, step, warnings, warm)]
+    return [timing_of(found, long=True) for found in bench.samples(ways, warm)]
 
 
-def _samples(
-    ways: Sequence[Way], step: TrainingStep, warnings: WarnOnce, warm: int
+class Bench:
+    """Runs a step in ways that are asked for, and measures it.
+
+    Args:
+        step: The step.
+        made: The bytes that its forward makes, by module.
+    """
+
+    def __init__(self, step: TrainingStep, made: Mapping[str, int]) -> None:
+        self.step = step
+        self._made = made
+        self._warnings = WarnOnce()
+
+    def peaks(self, way: Way, progress: Callable[[float], None]) -> tuple[Peaks, bool]:
+        """The peaks of steps, and whether one of them was not as recorded: it depends on chance."""
+        reports: list[CallReport] = []
+        peaks = peaks_under(way, self.step, self._warnings, progress, reports)
+        return peaks, any(map(self._differs, reports))
+
+    def _differs(self, report: CallReport) -> bool:
+        """Whether a forward is not the recorded one."""
+        if report.recording is None or report.difference is not None:
+            return report.difference is not None
+        return bytes_made(report, self._made) != self._made
+
+    def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
+        """The peak of a step that cannot be run here, which was ``simulated``.
+
+        ``by``: what its forwards run by.
+        """
+        return simulated
+
+    def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
+        """The seconds of steps, by way and round; see `times_under`."""
+        return samples_under(ways, self.step, self._warnings, warm)
+
+    def can_run(self, way: Way) -> bool:
+        """Whether the step runs so, and recomputes what forward computed.
+
+        An engine may refuse what a module does. A module that counts its calls, and computes with
+        the count, computes something else when it runs twice.
+        """
+        try:
+            with (
+                self.step.undone(),
+                replace(way, is_checked=True).applied(self.step.model, self._warnings),
+            ):
+                self.step.run()
+        except Exception:  # noqa: BLE001 - the user's code, run once more than it expects
+            return False
+        return True
+
+
+def samples_under(
+    ways: Sequence[Way],
+    step: TrainingStep,
+    warnings: WarnOnce,
+    warm: int,
+    rounds: int | None = None,
 ) -> list[list[float]]:
-    """The seconds of steps, by way and round."""
+    """The seconds of steps, by way and round; after ``rounds``, or when they agree."""
     samples: list[list[float]] = [[] for _ in ways]
     with step.undone():
         streams = read_streams(())
@@ -163,6 +229,10 @@ def _samples(
                 with way.applied(step.model, warnings):
                     write_streams(settle_streams(streams))
                     found.append(step.seconds())
+            if rounds is not None:
+                if len(samples[0]) >= rounds:
+                    return samples
+                continue
             timings = [timing_of(found, long=True) for found in samples]
             if _is_enough(len(samples[0]), sum(map(sum, samples)), timings):
                 return samples
@@ -177,7 +247,7 @@ def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
 # --- the cost of the engine -----------------------------------------------------------------------
 
 
-def with_overhead(profile: Profile, step: TrainingStep, warnings: WarnOnce) -> Profile:
+def with_overhead(profile: Profile, bench: Bench) -> Profile:
     """The profile with the costs of the engine in its graph."""
     graph = profile.graph
     if _PER_OP * len(graph.events) < _LITTLE * profile.seconds or not graph.choices:
@@ -185,7 +255,7 @@ def with_overhead(profile: Profile, step: TrainingStep, warnings: WarnOnce) -> P
     again, sent = _that_runs_again(graph), _that_sends(graph)
     schedules = [Schedule(frozenset(graph.choices)), again, *sent]
     ways = [Way(), *(Way(NamedSchedule.of(graph, each)) for each in schedules)]
-    plain, kept, rerun, *others = times_under(ways, step, warnings, warm=2)
+    plain, kept, rerun, *others = times_under(ways, bench, warm=2)
     if profile.timing is None or plain.seconds <= profile.seconds:  # which was less disturbed
         graph = profile.timed(plain.seconds)
         profile = replace(profile, seconds=plain.seconds, timing=plain)
@@ -195,8 +265,9 @@ def with_overhead(profile: Profile, step: TrainingStep, warnings: WarnOnce) -> P
         costs["offload_cost"] = _unit_cost(graph, "offload_cost", schedule, kept, timing)
     graph = replace(graph, engine_cost=in_forward, **costs)
     # What varies has to be checked in every step, which only the replay engine does, op by op.
-    if in_forward > _LITTLE * profile.seconds and not graph.varies:
-        graph = replace(graph, module_costs=_module_costs(graph, step, warnings))
+    # And hooks around units must not run again with a module.
+    if in_forward > _LITTLE * profile.seconds and not (graph.varies or graph.units):
+        graph = replace(graph, module_costs=_module_costs(graph, bench))
     return replace(profile, graph=graph)
 
 
@@ -215,21 +286,18 @@ def _unit_cost(graph: Graph, name: str, schedule: Schedule, kept: Timing, found:
     return max(0.0, min(max(usual, measured - noise), measured + noise))
 
 
-def _module_costs(
-    graph: Graph, step: TrainingStep, warnings: WarnOnce
-) -> dict[tuple[str, str], float]:
+def _module_costs(graph: Graph, bench: Bench) -> dict[tuple[str, str], float]:
     """Seconds that checkpointing adds to a step, by module and engine."""
     steps = len(ENGINES) * (_LEAST + 2)
     count = max(1, min(_KINDS, int(_PRICING_SECONDS / (steps * graph.plain_seconds))))
-    kinds = _kinds(find_units(graph, callable_paths(step.model)), count)
+    kinds = _kinds(find_units(graph, callable_paths(bench.step.model)), count)
     ways: dict[tuple[str, str], Way] = {}
-    with step.undone():
-        for kind, units in kinds.items():
-            for engine in ENGINES:
-                way = Way(NamedSchedule(modules=tuple((unit.path, engine) for unit in units)))
-                if _can_run(way, step, warnings):
-                    ways[kind, engine] = way
-    plain, *others = _samples([Way(), *ways.values()], step, warnings, warm=2)
+    for kind, units in kinds.items():
+        for engine in ENGINES:
+            way = Way(NamedSchedule(modules=tuple((unit.path, engine) for unit in units)))
+            if bench.can_run(way):
+                ways[kind, engine] = way
+    plain, *others = bench.samples([Way(), *ways.values()], warm=2)
     costs = {}
     for (kind, engine), samples in zip(ways, others, strict=True):
         # Of pairs, since what slows a machine down for a while slows down both.
@@ -255,20 +323,6 @@ def _kinds(units: Sequence[ModuleCandidate], count: int) -> dict[str, list[Modul
 def _work(unit: ModuleCandidate) -> float:
     """What the cost of modules of one kind is shared by."""
     return unit.seconds + unit.count * _PER_OP
-
-
-def _can_run(way: Way, step: TrainingStep, warnings: WarnOnce) -> bool:
-    """Whether the step runs so, and recomputes what forward computed.
-
-    An engine may refuse what a module does. A module that counts its calls, and computes with the
-    count, computes something else when it runs twice.
-    """
-    try:
-        with replace(way, is_checked=True).applied(step.model, warnings):
-            step.run()
-    except Exception:  # noqa: BLE001 - the user's code, run once more than it expects
-        return False
-    return True
 
 
 def _that_runs_again(graph: Graph) -> Schedule:

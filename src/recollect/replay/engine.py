@@ -122,6 +122,8 @@ class CallReport:
     calls: list[FunctionCall] = field(default_factory=list)
     #: Whether the rest could not be recorded, so that all its saved tensors are held.
     is_unrecorded: bool = False
+    #: One for each region that the call ran, if it is not one region itself.
+    parts: list[CallReport] = field(default_factory=list)
 
 
 class LeftToRerun(NamedTuple):

@@ -79,6 +79,8 @@ class NamedSchedule:
             when its function ends.
         limit: As in `Schedule`, like the next two.
         modules: As in `Schedule`.
+        units: As in `Graph`.
+        prefix: Of the unit that it is a part for (see `within`); empty: for the whole model.
         alike: Finds the planned op for one that was not in the planned step.
     """
 
@@ -89,6 +91,8 @@ class NamedSchedule:
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
+    units: tuple[str, ...] = ()
+    prefix: str = ""
     alike: Alike | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -116,6 +120,7 @@ class NamedSchedule:
             schedule.ahead,
             schedule.begin,
             schedule.modules,
+            graph.units,
             alike=alike,
         )
 
@@ -139,13 +144,38 @@ class NamedSchedule:
 
     # --- for the engine ---------------------------------------------------------------------------
 
+    def within(self, path: str, call: int) -> NamedSchedule:
+        """The part of it for a call of the unit at ``path``: so many came before it in forward.
+
+        The keys of its ops begin with the path of the unit, and with the number of the call if
+        that is not the first. The same object every time.
+        """
+        prefix = f"{path}@{call}" if call else path
+        part = self._parts.get(prefix)
+        if part is None:
+            part = self._parts[prefix] = replace(self, prefix=prefix)
+            # Most of it is the same, and a model may have hundreds of units.
+            shared = {"_kept": self._kept, "_away": self._away, "_arrivals": self._arrivals}
+            vars(part).update(shared, _hash=hash((self._hash, prefix)))
+        return part
+
+    @cached_property
+    def _parts(self) -> dict[str, NamedSchedule]:
+        return {}
+
+    @property
+    def wrapped(self) -> tuple[str, ...]:
+        """The paths of the modules that are wrapped for it: checkpointed ones, and units."""
+        return (*self.engines, *self.units)
+
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
         # Cached: every call looks up its recording by it.
-        return hash((self.kept, self.away, self.arrivals, self.limit, self.begin, self.modules))
+        about = (self.kept, self.away, self.arrivals, self.limit, self.begin, self.modules)
+        return hash((*about, self.units, self.prefix))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
@@ -246,7 +276,10 @@ class ScheduleQuery:
 
     def decide(self, op: RecordedOp, info: OpInfo) -> Ruling:
         """The decision for an op."""
-        start = f"{self._path(sys._getframe(1))}|{info.name}"
+        path, prefix = self._path(sys._getframe(1)), self._schedule.prefix
+        if prefix:
+            path = f"{prefix}.{path}" if path else prefix
+        start = f"{path}|{info.name}"
         number = self._counts[start]
         self._counts[start] = number + 1
         return self._schedule.decide(f"{start}|{number}", op)

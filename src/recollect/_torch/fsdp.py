@@ -1,0 +1,200 @@
+"""FSDP2: the modules that ``fully_shard`` was applied to, their parameters, and what is gathered.
+
+A *unit* is a module with the state of ``fully_shard``: its hooks gather the parameters of the unit
+before forward and before backward, and free them afterwards. A gathered parameter is the same
+object in every step; its memory comes and goes by resizing its storage, which is no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import distributed, nn
+
+from recollect._torch.modules import known_class
+from recollect._torch.tensors import storage_key
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module``."""
+    kind = known_class("torch.distributed.fsdp", "FSDPModule")
+    return kind is not None and isinstance(module, kind)
+
+
+#: How many threads gloo has for the collectives of a group.
+_BACKEND_THREADS = 2
+
+#: By model: its shards, and whether it was a unit itself.
+_known: WeakKeyDictionary[nn.Module, tuple[Shards, bool]] = WeakKeyDictionary()
+
+
+def shards_of(model: nn.Module) -> Shards | None:
+    """What ``fully_shard`` made of ``model`` and of the modules inside; None if nothing."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    known, is_root = _known.get(model, (None, None))
+    if known is None or is_root is not is_unit(model):  # it may have become one since
+        states = _states_in(model)
+        if not states:
+            return None
+        known = Shards(states)
+        _known[model] = known, is_unit(model)
+    return known
+
+
+def _states_in(model: nn.Module) -> list[Any]:
+    """The states of all units, each once; of outer ones first."""
+    units: Iterable[Any] = (module for module in model.modules() if is_unit(module))
+    states = [unit._get_fsdp_state() for unit in units]
+    return [*{id(state): state for state in states}.values()]
+
+
+class Shards:
+    """The units of a model. Does not keep them alive."""
+
+    def __init__(self, states: list[Any]) -> None:
+        self._references = [ref(state) for state in states]
+
+    @property
+    def _states(self) -> list[Any]:
+        return [state for each in self._references if (state := each()) is not None]
+
+    def initialize(self) -> None:
+        """Do what the first forward would do once: find the root, set up hooks and streams."""
+        for state in self._states:  # outer ones first: they initialize those inside
+            if state._is_root is None:
+                state._lazy_init()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the units compute."""
+        device: torch.device = self._states[0]._device
+        return device
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that hold parts of the parameters, in order."""
+        meshes = {id(mesh): mesh for mesh in (group.mesh_info.mesh for group in self._groups())}
+        return sorted({rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()})
+
+    def _groups(self) -> Iterator[Any]:
+        for state in self._states:
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.13 there is one, or none
+                groups = [state._fsdp_param_group]
+            yield from (group for group in groups if group is not None)
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parts of the parameters that are here, as ``DTensor``."""
+        return [each.sharded_param for each in self._parameters()]
+
+    def sharded(self) -> dict[int, torch.Tensor]:
+        """By the id of a gathered parameter: the part of it that stays, a ``DTensor``."""
+        gathered = ((p, getattr(p, "_unsharded_param", None)) for p in self._parameters())
+        return {id(whole): each.sharded_param for each, whole in gathered if whole is not None}
+
+    # --- memory that no op allocates --------------------------------------------------------------
+
+    def gathered_bytes(self) -> int:
+        """The bytes of gathered parameters that are allocated now."""
+        total = 0
+        for group in self._groups():
+            # All of a group are allocated and freed together.
+            if any(map(_nbytes, group.fsdp_params[0].all_gather_outputs)):
+                outputs = (each for p in group.fsdp_params for each in p.all_gather_outputs)
+                total += sum(map(_nbytes, outputs))
+        return total
+
+    def in_flight_bytes(self) -> int:
+        """Bytes of collectives that may be freed late.
+
+        On a CPU each thread of the backend holds the buffers of its last collective, those of the
+        whole and of the part, until it finds the time to drop them. A device has no such threads.
+        """
+        if self.device.type != "cpu":
+            return 0
+        sizes = (sum(map(_buffer_bytes, group.fsdp_params)) for group in self._groups())
+        return _BACKEND_THREADS * max(sizes, default=0)
+
+    def gathered_storages(self) -> set[int]:
+        """The keys of the storages of gathered parameters, whether allocated or not."""
+        outputs = (each for p in self._parameters() for each in p.all_gather_outputs)
+        return {key for key in map(storage_key, outputs) if key is not None}
+
+    # --- gradients that are not reduced yet -------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that wait to be reduced: of whole parameters, or of parts (HSDP)."""
+        found = [grad for each in self._parameters() for grad in _gradients_of(each)]
+        found += [group._partial_reduce_output for group in self._groups()]
+        return [grad for grad in found if grad is not None]
+
+    def take_gradients(self) -> list[tuple[Any, str, Any]]:
+        """Remove these gradients. Returns what `put_gradients` takes to put them back."""
+        taken: list[tuple[Any, str, Any]] = []
+        for each in self._parameters():
+            whole = getattr(each, "_unsharded_param", None)
+            taken += [] if whole is None else [(whole, "grad", whole.grad)]
+            taken.append((each, "unsharded_accumulated_grad", each.unsharded_accumulated_grad))
+        taken += [
+            (group, "_partial_reduce_output", group._partial_reduce_output)
+            for group in self._groups()
+        ]
+        put_gradients((owner, name, None) for owner, name, _ in taken)
+        return taken
+
+    # --- what a plan does not support -------------------------------------------------------------
+
+    def obstacle(self) -> str | None:
+        """What a plan cannot be made for, and the way out; None if there is nothing."""
+        for group in self._groups():
+            if not group.unshard_in_backward:
+                where = type(group.modules[0]).__name__
+                return (
+                    f"set_unshard_in_backward(False) was called on a {where}, so its parameters "
+                    "would not be there when an op of it runs again. Call "
+                    "set_unshard_in_backward(True), or leave it out"
+                )
+        for each in self._parameters():
+            name = each._module_info.param_name
+            kind = type(getattr(each, "_sharded_local_tensor", None))
+            if hasattr(kind, "fsdp_pre_all_gather"):
+                return (
+                    f"its {name} is a {kind.__name__}, which is gathered in a way of its own. "
+                    "Leave the quantized all-gather out, or checkpoint blocks in place of a plan: "
+                    "recollect.checkpointed(block)"
+                )
+            if getattr(each, "is_dtensor", False):
+                return (
+                    f"its {name} is a DTensor of tensor parallelism besides. Checkpoint blocks in "
+                    "place of a plan: recollect.checkpointed(block)"
+                )
+        return None
+
+
+def put_gradients(taken: Iterable[tuple[Any, str, Any]]) -> None:
+    """Put back what `Shards.take_gradients` has removed."""
+    for owner, name, value in taken:
+        setattr(owner, name, value)
+
+
+def _gradients_of(parameter: Any) -> list[torch.Tensor | None]:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return [None if whole is None else whole.grad, parameter.unsharded_accumulated_grad]
+
+
+def _buffer_bytes(parameter: Any) -> int:
+    """The bytes of a whole parameter and of the part that is here."""
+    sharded: Any = parameter.sharded_param
+    return (sharded.numel() + sharded.to_local().numel()) * sharded.dtype.itemsize  # type: ignore[no-any-return]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,153 @@
+"""FSDP2's own state, as `_torch.fsdp` reads it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from recollect._torch.fsdp import is_unit, put_gradients, shards_of
+from recollect._torch.groups import default_store, group_timeout, has_peers
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process."""
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=77),
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def _model(**options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 4)))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[1], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def test_units_are_found() -> None:
+    model = _model()
+    assert [is_unit(each) for each in model.modules()] == [True, False, True, False, False]
+    shards = shards_of(model)
+    assert shards is not None
+    assert shards_of(model) is shards
+    assert shards.ranks == [0]
+    assert shards.device == torch.device("cpu")
+    assert {id(each) for each in shards.parameters()} == {id(p) for p in model.parameters()}
+    assert shards_of(nn.Linear(2, 2)) is None
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = _model()
+    model(torch.ones(2, 4)).sum().backward()
+    assert shards_of(model) is not None
+    alive = ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_that_becomes_a_unit_is_looked_at_again() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    before = shards_of(model)
+    assert before is not None
+    assert len(before.parameters()) == 2
+    after = shards_of(fully_shard(model, mesh=mesh))
+    assert after is not None
+    assert len(after.parameters()) == 4
+
+
+def test_what_is_gathered_is_counted_while_it_is_there() -> None:
+    model = _model()
+    shards = shards_of(model)
+    assert shards is not None
+    outer, inner = 4 * (4 * 8 + 8), 4 * (8 * 4 + 4)
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(shards.gathered_bytes()))
+    model[1][0].register_forward_hook(lambda *_: seen.append(shards.gathered_bytes()))
+    assert shards.gathered_bytes() == 0
+    loss = model(torch.ones(2, 4)).sum()
+    assert seen == [outer, outer + inner]
+    assert shards.gathered_bytes() == outer
+    assert len(shards.gathered_storages()) == 4
+    loss.backward()
+    assert shards.gathered_bytes() == 0
+    assert shards.in_flight_bytes() >= 2 * outer
+
+
+def test_gathered_parameters_are_known_by_their_parts() -> None:
+    model = _model(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shards = shards_of(model)
+    assert shards is not None
+    before = dict(model.named_parameters())
+    found: list[Tensor] = []
+
+    def look(*_: Any) -> None:
+        gathered = model[0].weight
+        assert gathered.dtype is torch.bfloat16
+        found.append(shards.sharded()[id(gathered)])
+
+    model[0].register_forward_pre_hook(look)
+    model(torch.ones(2, 4)).sum().backward()
+    assert found[0] is before["0.weight"]
+
+
+def test_gradients_that_wait_to_be_reduced_are_taken_and_put_back() -> None:
+    model = _model()
+    shards = shards_of(model)
+    assert shards is not None
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    waiting = [each.clone() for each in shards.gradients()]
+    assert len(waiting) == 4
+    taken = shards.take_gradients()
+    assert shards.gradients() == []
+    put_gradients(taken)
+    assert all(map(torch.equal, shards.gradients(), waiting))
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert shards.gradients() == []
+    assert model[0].bias.grad.to_local().tolist() == [2 * each for each in waiting[1].tolist()]
+
+
+def test_what_plans_do_not_support_is_said() -> None:
+    model = _model()
+    shards = shards_of(model)
+    assert shards is not None
+    assert shards.obstacle() is None
+    model[1].set_unshard_in_backward(False)
+    assert "set_unshard_in_backward(False) was called on a FSDPSequential" in str(shards.obstacle())
+
+
+def test_it_is_set_up_once_as_by_the_first_forward() -> None:
+    model = _model()
+    shards = shards_of(model)
+    assert shards is not None
+    shards.initialize()
+    shards.initialize()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_group() -> None:
+    assert group_timeout() == 77.0
+    assert not has_peers()
+    default_store().set("here", b"1")
+    assert default_store().check(["here"])
