@@ -30,7 +30,7 @@ from recollect.settings import (
 )
 from recollect.state.rng import DefaultDeviceType, get_device_states, set_device_states
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SAC_IGNORED_OPS",
