@@ -25,7 +25,7 @@ def package():
 def test_the_version_stands_in_one_place_and_is_told_of():
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project
-    assert 'path = "src/recollect/__init__.py"' in project
+    assert 'path = "src/recollect/_version.py"' in project
     assert f"\nversion: {recollect.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {recollect.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

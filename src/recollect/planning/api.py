@@ -21,6 +21,7 @@ from recollect.planning.progress import reporter
 from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
 from recollect.planning.trial import Progress
+from recollect.report.notebook import framed
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
@@ -217,6 +218,9 @@ class Frontier:
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows the frontier, for any browser, in one file."""
         Path(path).write_text(page(self.report), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(page(self.report))
 
     @property
     def report(self) -> PlanReport:
