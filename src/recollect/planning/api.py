@@ -173,9 +173,11 @@ def frontier(
     optimizer: Optimizer | None = None,
     offload: Offload = "auto",
     holds_output: bool = True,
+    progress: bool | Progress | None = None,
 ) -> Frontier:
-    """The memory/time frontier of a training step. Arguments as `plan`."""
-    return Frontier(_planner(model, batch, loss, optimizer, offload, holds_output))
+    """The memory/time frontier of a training step. Arguments as `plan`, ``progress`` as `fit`."""
+    report = reporter(progress)
+    return Frontier(_planner(model, batch, loss, optimizer, offload, holds_output, report))
 
 
 class Frontier:

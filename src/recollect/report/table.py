@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
-_WIDTH = 100
+_WIDTH = 80
 _NAME = 34
 _LINES = 40
 
