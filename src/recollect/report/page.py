@@ -58,6 +58,7 @@ _LARGEST = 5
 _PLAN_MODULES = """\
 Bytes of the results that backward needs, and the time that their ops take; that of recomputed ones
 is spent once more. A bar compares a module with its siblings."""
+_PREDICTED = "What is not said to be measured is predicted from one recorded step."
 _HELD_MODULES = """\
 Bytes that are held on the device, among them the inputs of regions; that regions recompute in
 backward; and that stores hold."""
@@ -79,7 +80,7 @@ def page(report: PlanReport) -> str:
         "notes": _notes(report.notes),
         "noscript": {"table": escape(table(report))},
     }
-    return _document(heading(report), fields, plan_data(report), report.origin)
+    return _document(heading(report), fields, plan_data(report), _made_with(report))
 
 
 def explanation_page(
@@ -92,7 +93,7 @@ def explanation_page(
         "head": {
             "what": "What one forward holds until backward",
             "title": tiles[0].value,
-            "device": "held",
+            "device": "held after forward",
             "summary": f"{calls}. Parameters, buffers and other memory from before forward do not "
             "count.",
         },
@@ -103,7 +104,7 @@ def explanation_page(
         "noscript": {"table": escape(text)},
     }
     title = f"{tiles[0].value} held after forward"
-    return _document(title, fields, rows_data(held, HELD), "")
+    return _document(title, fields, rows_data(held, HELD), "Measured in one forward.")
 
 
 def comparison_page(
@@ -122,8 +123,8 @@ def comparison_page(
         "head": {
             "what": "Two plans side by side",
             "title": escape(first.title if same else f"{first.title} and {second.title}"),
-            "device": escape(first.device),
-            "summary": escape(f"{names[0]} and {names[1]}."),
+            "device": escape(f"on {first.device}"),
+            "summary": escape(f"The training step under two plans: {names[0]} and {names[1]}."),
         },
         "compared": {"header": _header(("", *names)), "rows": _body(compared)},
         "memory": {"legend": _legend(keys)} if first.after and second.after else None,
@@ -134,7 +135,7 @@ def comparison_page(
         },
         "noscript": {"table": escape(text)},
     }
-    return _document(title, fields, comparison_data(first, second, names), second.origin)
+    return _document(title, fields, comparison_data(first, second, names), _made_with(second))
 
 
 def sizes_page(report: SizesReport) -> str:
@@ -143,17 +144,17 @@ def sizes_page(report: SizesReport) -> str:
         "head": {
             "what": "The largest batch within a budget",
             "title": escape(report.title),
-            "device": escape(report.device),
+            "device": escape(f"on {report.device}"),
             "summary": escape(sizes_summary(report)),
         },
         "tiles": _tiles(sizes_figures(report)),
         "sizes": _sizes(report),
         "noscript": {"table": escape(sizes_table(report))},
     }
-    return _document(sizes_heading(report), fields, sizes_data(report), "")
+    return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
 
 
-def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], origin: str) -> str:
+def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], remark: str) -> str:
     """A page of sections, and of the ``data`` that its script draws."""
     script = "\n".join(map(_asset, _SCRIPTS))
     _, *named = re.split(r"<!-- (\w+) -->\n", _asset("sections.html"))
@@ -166,8 +167,12 @@ def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], orig
         body="".join(sections),
         data=as_json(data),
         script=script,
-        origin=escape(f" with {origin}" if origin else ""),
+        remark=escape(remark),
     )
+
+
+def _made_with(report: PlanReport) -> str:
+    return f"Made with {report.origin}. {_PREDICTED}" if report.origin else _PREDICTED
 
 
 def _asset(name: str) -> str:
@@ -187,7 +192,7 @@ def _head(report: PlanReport) -> _Fields:
     return {
         "what": "Frontier of the training step" if is_frontier else "Training step under a plan",
         "title": escape(report.title),
-        "device": escape(report.device),
+        "device": escape(f"on {report.device}"),
         "summary": escape(summary(report)),
     }
 

@@ -205,9 +205,9 @@ function phases(chart, curve, x) {
   if (curve.turn === null || curve.turn <= curve.times[0]) return;
   const { top, bottom } = chart.box;
   const at = x(curve.turn);
-  draw(chart.svg, "line", { class: "turn", x1: at, x2: at, y1: top - 8, y2: bottom });
-  draw(chart.svg, "text", { class: "phase", x: at - 8, y: top - 2, "text-anchor": "end" }, "forward");
-  draw(chart.svg, "text", { class: "phase", x: at + 8, y: top - 2 }, "backward");
+  draw(chart.svg, "line", { class: "turn", x1: at, x2: at, y1: top, y2: bottom });
+  draw(chart.svg, "text", { class: "phase", x: at - 8, y: bottom - 7, "text-anchor": "end" }, "forward");
+  draw(chart.svg, "text", { class: "phase", x: at + 8, y: bottom - 7 }, "backward");
 }
 
 // What runs at `time`: module and op, or nothing if that is not known.
@@ -398,7 +398,7 @@ function usePoint(ours, point) {
   const place = document.getElementById("frontier-use");
   place.hidden = !ours.includes(point);
   let unit = 0;
-  while (unit < 3 && point.peak >= 10 * 1024 ** (unit + 1)) unit += 1;
+  while (unit < 3 && point.peak >= 1024 ** (unit + 1)) unit += 1;
   const budget = `${(Math.ceil((point.peak / 1024 ** unit) * 100) / 100).toFixed(2)}${BINARY[unit]}`;
   const words = trades(ours, point).map(([, change, effect]) => `${change}: ${effect}`).join(", ");
   place.replaceChildren(make("code", "", `model = recollect.fit(model, budget="${budget}")`), make("span", "trade", words));

@@ -51,6 +51,7 @@ class Tree {
   constructor(place, rows, fates) {
     this.rows = rows;
     this.fates = fates;
+    this.isTimed = rows.some(({ seconds }) => seconds > 0);
     place.style.setProperty("--fates", fates.length);
     this.body = place.querySelector("tbody");
     this.status = document.getElementById("matches");
@@ -197,7 +198,8 @@ class Tree {
         cell.classList.add("zero");
         cell.append(make("span", "none", "–"));
       } else {
-        cell.append(make("span", "bytes", bytesText(node.bytes[n])), " ", make("span", "time", secondsText(node.seconds[n])));
+        cell.append(make("span", "bytes", bytesText(node.bytes[n])));
+        if (this.isTimed) cell.append(" ", make("span", "time", secondsText(node.seconds[n])));
       }
       row.append(cell);
     });
