@@ -113,8 +113,9 @@ test-gpu: ## Run the tests that need a GPU, but for slow ones, on PYTHON or else
 
 .PHONY: bench-frontier
 bench-frontier: NEEDS := torch
-bench-frontier: ## Draw memory against time with the peers, on a GPU as test-gpu does
-	$(run-with-cuda) benchmarks/frontier.py $(ARGS)
+bench-frontier: ## Measure memory against time with the peers, on a GPU as test-gpu does, and draw the picture of README
+	$(run-with-cuda) benchmarks/frontier.py --json benchmarks/frontier.json $(ARGS)
+	$(PYTHON) benchmarks/picture.py benchmarks/frontier.json docs/frontier.svg
 
 .PHONY: bench-offload
 bench-offload: NEEDS := torch
