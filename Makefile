@@ -85,6 +85,10 @@ docs: $(DOCS)/.installed ## Build the documentation into site/, warnings being e
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "built site/index.html"
 
+.PHONY: package
+package: $(VENV)/.installed ## Build wheel and sdist into dist/, check them, use the wheel in an empty environment
+	$(BIN)/python .ci/package.py $(ARGS)
+
 # A machine with a GPU often has its own torch and allows no installs: the first interpreter that
 # has what is in NEEDS and sees a CUDA device is used, with the package straight from src.
 define run-with-cuda
@@ -109,8 +113,9 @@ test-gpu: ## Run the tests that need a GPU, but for slow ones, on PYTHON or else
 
 .PHONY: bench-frontier
 bench-frontier: NEEDS := torch
-bench-frontier: ## Draw memory against time with the peers, on a GPU as test-gpu does
-	$(run-with-cuda) benchmarks/frontier.py $(ARGS)
+bench-frontier: ## Measure memory against time with the peers, on a GPU as test-gpu does, and draw the picture of README
+	$(run-with-cuda) benchmarks/frontier.py --json benchmarks/frontier.json $(ARGS)
+	$(PYTHON) benchmarks/picture.py benchmarks/frontier.json docs/frontier.svg
 
 .PHONY: bench-offload
 bench-offload: NEEDS := torch

@@ -1,12 +1,14 @@
 """Every example in the documentation runs, and every link leads somewhere."""
 
 import inspect
+import pkgutil
 import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import recollect
 from recollect.planning.solving import solve
@@ -82,6 +84,23 @@ def test_every_page_is_in_the_navigation():
 def test_every_public_name_is_documented():
     text = "".join(page.read_text() for page in PAGES)
     assert [name for name in recollect.__all__ if name not in text] == []
+
+
+REFERENCE = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", REFERENCE)
+def test_the_reference_is_to_what_there_is(path):
+    if ".integrations." in path:
+        pytest.importorskip(path.split(".")[2])
+    assert pkgutil.resolve_name(path).__doc__
+
+
+def test_the_reference_has_every_name_that_torch_does_not_have():
+    listed = {path.rpartition(".")[2] for path in REFERENCE} | {"Policy", "store"}
+    listed |= set(re.findall(r"\w+", (ROOT / "docs" / "reference.md").read_text()))
+    ours = set(recollect.__all__) - set(torch.utils.checkpoint.__all__)
+    assert sorted(ours - listed) == []
 
 
 def test_every_option_is_documented():

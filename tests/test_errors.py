@@ -42,6 +42,14 @@ def test_tree_in_the_docstring_is_the_tree() -> None:
     assert errors.__all__ == sorted(errors.__all__)
 
 
+def test_warnings_of_ours_have_one_root() -> None:
+    assert issubclass(recollect.PlanWarning, recollect.RecollectWarning)
+    assert issubclass(recollect.RecollectWarning, UserWarning)
+    policy = recollect.policy.save_ops(torch.ops.aten.mm)
+    with pytest.warns(recollect.RecollectWarning, match="matched nothing"):
+        recollect.checkpoint(torch.sin, leaf(3), policy=policy).sum().backward()
+
+
 def test_signal_to_stop_is_not_seen_as_an_exception() -> None:
     seen: list[BaseException] = []
 

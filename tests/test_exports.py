@@ -5,7 +5,6 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,6 +31,7 @@ MODERN = {
     "Plan",
     "PlanWarning",
     "Policy",
+    "RecollectWarning",
     "checkpointed",
     "explain",
     "fit",
@@ -105,10 +105,44 @@ def test_exported_names_are_documented(name):
         assert value.__doc__
 
 
-def test_version_is_that_of_the_project():
-    tomllib = pytest.importorskip("tomllib")
-    project = Path(__file__).parents[1] / "pyproject.toml"
-    assert tomllib.loads(project.read_text())["project"]["version"] == recollect.__version__
+def test_torch_is_imported_when_something_is_used_and_not_before():
+    script = """
+import sys
+import recollect
+assert recollect.__version__
+assert not hasattr(recollect, "__wrapped__")
+assert "torch" not in sys.modules
+try:
+    recollect.fitt
+except AttributeError as error:
+    assert str(error) == "module 'recollect' has no attribute 'fitt'"
+assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("first", ["installing", "compat", "policy", "planning.api", "cli"])
+def test_any_module_may_be_the_first(first):
+    script = f"import recollect.{first}; import recollect; assert recollect.fit and recollect.store"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_first_use_may_be_inside_of_compiled_code():
+    script = """
+import recollect
+import torch
+@torch.compile(backend="eager", fullgraph=True)
+def run(x):
+    return recollect.checkpoint(torch.sin, x)
+x = torch.ones(4, requires_grad=True)
+run(x).sum().backward()
+assert torch.equal(x.grad, torch.cos(x))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_documentation_begins_with_fit():
+    assert recollect.__doc__.index("fit(") < recollect.__doc__.index("``checkpoint``")
 
 
 def test_importing_changes_nothing_and_loads_no_compiler():
@@ -118,6 +152,7 @@ warnings.simplefilter("error")
 import torch, torch.utils.checkpoint as ckpt
 before, modules = dict(vars(ckpt)), set(sys.modules)
 import recollect
+recollect.fit
 assert dict(vars(ckpt)) == before
 heavy = ("torch._dynamo", "torch._inductor")
 added = [name for name in set(sys.modules) - modules if name.startswith(heavy)]

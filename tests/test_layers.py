@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).parents[1] / "src" / "recollect"
 INTERNALS = PACKAGE.parents[1] / "docs" / "internals.md"
 
 LAYERS = [
-    {"errors", "settings", "observer", "_torch", "graph"},
+    {"_version", "errors", "settings", "observer", "_torch", "graph"},
     {"state", "checks", "policy", "store", "naming", "report"},
     {"rerun", "replay"},
     {"options", "region", "modules"},
     {"api", "compat", "explaining", "installing"},
     {"planning", "compiled"},
-    {"__init__"},
+    {"__init__", "_exports"},
     {"cli", "integrations", "__main__"},
 ]
 

@@ -1,79 +1,41 @@
-"""recollect: activation checkpointing for PyTorch.
+"""recollect: train a PyTorch model within a memory budget.
 
-Frees activations in forward and recomputes them in backward. Start with ``recollect.checkpoint``
-and ``recollect.checkpointed``; ``recollect.install()`` replaces ``torch.utils.checkpoint``.
+Start with ``fit``, which keeps the peak of every training step within the budget::
+
+    model = recollect.fit(model, budget="22GiB")
+
+``plan`` and ``frontier`` show the trade-off of memory for time before you train, ``largest_batch``
+finds the largest batch that fits, and ``explain`` tells what a forward keeps in memory, and why.
+
+To choose by hand what is recomputed: ``checkpoint`` a call or have a module ``checkpointed``, with
+a ``policy``. ``install()`` replaces ``torch.utils.checkpoint`` in every library that uses it.
 """
 
-from recollect import policy, store
-from recollect.api import checkpoint, checkpoint_sequential, checkpointed, unwrap
-from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
-from recollect.explaining import Explanation, explain
-from recollect.installing import install, installed, uninstall
-from recollect.naming import tag
-from recollect.options import noop_context_fn
-from recollect.planning.api import Frontier, fit, frontier, plan
-from recollect.planning.largest_batch import LargestBatch, largest_batch
-from recollect.planning.plan import Plan
-from recollect.policy.rules import CheckpointPolicy, Policy, SelectiveCheckpointContext
-from recollect.rerun.engine import GraphExecGroup
-from recollect.rerun.reentrant import (
-    CheckpointFunction,
-    check_backward_validity,
-    detach_variable,
-)
-from recollect.rerun.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
-from recollect.settings import (
-    is_recomputing,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-    set_checkpoint_version_guard,
-)
-from recollect.state.rng import DefaultDeviceType, get_device_states, set_device_states
+import importlib
+import importlib.util
+import typing
 
-__version__ = "0.1.0"
+from recollect._version import __version__ as __version__
 
-__all__ = [
-    "SAC_IGNORED_OPS",
-    "CheckpointError",
-    "CheckpointFunction",
-    "CheckpointPolicy",
-    "DefaultDeviceType",
-    "Explanation",
-    "Frontier",
-    "GraphExecGroup",
-    "InfeasibleBudget",
-    "LargestBatch",
-    "Plan",
-    "PlanWarning",
-    "Policy",
-    "SelectiveCheckpointContext",
-    "check_backward_validity",
-    "checkpoint",
-    "checkpoint_sequential",
-    "checkpointed",
-    "create_selective_checkpoint_contexts",
-    "detach_variable",
-    "explain",
-    "fit",
-    "frontier",
-    "get_device_states",
-    "install",
-    "installed",
-    "is_recomputing",
-    "largest_batch",
-    "noop_context_fn",
-    "plan",
-    "policy",
-    "set_checkpoint_debug_enabled",
-    "set_checkpoint_early_stop",
-    "set_checkpoint_version_guard",
-    "set_device_states",
-    "store",
-    "tag",
-    "uninstall",
-    "unwrap",
-]
+if typing.TYPE_CHECKING:
+    from recollect._exports import *  # noqa: F403 -- what `__getattr__` gives
+    from recollect._exports import __all__ as __all__
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Load the interface when something of it is used: ``recollect --help`` needs no torch."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    exports = importlib.import_module("recollect._exports")
+    found = {each: getattr(exports, each) for each in exports.__all__}
+    globals().update(found, __all__=exports.__all__)
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "compat", *(name for name in globals() if name.startswith("__"))]
+    names = __getattr__("__all__")
+    return [*names, "compat", *(name for name in globals() if name.startswith("__"))]

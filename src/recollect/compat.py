@@ -17,7 +17,7 @@ from torch import nn
 
 from recollect._torch.dynamo import hide_from_dynamo
 from recollect.checks.determinism import DeterminismCheck
-from recollect.errors import CheckpointError
+from recollect.errors import CheckpointError, RecollectWarning
 from recollect.options import Options, installed_options, noop_context_fn, usual_options
 from recollect.policy.rules import CheckpointPolicy, SelectiveCheckpointContext, as_policy
 from recollect.region import enter_region, run_compiled, run_region, run_segments, steps_of
@@ -145,6 +145,7 @@ def _options(
                 "torch.utils.checkpoint is called with use_reentrant=True, so recollect.install("
                 f"{given}) has no effect on it. Pass use_reentrant=False; in transformers: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}',
+                RecollectWarning,
                 stacklevel=3,
             )
         if context_fn is not noop_context_fn or debug is not False:

@@ -9,7 +9,8 @@
             ├── AlreadyUnpacked         a saved tensor was read again where that is not allowed
             └── InfeasibleBudget        no plan brings the step into the budget
     UserWarning
-    └── PlanWarning                     a plan is not in effect, or a step went over its budget
+    └── RecollectWarning                root of recollect's warnings
+        └── PlanWarning                 a plan is not in effect, or a step went over its budget
     BaseException
     └── StopRecompute                   internal: everything needed has been recomputed
 
@@ -28,6 +29,7 @@ __all__ = [
     "InputChanged",
     "KeptTensorError",
     "PlanWarning",
+    "RecollectWarning",
     "RecomputeMismatch",
     "StopRecompute",
 ]
@@ -65,7 +67,14 @@ class InfeasibleBudget(CheckpointError):
         self.least = least
 
 
-class PlanWarning(UserWarning):
+class RecollectWarning(UserWarning):
+    """Something works, but not as you may expect: a rule matches nothing, an engine falls back.
+
+    ``warnings.simplefilter("error", recollect.RecollectWarning)`` makes all of them errors.
+    """
+
+
+class PlanWarning(RecollectWarning):
     """A plan is not in effect, or a step went over its budget: why, and what to do about it."""
 
 

@@ -13,10 +13,12 @@ from itertools import pairwise
 
 import pytest
 
+from recollect.report.compare import Comparison
+from recollect.report.explanation import Explanation
 from recollect.report.page import page
-from recollect.report.rows import Row
+from recollect.report.rows import RegionCall, Row
 from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
-from tests.report._pictures import GIB, MIB, frontier_only, realistic
+from tests.report._pictures import GIB, MIB, frontier_only, marks, realistic
 
 BROWSER = os.environ.get("RECOLLECT_BROWSER", "")
 
@@ -45,7 +47,9 @@ ARGUMENTS = [
 ]
 
 PICTURE = realistic()
+MARKED = replace(PICTURE, before_marks=marks(12, 1.0), after_marks=marks(12, 1.081))
 FATES = ("kept", "recomputed", "offloaded")
+EXPLAINED = ("kept", "input", "recomputed", "offloaded")
 TIMES, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6}
 
@@ -134,7 +138,8 @@ def show(chromium, tmp_path):
 
     def shown(picture, width=1280, scheme="light"):
         path = tmp_path / "plan.html"
-        path.write_text(page(picture), encoding="utf-8")
+        text = picture if isinstance(picture, str) else page(picture)
+        path.write_text(text, encoding="utf-8")
         window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
         feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -170,6 +175,65 @@ def axis(opened, chart, which, value_of):
 
 def centre(box):
     return box["left"] + box["width"] / 2, box["top"] + box["height"] / 2
+
+
+OTHER = realistic(10)
+COMPARED = Comparison(PICTURE, OTHER, ("8 GiB", "ten layers"))
+HELD = Explanation(
+    (
+        Row("layers.0.attn", "aten.mm", "recomputed", 64 * MIB, 0.0, "no policy", (4096, 4096)),
+        Row("layers.1.attn", "aten.mm", "recomputed", 64 * MIB, 0.0, "no policy", (4096, 4096)),
+        Row("layers.1", "aten.add", "input", 16 * MIB, 0.0, "input of layers.1", (4096, 1024)),
+        Row("head", "aten.mm", "kept", 500 * MIB, 0.0, "autograd", (4096, 32000)),
+        Row("head", "aten.view", "not held", 0, 0.0, "", (4096, 32000)),
+    ),
+    (RegionCall("layers.0", "rerun", ()), RegionCall("layers.1", "rerun", ())),
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_two_plans_are_shown_side_by_side(show, width, scheme):
+    opened = show(COMPARED._page(), width, scheme)
+    assert opened.errors() == []
+    assert len(opened.all("#memory .curve")) == 2
+    assert opened.one("h1").text == "LlamaForCausalLM on NVIDIA H200"
+    first, second = opened.run(
+        "return [...document.querySelectorAll('#memory .curve')]"
+        ".map(e => getComputedStyle(e).stroke)"
+    )
+    assert first != second
+    assert opened.texts("table.words tbody th")[0].startswith("layers.")
+    assert not_wider_than_the_window(opened, width)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_a_forward_holds_is_shown(show, width, scheme):
+    opened = show(HELD._page(), width, scheme)
+    assert opened.errors() == []
+    assert opened.one("h1").text == "516.00 MiB held after forward"
+    assert opened.texts(".tree thead th") == ["module", "in all", *EXPLAINED]
+    (total,) = opened.all(".tree tr.total")
+    for text in ("500.00 MiB", "16.00 MiB", "128.00 MiB"):
+        assert text in total.text
+    assert not opened.all(".tree .time")  # nothing was timed
+    assert not_wider_than_the_window(opened, width)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_largest_tensors_are_listed_once_for_equal_layers(show, width):
+    opened = show(PICTURE, width)
+    rows = opened.texts("table.largest tbody tr")
+    assert len(rows) == 5
+    assert rows[0].split("\n")[0].startswith("lm_head aten::_log_softmax")
+    assert "1000.00 MiB" in rows[0]
+    assert "10 times, 1.56 GiB in all" in rows[2]
+    assert not_wider_than_the_window(opened, width)
+
+
+def not_wider_than_the_window(opened, width):
+    return opened.run("return document.documentElement.scrollWidth") <= width
 
 
 # --- the whole page -------------------------------------------------------------------------------
@@ -362,6 +426,26 @@ def test_one_curve_without_a_budget(show):
     assert opened.all("#memory .budget-line") == []
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_forward_and_backward_are_divided_and_what_runs_is_named(show, width):
+    opened = show(MARKED, width)
+    x = axis(opened, "#memory", "x", seconds_of)
+    (turn,) = opened.boxes("#memory .turn")
+    after = next(mark.seconds for mark in MARKED.after_marks if mark.is_backward)
+    assert centre(turn)[0] == pytest.approx(x(after), abs=1.5)
+    forward, backward = opened.boxes("#memory .phase")
+    assert opened.texts("#memory .phase") == ["forward", "backward"]
+    assert forward["right"] < turn["left"] < backward["left"]
+    frame = opened.boxes("#memory")[0]
+    for mark in (MARKED.after_marks[3], MARKED.after_marks[-3]):
+        opened.hover("#memory", x(mark.seconds) - frame["left"] + 3, 100)
+        tip = opened.tip("#memory")
+        which = "backward of" if mark.is_backward else "forward of"
+        assert tip[tip.index(which) + 1] == mark.path
+        assert tip[tip.index("op") + 1] == mark.op
+        frame = opened.boxes("#memory")[0]
+
+
 # --- peaks against times --------------------------------------------------------------------------
 
 
@@ -371,7 +455,18 @@ def test_points_are_at_their_values_and_ours_are_a_line(show, width):
     x = axis(opened, "#frontier", "x", parse_bytes)
     y = axis(opened, "#frontier", "y", lambda text: float(text.removesuffix(TIMES)))
     assert len(opened.all("#frontier .curve")) == 1
-    for kind in ("plan", "chosen", "plain", "peer"):
+    ours = [point for point in PICTURE.points if point.kind in ("plan", "chosen")]
+    ours.sort(key=lambda point: (point.peak, point.seconds))
+    frame = opened.boxes("#frontier svg")[0]
+    path = opened.one("#frontier .curve").get_attribute("d")
+    drawn = [
+        (float(px) + frame["left"], float(py) + frame["top"])
+        for px, py in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)
+    ]
+    wanted = [(x(point.peak), y(point.seconds / PICTURE.plain_time)) for point in ours]
+    assert [pytest.approx(place, abs=1.5) for place in wanted] == drawn
+    assert opened.all("#frontier .point.plan") == []  # hundreds of dots would hide the line
+    for kind in ("chosen", "plain", "peer"):
         points = [point for point in PICTURE.points if point.kind == kind]
         points.sort(key=lambda point: point.peak)
         found = sorted(map(centre, opened.boxes(f"#frontier .point.{kind}")))
@@ -414,8 +509,30 @@ def test_the_mouse_shows_the_nearest_point(show):
         # Two plans are close together: what is shown is the nearer.
         ratio = f"{point.seconds / PICTURE.plain_time:.3f}{TIMES}"
         values = [bytes_text(point.peak), seconds_text(point.seconds), ratio]
-        assert opened.tip("#frontier")[::2] == [point.name, *values]
+        assert opened.tip("#frontier")[:7:2] == [point.name, *values]
         frame = opened.boxes("#frontier")[0]
+
+
+def test_a_click_gives_the_code_for_the_plan_and_what_memory_buys(show):
+    opened = show(PICTURE)
+    use = opened.one("#frontier-use")
+    assert not use.is_displayed()
+    plans = sorted(p.peak for p in PICTURE.points if p.kind in ("plan", "chosen"))
+    opened.press(opened.one("#frontier"), Keys.HOME, Keys.ENTER)
+    code, trade = opened.texts("#frontier-use > *")
+    budget = re.fullmatch(r'model = recollect.fit\(model, budget="(.*)"\)', code)[1]
+    # Rounded up, so that the plan fits; and by less than to the next.
+    assert plans[0] <= parse_bytes(budget) < plans[1]
+    # 6.1 GiB takes 1.174 of plain, 5.2 GiB 1.312: a GiB more saves a tenth of the time.
+    assert trade == "+1 GiB: \N{MINUS SIGN}10.5% time"
+    frame = opened.boxes("#frontier")[0]
+    x, y = centre(opened.boxes("#frontier .point.chosen")[0])
+    opened.hover("#frontier", x - frame["left"], y - frame["top"])
+    ActionChains(opened.driver).click().perform()
+    clicked = opened.one("#frontier-use code").text
+    assert clicked == 'model = recollect.fit(model, budget="7.29GiB")'
+    opened.press(opened.one("#frontier"), Keys.END, Keys.ENTER)
+    assert not use.is_displayed()  # plain is no plan
 
 
 def test_arrow_keys_go_from_point_to_point(show):

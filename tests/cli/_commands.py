@@ -96,6 +96,13 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def printed(capsys, *arguments):
+    """The exit code of a command, and what it prints to stdout and stderr."""
+    code = exit_code(*arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
 def refused(capsys, *arguments, code=2):
     """What is said of arguments that cannot be used."""
     assert exit_code(*arguments) == code

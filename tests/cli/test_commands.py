@@ -11,24 +11,24 @@ import pytest
 
 import recollect
 from recollect.cli import main
+from recollect.cli.screen import say
 from recollect.planning.planner import Planner
-from tests.cli._commands import exit_code, refused, run
+from tests.cli._commands import exit_code, printed, refused, run
 
 
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
-    printed = capsys.readouterr().out
-    for command in ("plan", "frontier", "largest", "explain", "demo", "doctor"):
-        assert f"    {command} " in printed
+    shown = capsys.readouterr().out
+    for command in ("plan", "frontier", "largest", "explain", "compare", "demo", "doctor"):
+        assert f"    {command} " in shown
 
 
 @pytest.mark.parametrize("command", ["plan", "frontier", "largest", "explain", "demo", "doctor"])
 def test_every_command_has_help(capsys, command):
     assert exit_code(command, "--help") == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 100
+    shown = capsys.readouterr().out
     if command in {"plan", "frontier", "largest", "explain"}:
-        assert f"  recollect {command} train.py:build" in printed
+        assert f"  recollect {command} train.py:build" in shown
 
 
 def test_the_version(capsys):
@@ -37,7 +37,7 @@ def test_the_version(capsys):
 
 
 def test_an_unknown_command(capsys):
-    assert "invalid choice: 'plans'" in refused(capsys, "plans")
+    assert "there is no command 'plans'. Did you mean plan?" in refused(capsys, "plans")
 
 
 def test_the_module_is_the_command():
@@ -80,17 +80,18 @@ def test_a_plan_is_printed(capsys):
 def test_a_plan_is_saved_and_explained(capsys, folder):
     code = main(["plan", "job:as_dict", "--budget", "0.7", "--save", "p.json", "--html", "p.html"])
     assert code == 0
-    printed = capsys.readouterr().out
-    assert "p.json" in printed
-    assert "p.html" in printed
+    shown = capsys.readouterr().out
+    assert "p.json" in shown
+    assert "p.html" in shown
     assert "<html" in (folder / "p.html").read_text(encoding="utf-8")
     plan = recollect.Plan.load("p.json")
-    assert printed.startswith(str(plan))
+    assert shown.startswith(str(plan))
 
     assert main(["explain", "p.json"]) == 0
     explained = capsys.readouterr().out
     assert explained.startswith(str(plan))
-    rows = explained.removeprefix(str(plan)).strip().splitlines()
+    *rows, _, origin = explained.removeprefix(str(plan)).strip().splitlines()
+    assert origin == f"Made with {plan.origin}"
     assert re.split(r"\s{2,}", rows[0]) == ["module", "op", "memory", "time", "fate", "reason"]
     assert len(rows) == 2 + len(plan.explain())
     assert {row.fate for row in plan.explain()} <= set(" ".join(rows).split())
@@ -116,7 +117,7 @@ def test_offload_can_be_ruled_out(capsys, monkeypatch):
     make = Planner.of
 
     def spy(*args, **options):
-        seen.append(options["offload"])
+        seen.append(args[4])
         return make(*args, **options)
 
     monkeypatch.setattr(Planner, "of", spy)
@@ -138,7 +139,7 @@ def test_a_loop_that_frees_the_output_is_planned_for(capsys):
     [
         ("12XiB", "there is no unit 'XiB'"),
         ("12G", "'G' may mean GB or GiB"),
-        ("1.5", "Give a unit"),
+        ("1.5", "1.5GiB"),
         ("0", "more than 0"),
         ("half", "12GiB"),
     ],
@@ -189,7 +190,7 @@ def test_a_budget_that_no_size_fits_is_said_in_a_sentence(capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--budget", "0.5"], "argument --budget: budget=0.5 is a fraction"),
+        (["--budget", "0.5"], "argument --budget: budget='0.5' is a fraction"),
         (["--budget", "12G"], "may mean GB or GiB"),
         (["--budget", "1MiB", "--time", "0.5"], "argument --time: time=0.5 should be 1 or more"),
         (["--budget", "1MiB", "--time", "fast"], "argument --time: invalid float value: 'fast'"),
@@ -229,3 +230,102 @@ def test_files_that_are_no_plan(capsys, folder):
     (folder / "other.json").write_text("{}")
     error = refused(capsys, "explain", "other.json", code=1)
     assert "other.json is no plan" in error
+
+
+# --- for programs, and for people in a hurry ------------------------------------------------------
+
+
+def test_help_and_misspelt_words_need_no_torch():
+    script = """
+import sys
+from recollect.cli import main
+for argv in (["--help"], ["plan", "--help"], ["--version"], ["paln"], ["plan", "--budegt", "1"]):
+    try:
+        main(argv)
+    except SystemExit as stop:
+        assert stop.code == (0 if argv[-1].startswith("--") else 2), argv
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert "there is no command 'paln'. Did you mean plan?" in done.stderr
+    assert "there is no option --budegt. Did you mean --budget?" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["", "plan", "frontier", "largest", "explain", "compare"])
+def test_help_fits_into_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = printed(capsys, *filter(None, [command]), "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_a_misspelt_function_is_asked_about(capsys):
+    code, _, err = printed(capsys, "plan", "job.py:piar", "--budget", "0.9")
+    assert code == 2
+    assert "there is no piar in job.py. Did you mean pair?" in err
+
+
+def test_json_is_all_that_is_printed(capsys, folder):
+    code, out, err = printed(
+        capsys, "plan", "job.py:pair", "--budget", "90%", "--json", "--save", "plan.json"
+    )
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    plan = recollect.Plan.load(folder / "plan.json")
+    assert figures["predicted_peak"] == plan.predicted_peak
+    assert figures["budget"] == int(0.9 * figures["plain_peak"])
+    kept = sum(row.bytes for row in plan.explain() if row.fate == "kept")
+    assert figures["kept_bytes"] == kept
+    _, out, _ = printed(capsys, "explain", "plan.json", "--json")
+    assert len(json.loads(out)["rows"]) == len(plan.explain())
+    _, out, _ = printed(capsys, "explain", "job.py:pair", "--json", "--html", "held.html")
+    assert json.loads(out)["held_bytes"] > 0
+    assert "What one forward holds" in (folder / "held.html").read_text(encoding="utf-8")
+
+
+def test_quiet_prints_nothing_but_errors(capsys, folder):
+    given = ("frontier", "job.py:pair", "--quiet", "--save", "points.json", "--html", "page.html")
+    assert printed(capsys, *given) == (0, "", "")
+    points = json.loads((folder / "points.json").read_text())["points"]
+    assert {point["kind"] for point in points} >= {"plan", "plain"}
+    assert (folder / "page.html").exists()
+    code, out, err = printed(capsys, "plan", "job.py:pair", "--budget", "2KiB", "--quiet")
+    assert (code, out) == (1, "")
+    assert "The least that works" in err
+    refused(capsys, "plan", "job.py:pair", "--budget", "0.9", "--quiet", "--json")
+
+
+def test_two_plans_are_compared(capsys, folder):
+    for name, budget in (("a", "0.95"), ("b", "0.85")):
+        printed(
+            capsys, "plan", "job.py:pair", "--budget", budget, "--quiet", "--save", f"{name}.json"
+        )
+    code, out, err = printed(capsys, "compare", "a.json", "b.json", "--html", "both.html")
+    assert (code, err) == (0, "")
+    assert re.search(r"^ +a +b$", out, re.MULTILINE)
+    assert "budget" in out
+    assert "Two plans side by side" in (folder / "both.html").read_text(encoding="utf-8")
+    _, out, _ = printed(capsys, "compare", "a.json", "b.json", "--json")
+    assert {"first", "second", "changes"} == set(json.loads(out))
+    code, _, err = printed(capsys, "compare", "a.json", "c.json")
+    assert code == 2
+    assert "B: there is no file c.json" in err
+
+
+def test_colours_are_for_terminals(capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = "Title\n\nmodule  kept\n------  ----\nkeptless kept"
+    say(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    say(text)
+    painted = capsys.readouterr().out
+    assert painted.startswith("\x1b[1mTitle\x1b[0m")
+    assert painted.count("\x1b[34mkept\x1b[0m") == 2
+    assert re.sub(r"\x1b\[\d+m", "", painted) == f"{text}\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    say(text)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -45,5 +45,5 @@ def test_who_interrupts_gets_no_traceback(monkeypatch, capsys):
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recollect.cli.commands.Planner, "of", interrupt)
+    monkeypatch.setattr(recollect.planning.planner.Planner, "of", interrupt)
     assert refused(capsys, "frontier", "job.py:pair", code=130).endswith("stopped\n")

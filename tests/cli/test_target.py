@@ -33,7 +33,7 @@ def test_a_file_finds_its_neighbours_and_takes_the_place_of_no_module(capsys, fo
         ("jobs:pair", "MODULE: there is no module 'jobs'"),
         ("package.trains:pair", "MODULE: there is no module 'package.trains'"),
         ("jobs.py:pair", "MODULE: there is no file jobs.py"),
-        ("job:pairs", "FUNCTION: there is no pairs in job. It has make_model, pair, as_dict"),
+        ("job:pairs", "FUNCTION: there is no pairs in job. Did you mean pair? It has make_model"),
         ("job:number", "FUNCTION: number in job is no function but a int"),
         ("job:needs", "needs width. Give them defaults"),
         ("job:triple", "triple in job returns, which is of type tuple of length 3"),

@@ -53,6 +53,7 @@ class Run:
         self.clock = graph.engine_cost if self.counts_ops else self.modules_cost
         self.rerun = self.modules_cost
         self.waits = 0.0
+        self.starts: list[float] = []
         self.curve: list[tuple[float, int]] | None = [(0.0, graph.base)] if curve else None
         self._plan()
 
@@ -109,6 +110,7 @@ class Run:
                 self.here += graph.storages[number].nbytes
             for number in event.unpacks:
                 self._unpack(saved[number].value, event.before)
+            self.starts.append(self.clock)
             self._note(event.during)
             self.clock += event.seconds
             if event.op in self.sent:
@@ -129,6 +131,7 @@ class Run:
             self.parts,
             tuple(self.arrivals),
             () if self.curve is None else tuple(self.curve),
+            () if self.curve is None else tuple(self.starts),
         )
 
     def _note(self, more: int) -> None:

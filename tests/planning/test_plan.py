@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import html
 import inspect
 import json
 import pickle
@@ -12,6 +13,7 @@ import re
 import threading
 import warnings
 import weakref
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
 from recollect.planning.solving import solve
 from recollect.replay.named_schedule import trimmed
+from recollect.report.units import bytes_text
 from tests._support import assert_identical, collector_off, gradients, measure
 from tests.planning._models import (
     Custom,
@@ -152,6 +155,62 @@ def test_its_page(plan: recollect.Plan, frontier: recollect.Frontier, tmp_path: 
         assert "https://" not in text  # in one file, for any browser
 
 
+def test_a_notebook_shows_the_page_in_a_frame(
+    plan: recollect.Plan, frontier: recollect.Frontier
+) -> None:
+    for each in (plan, frontier, recollect.explain(torch.sin, torch.ones(4, requires_grad=True))):
+        shown = each._repr_html_()
+        frame = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" .*', shown)
+        assert frame is not None
+        assert html.unescape(frame[1]).startswith("<!doctype html>")
+
+
+def test_its_curves_say_what_runs_and_when_backward_begins(plan: recollect.Plan) -> None:
+    for curve, marks in (
+        (plan.report.before, plan.report.before_marks),
+        (plan.report.after, plan.report.after_marks),
+    ):
+        times = [mark.seconds for mark in marks]
+        assert times == sorted(times)
+        assert curve[0][0] <= times[0] <= times[-1] <= curve[-1][0]
+        is_backward = [mark.is_backward for mark in marks]
+        assert is_backward == sorted(is_backward)
+        assert {False, True} == set(is_backward)
+        forward = [mark.path for mark in marks if not mark.is_backward]
+        backward = [mark.path for mark in marks if mark.is_backward]
+        for found in (forward, backward):  # every layer, and backward in the other order
+            assert {path.split(".")[1] for path in found if path.startswith("layers.")} >= {
+                "0",
+                "2",
+            }
+        first, last = (
+            next(n for n, path in enumerate(backward) if path.startswith(layer))
+            for layer in ("layers.2", "layers.0")
+        )
+        assert first < last
+
+
+def test_two_plans_are_compared(
+    plan: recollect.Plan, frontier: recollect.Frontier, tmp_path: Path
+) -> None:
+    other = frontier.plan_for(frontier.least)
+    compared = plan.compare(other)
+    assert compared.changes
+    assert all(change.first != change.second for change in compared.changes)
+    text = str(compared)
+    assert bytes_text(plan.budget) in text
+    assert bytes_text(other.measured_peak) in text
+    assert "recomputed" in text
+    assert len(repr(compared)) < 120
+    compared.to_html(tmp_path / "compared.html")
+    assert "Two plans side by side" in (tmp_path / "compared.html").read_text(encoding="utf-8")
+    same = plan.compare(plan)
+    assert not same.changes
+    assert "the same" in str(same)
+    with pytest.raises(TypeError, match="other should be a Plan, but got str"):
+        plan.compare("plan.json")
+
+
 def test_the_frontier_has_plans_plain_and_peers(frontier: recollect.Frontier) -> None:
     kinds = [point.kind for point in frontier.points]
     assert kinds.count("plain") == 1
@@ -250,6 +309,19 @@ def test_a_file_that_is_not_even_text(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x02\xff\xfe")
     with pytest.raises(ValueError, match="is no plan that this version of recollect can read"):
         recollect.Plan.load(path)
+
+
+def test_its_file_begins_with_where_it_comes_from(plan: recollect.Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert [*content][:2] == ["format", "origin"]
+    origin = content["origin"]
+    assert origin["recollect"] == recollect.__version__
+    assert origin["torch"] == torch.__version__
+    assert origin["device"] == "cpu"
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(origin["date"])
+    assert timedelta(minutes=-1) < age < timedelta(hours=1)
+    assert recollect.Plan.load(tmp_path / "plan.json").origin == plan.origin
 
 
 def test_a_plan_of_another_version(plan: recollect.Plan, tmp_path: Path) -> None:

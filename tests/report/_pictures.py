@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recollect.report.plan_report import PlanReport, Point
+from recollect.report.plan_report import Mark, PlanReport, Point
 from recollect.report.rows import Row
 
 MIB = 2**20
@@ -65,6 +65,19 @@ def curve(
         points.append((time, base + (n + 1) * per_layer // steps + height))
         time += 0.020 * pace / steps
     return (*points, (time, base))
+
+
+def marks(layers: int, pace: float) -> tuple[Mark, ...]:
+    """What runs under such a curve: a product in each layer, forward and then backward."""
+    forward = [
+        Mark(0.010 * pace * n, f"layers.{n}.mlp.up", "aten::mm", False) for n in range(layers)
+    ]
+    turn = 0.010 * pace * layers
+    backward = [
+        Mark(turn + 0.020 * pace * n, f"layers.{layers - 1 - n}.attn", "aten::bmm", True)
+        for n in range(layers)
+    ]
+    return (*forward, *backward)
 
 
 def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> PlanReport:

@@ -10,7 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from recollect.report.page import page, thinned
+from recollect.report.page import page
+from recollect.report.page_data import thinned
 from recollect.report.plan_report import summary
 from recollect.report.rows import Row
 from tests.report._pictures import GIB, curve, frontier_only, realistic

@@ -19,6 +19,7 @@ from torch import nn
 
 from recollect._torch.modules import MODULE_CALL
 from recollect.checks.names import name_in
+from recollect.errors import RecollectWarning
 
 __all__ = ["Names", "Place", "Stack", "warn_user"]
 
@@ -77,7 +78,7 @@ class Place:
         return " > ".join(_titled(part) for part in parts)
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str, category: type[Warning] = RecollectWarning) -> None:
     """Warn at the user's line that is running."""
     file, line = Place(sys._getframe(1)).line
     warnings.warn_explicit(message, category, file, line)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect.cli.parser import closest
 from recollect.cli.screen import UsageError
 
 __all__ = ["SizedTarget", "Target", "load_sized_target", "load_target"]
@@ -178,7 +179,9 @@ def _function(
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         listed = f"It has {', '.join(there[:_NAMES])}" if there else "It has no function"
-        raise UsageError(f"FUNCTION: there is no {name} in {module_name}. {listed}")
+        raise UsageError(
+            f"FUNCTION: there is no {name} in {module_name}.{closest(name, there)} {listed}"
+        )
     if not callable(function):
         raise UsageError(
             f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "

@@ -21,7 +21,7 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
 from recollect.planning.batch import signature_of_batch
-from recollect.planning.describe import curve_of
+from recollect.planning.describe import curve_of, marks_of
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
@@ -149,7 +149,8 @@ class CompiledPlanner(Planner):
         """Make the plan that compiles the step as ``candidate`` does."""
         plan = super().make_plan(budget, candidate)
         torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
-        report = replace(self._titled(plan.report), before=curve_of(torchs))
+        marks = marks_of(self.graph, torchs)
+        report = replace(self._titled(plan.report), before=curve_of(torchs), before_marks=marks)
         decisions = self._decisions(budget, candidate)
         return replace(plan, model=report.title, report=report, compiled=decisions)
 

@@ -18,7 +18,7 @@ from recollect.explaining.watcher import Watcher
 from recollect.observer import observing
 from recollect.replay.recording_cache import recordings_preserved
 from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT, Explanation
-from recollect.report.rows import RegionCall, TensorRow
+from recollect.report.rows import RegionCall, Row
 from recollect.state.inputs import check_arguments
 from recollect.state.reachable import Reachable
 from recollect.state.snapshot import Snapshot
@@ -68,7 +68,7 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
 
 def _forward(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Watcher, tuple[TensorRow, ...]]:
+) -> tuple[Watcher, tuple[Row, ...]]:
     """Run forward, and restore everything that it changes."""
     check_arguments(args, kwargs)
     with Snapshot({"function": function, "arguments": (args, kwargs)}) as snapshot:
@@ -93,21 +93,19 @@ def _watched_by(watcher: Watcher) -> Iterator[None]:
 # --- who holds what -------------------------------------------------------------------------------
 
 
-def _rows_of(watcher: Watcher, result: Any) -> tuple[TensorRow, ...]:
+def _rows_of(watcher: Watcher, result: Any) -> tuple[Row, ...]:
     """The rows of the forward that returned ``result``."""
     account = _Account(watcher, result)
     rows = [row for storage in watcher.storages.all for row in account.rows(storage)]
     for node, tensor in account.unseen.values():
         count = sum(storage.nbytes() for storage in storages_of(tensor))
         shape = tuple(tensor.shape)
-        rows.append(TensorRow("", node, "kept", count, 0.0, AUTOGRAD, shape, tensor.dtype))
+        rows.append(Row("", node, "kept", count, 0.0, AUTOGRAD, shape, tensor.dtype))
     for region in watcher.regions:
         if region.is_alive and region.rng_bytes:
             why, count = "for the same random numbers", region.rng_bytes
             described = (count,), torch.uint8, region.name
-            rows.append(
-                TensorRow(region.name, "(random state)", "kept", count, 0.0, why, *described)
-            )
+            rows.append(Row(region.name, "(random state)", "kept", count, 0.0, why, *described))
     return tuple(rows)
 
 
@@ -125,7 +123,7 @@ class _Account:
             if any(map(watcher.storages.is_new, storages)):
                 self.unseen[id(storages[0])] = node, tensor.detach()
 
-    def rows(self, storage: TrackedStorage) -> Iterator[TensorRow]:
+    def rows(self, storage: TrackedStorage) -> Iterator[Row]:
         """The rows of ``storage``: who holds it or why it was freed, and its copy in a store."""
         if storage.bytes == 0:
             return
@@ -182,7 +180,7 @@ def _stays(storage: TrackedStorage, handle: Any) -> bool:
     return any(each is storage.storage() for each in storages_of(tensor))
 
 
-def _freed(storage: TrackedStorage) -> Iterator[TensorRow]:
+def _freed(storage: TrackedStorage) -> Iterator[Row]:
     """A storage that an op in a region allocated, and that was freed."""
     if not storage.regions:
         return
@@ -199,8 +197,8 @@ def _freed(storage: TrackedStorage) -> Iterator[TensorRow]:
 
 def _row(
     storage: TrackedStorage, fate: str, reason: str, region: Region | None, count: int | None = None
-) -> TensorRow:
-    return TensorRow(
+) -> Row:
+    return Row(
         path=storage.path,
         op=op_name(storage.op).replace("::", "."),
         fate=fate,

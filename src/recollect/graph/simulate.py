@@ -38,6 +38,7 @@ class Outcome:
         arrivals: The ops after which offloaded tensors are freed on the device, each with how many,
             the oldest first.
         curve: The seconds and bytes whenever memory changes, if asked for.
+        starts: The second at which each event begins, if the curve was asked for.
     """
 
     peak: int
@@ -48,6 +49,7 @@ class Outcome:
     parts: tuple[int, int, int, int]
     arrivals: tuple[tuple[int, int], ...] = ()
     curve: tuple[tuple[float, int], ...] = ()
+    starts: tuple[float, ...] = ()
 
 
 def simulate(graph: Graph, schedule: Schedule, *, curve: bool = False) -> Outcome:
@@ -98,6 +100,7 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
     run.backward()
     levels = _levels(run)
     peak, busiest, parts = _peak(run, levels)
+    drawn, starts = _curve(run, levels) if curve else ((), ())
     return Outcome(
         peak,
         run.clock,
@@ -106,7 +109,8 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
         busiest,
         parts,
         tuple(run.arrivals),
-        _curve(run, levels) if curve else (),
+        drawn,
+        starts,
     )
 
 
@@ -165,10 +169,12 @@ def _peak(run: Playback, levels: list[int]) -> tuple[int, int, tuple[int, int, i
     return peak, busiest, (base, more, peak - base - more - made, made)
 
 
-def _curve(run: Playback, levels: list[int]) -> tuple[tuple[float, int], ...]:
-    """The seconds and bytes of each event, and of the notes before it."""
+def _curve(
+    run: Playback, levels: list[int]
+) -> tuple[tuple[tuple[float, int], ...], tuple[float, ...]]:
+    """The seconds and bytes of each event, and of the notes before it; and when events begin."""
     seconds, states = [*run.tables.event_seconds, 0.0], run.states
-    curve = [(0.0, run.graph.base)]
+    curve, starts = [(0.0, run.graph.base)], []
     clock = run.clocks[0]
     notes = deque(zip(run.notes, _noted(run, levels), strict=True))
     for now, level in enumerate(levels):
@@ -177,5 +183,6 @@ def _curve(run: Playback, levels: list[int]) -> tuple[tuple[float, int], ...]:
             curve.append((then, nbytes + states))
         clock = run.clocks.get(now, clock)
         curve.append((clock, level + states))
+        starts.append(clock)
         clock += seconds[now]
-    return tuple(curve)
+    return tuple(curve), tuple(starts[:-1])

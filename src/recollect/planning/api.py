@@ -24,6 +24,7 @@ from recollect.planning.runner import Runner
 from recollect.planning.step import Loss
 from recollect.planning.together import make_plan
 from recollect.planning.trial import Progress
+from recollect.report.notebook import framed
 from recollect.report.page import page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
@@ -191,8 +192,9 @@ def frontier(
     optimizer: Optimizer | None = None,
     offload: Offload = "auto",
     holds_output: bool = True,
+    progress: bool | Progress | None = None,
 ) -> Frontier:
-    """The memory/time frontier of a training step. Arguments as `plan`.
+    """The memory/time frontier of a training step. Arguments as `plan`, ``progress`` as `fit`.
 
     In a group of processes each one has its own. A step that communicates has none, since every
     question to it may run steps.
@@ -204,7 +206,8 @@ def frontier(
             "budget"
         )
     make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of
-    return Frontier(make(model, batch, loss, optimizer, offload, holds_output=holds_output))
+    report = reporter(progress)
+    return Frontier(make(model, batch, loss, optimizer, offload, report, holds_output=holds_output))
 
 
 class Frontier:
@@ -247,6 +250,9 @@ class Frontier:
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows the frontier, for any browser, in one file."""
         Path(path).write_text(page(self.report), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(page(self.report))
 
     @property
     def report(self) -> PlanReport:

@@ -10,32 +10,53 @@ import torch
 from recollect.report.units import parse_bytes
 from recollect.store.pool import memory_of_machine
 
-__all__ = ["capacity", "check_budget", "resolve_budget"]
+__all__ = ["capacity", "check_budget", "is_fraction", "resolve_budget"]
 
 #: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
+#: A number below is no number of bytes: 24 means 24 GiB, which has to be written.
+_LEAST = 1024
 
 
 def check_budget(budget: Any) -> None:
     """Refuse an invalid budget, before anything runs."""
     if isinstance(budget, str):
-        if budget != "auto" and not parse_bytes(budget):
+        if budget != "auto" and not _amount(budget):
             raise ValueError(f"budget should be more than 0, but is {budget!r}")
         return
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(
             f"budget should be a number of bytes, a text such as '12GiB', a fraction of the plain "
-            f"step's peak such as 0.5, or 'auto', but got {budget!r} of type "
+            f"step's peak such as 0.5 or '50%', or 'auto', but got {budget!r} of type "
             f"{type(budget).__name__}"
         )
+    _check_number(budget, repr(budget))
+
+
+def _check_number(budget: Any, shown: str) -> None:
+    """Refuse what is neither a fraction up to 1 nor a number of bytes that somebody can mean."""
     number = float(budget)
     if not number > 0:
-        raise ValueError(f"budget should be more than 0, but is {budget!r}")
+        raise ValueError(f"budget should be more than 0, but is {shown}")
     if _is_fraction(budget) and number > 1 and not number.is_integer():
         raise ValueError(
-            f"budget={budget!r} is neither a number of bytes nor a fraction of the plain step's "
-            "peak, which is at most 1. Give a unit: budget='12GiB'"
+            f"budget={shown} is neither a number of bytes nor a fraction of the plain step's "
+            f"peak, which is at most 1. Did you mean {_in_gib(number)}?"
         )
+    if number < _LEAST and not (_is_fraction(budget) and number <= 1):
+        raise ValueError(
+            f"budget={shown} would be {number:.0f} bytes. Did you mean {_in_gib(number)}?"
+        )
+
+
+def _in_gib(number: float) -> str:
+    return f'"{number:g}GiB"'
+
+
+def is_fraction(budget: Any) -> bool:
+    """Whether a valid budget is a fraction of the plain step's peak."""
+    amount = _amount(budget) if isinstance(budget, str) and budget != "auto" else budget
+    return isinstance(amount, Real) and _is_fraction(amount) and float(amount) <= 1
 
 
 def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
@@ -43,11 +64,28 @@ def resolve_budget(budget: Any, plain_peak: int, device: torch.device) -> int:
     check_budget(budget)
     if budget == "auto":
         return int(capacity(device) * (1 - _SPARE))
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if _is_fraction(budget) and budget <= 1:
-        return int(plain_peak * float(budget))
-    return int(budget)
+    amount = _amount(budget) if isinstance(budget, str) else budget
+    if _is_fraction(amount) and amount <= 1:
+        return int(plain_peak * float(amount))
+    return int(amount)
+
+
+def _amount(text: str) -> float:
+    """What a text says: a fraction as a float (``50%``, ``0.5``), bytes as an int."""
+    number = text.strip().removesuffix("%")
+    try:
+        amount = float(number)
+    except ValueError:
+        return parse_bytes(text)
+    if number != text.strip():
+        if not 0 < amount <= 100:
+            raise ValueError(
+                f"budget={text!r} should be more than 0% and at most 100% of the plain step's peak"
+            )
+        return amount / 100
+    is_whole = number.isdecimal()
+    _check_number(int(number) if is_whole else amount, repr(text))
+    return int(number) if is_whole else amount
 
 
 def _is_fraction(budget: Any) -> bool:

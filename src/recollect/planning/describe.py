@@ -11,15 +11,24 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain, uses_under
 from recollect.planning.module_regions import callable_paths
+from recollect.planning.origin import Origin
 from recollect.planning.solving.modules import block_paths, module_schedule
 from recollect.planning.solving.solve import Solution
 from recollect.planning.trial import Candidate, Trials
 from recollect.planning.ways import expensive_ops
-from recollect.report.page import thinned
-from recollect.report.plan_report import PlanReport, Point
+from recollect.report.page_data import thinned
+from recollect.report.plan_report import Mark, PlanReport, Point
 from recollect.report.rows import Row
 
-__all__ = ["PEAK_PARTS", "curve_of", "list_notes", "list_points", "list_rows", "make_report"]
+__all__ = [
+    "PEAK_PARTS",
+    "curve_of",
+    "list_notes",
+    "list_points",
+    "list_rows",
+    "make_report",
+    "marks_of",
+]
 
 #: The parts of a peak, in the order of `Outcome.parts`.
 PEAK_PARTS = (
@@ -36,14 +45,17 @@ _NOTABLE_SPREAD = 0.1
 
 def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> PlanReport:
     """The report of a plan or a frontier, without rows and points."""
-    device = trials.step.device
+    device, plain = trials.step.device, simulate_plain(trials.graph, curve=True)
     return PlanReport(
         title=type(trials.step.model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         **figures,
         gap=outcome.seconds / figures["bound_time"] - 1,
-        before=curve_of(simulate_plain(trials.graph, curve=True)),
+        before=curve_of(plain),
         after=curve_of(outcome),
+        before_marks=marks_of(trials.graph, plain),
+        after_marks=marks_of(trials.graph, outcome),
+        origin=str(Origin.now()),
         rows=(),
         points=(),
     )
@@ -52,6 +64,23 @@ def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> Pl
 def curve_of(outcome: Outcome) -> tuple[tuple[float, int], ...]:
     """The curve of a report."""
     return tuple(thinned(outcome.curve, _POINTS))
+
+
+def marks_of(graph: Graph, outcome: Outcome) -> tuple[Mark, ...]:
+    """When which op runs, or goes backward: what a curve shows under the pointer."""
+    marks: list[Mark] = []
+    for number, (event, start) in enumerate(zip(graph.events, outcome.starts, strict=True)):
+        is_backward = number >= graph.turn
+        op = event.op
+        if op < 0 and event.unpacks:
+            op = graph.values[graph.saved[event.unpacks[0]].value].op
+        if op < 0 and marks and marks[-1].is_backward == is_backward:
+            continue
+        path, name = ("", "") if op < 0 else (graph.ops[op].path, graph.ops[op].name)
+        mark = Mark(float(f"{start:.7g}"), path, name, is_backward)
+        if not marks or marks[-1][1:] != mark[1:]:
+            marks.append(mark)
+    return tuple(marks)
 
 
 def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:

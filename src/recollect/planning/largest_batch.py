@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import shards_of
-from recollect.planning.budget import check_budget, resolve_budget
+from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.largest import LargestSearch, Limit
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, check_unplanned
@@ -21,6 +21,7 @@ from recollect.planning.progress import reporter
 from recollect.planning.sized_steps import SizedSteps
 from recollect.planning.step import Loss, device_of
 from recollect.planning.trial import Progress
+from recollect.report.notebook import framed
 from recollect.report.page import sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text
@@ -92,6 +93,9 @@ class LargestBatch:
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows throughput against size, for any browser, in one file."""
         Path(path).write_text(sizes_page(self.report), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(sizes_page(self.report))
 
 
 def largest_batch(
@@ -182,7 +186,7 @@ def largest_batch(
 def check_bytes(budget: Any) -> None:
     """Refuse an invalid budget, and one that depends on the size."""
     check_budget(budget)
-    if isinstance(budget, Real) and not isinstance(budget, Integral) and float(budget) <= 1:
+    if is_fraction(budget):
         raise ValueError(
             f"budget={budget!r} is a fraction of the plain step's peak, which grows with the size "
             "that is looked for. Give bytes, as budget='12GiB', or 'auto': what the device has"

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +20,14 @@ from recollect.compiled.sites import has_sites
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.model_state import ModelState, first_difference
 from recollect.planning.module_regions import wrap_modules
+from recollect.planning.origin import Origin
 from recollect.planning.planned_step import PlannedForward, PlannedStep
 from recollect.planning.runner import Runner
 from recollect.replay.named_schedule import Alike, NamedSchedule
+from recollect.report.compare import Comparison
+from recollect.report.notebook import framed
 from recollect.report.page import page
-from recollect.report.plan_report import PlanReport, Point
+from recollect.report.plan_report import Mark, PlanReport, Point
 from recollect.report.rows import Row
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
@@ -68,6 +71,7 @@ class Plan(PlannedStep):
         excess: By what fraction of the simulated peak the measured one was higher.
         from_loop: Whether it was made from a step of the loop, by a fit without a batch.
         others: The forwards after the first, if the step calls the model several times.
+        origin: The versions it was made with, and when.
     """
 
     plain_time: float
@@ -78,6 +82,7 @@ class Plan(PlannedStep):
     measured_plain_time: float | None = None
     spread: float = 0.0
     holds_output: bool = True
+    origin: Origin = field(default_factory=Origin.now, compare=False)
     #: Of a compiled model: what is saved of its graphs. The schedule is then for reading.
     compiled: CompiledStep | None = None
 
@@ -177,9 +182,23 @@ class Plan(PlannedStep):
         """Whether the results of each op are kept, recomputed or offloaded, in forward's order."""
         return self.report.rows
 
+    def compare(self, other: Plan) -> Comparison:
+        """This plan beside another one: ``print(plan.compare(other))``.
+
+        The columns are called by the budgets. ``to_html`` of the result writes a page.
+        """
+        if not isinstance(other, Plan):
+            raise TypeError(f"other should be a Plan, but got {type(other).__name__}")
+        first, second = bytes_text(self.budget), bytes_text(other.budget)
+        names = (first, second) if first != second else ("this plan", "the other")
+        return Comparison(self.report, other.report, names)
+
     def to_html(self, path: str | Path) -> None:
         """Write a page that shows the plan, for any browser, in one file."""
         Path(path).write_text(page(self.report), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(page(self.report))
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -200,7 +219,9 @@ class Plan(PlannedStep):
         )
         content = {
             "format": _FORMAT,
-            **asdict(bare),
+            # First, for a reader who opens the file.
+            "origin": {**asdict(self.origin), "device": self.report.device},
+            **{name: value for name, value in asdict(bare).items() if name != "origin"},
             "schedule": self.schedule.to_json(),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
@@ -226,8 +247,11 @@ class Plan(PlannedStep):
 
 
 def _from_json(content: dict[str, Any]) -> dict[str, Any]:
+    origin = {name: str(value) for name, value in content.pop("origin", {}).items()}
+    origin.pop("device", None)  # which is in the report
     if content.pop("format") != _FORMAT:
-        raise ValueError("another version of recollect wrote it")
+        by = f": {Origin(**origin)}" if origin else ""
+        raise ValueError(f"another version of recollect wrote it{by}")
     content = {name: _tuples(value) for name, value in content.items()}
     alike, report = Alike(dict(content["op_counts"])), content["report"]
     compiled = content["compiled"]
@@ -241,6 +265,7 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
             PlannedForward(signature, NamedSchedule(**schedule, alike=alike), made)
             for signature, schedule, made in content["others"]
         ),
+        "origin": Origin(**origin),
         "state": ModelState(**content["state"]),
         "compiled": compiled and CompiledStep.from_json(compiled),
         "report": PlanReport(
@@ -248,6 +273,8 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
                 **report,
                 "rows": tuple(Row(**row) for row in report["rows"]),
                 "points": tuple(Point(**point) for point in report["points"]),
+                "before_marks": tuple(Mark(*mark) for mark in report["before_marks"]),
+                "after_marks": tuple(Mark(*mark) for mark in report["after_marks"]),
             }
         ),
     }

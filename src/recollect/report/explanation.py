@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
-from recollect.report.rows import RegionCall, TensorRow, Totals, lists_by, pattern
+from recollect.report.notebook import framed
+from recollect.report.page import explanation_page
+from recollect.report.plan_report import Figure
+from recollect.report.rows import RegionCall, Row, Totals, lists_by, pattern
 from recollect.report.table import columns, counted, modules_table, rows_table
 from recollect.report.units import bytes_text
 
@@ -30,7 +34,7 @@ class Explanation:
     before forward do not count.
     """
 
-    def __init__(self, rows: tuple[TensorRow, ...], calls: tuple[RegionCall, ...]) -> None:
+    def __init__(self, rows: tuple[Row, ...], calls: tuple[RegionCall, ...]) -> None:
         #: In the order in which the ops ran.
         self.rows = rows
         #: The calls of checkpointed regions, in their order.
@@ -92,16 +96,34 @@ class Explanation:
         total = f"held after forward: {bytes_text(held)}, inputs of regions: {bytes_text(inputs)}"
         return "\n\n".join(filter(None, (*tables, total, *self.remarks)))
 
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows what is held, by module, for any browser, in one file."""
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(self._page())
+
+    def _page(self) -> str:
+        sums = self.totals.by_fate
+        figures = [
+            Figure("held after forward", bytes_text(self.held_bytes), "on the device"),
+            Figure("inputs of regions", bytes_text(sums["input"]), "a part of that"),
+            Figure("recomputed", bytes_text(self.recomputed_bytes), "in backward, not held"),
+        ]
+        if self.offloaded_bytes:
+            figures.append(Figure("offloaded", bytes_text(self.offloaded_bytes), "held by stores"))
+        return explanation_page(figures, self.rows, self.remarks, self.regions, str(self))
+
     def __repr__(self) -> str:
         return f"<Explanation: {bytes_text(self.held_bytes)} held, {len(self.rows)} rows>"
 
 
-def _rows(rows: Sequence[TensorRow]) -> str:
+def _rows(rows: Sequence[Row]) -> str:
     """The largest lines, in the order of the ops."""
     if not rows:
         return "Nothing is held, and nothing is recomputed."
 
-    def line(row: TensorRow) -> tuple[object, ...]:
+    def line(row: Row) -> tuple[object, ...]:
         return row.op, row.shape, row.dtype, row.fate, pattern(row.path), pattern(row.reason)
 
     groups = lists_by(line, rows)

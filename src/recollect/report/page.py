@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
-from itertools import groupby
 from string import Template
 from typing import Any
 
+from recollect.report.page_data import (
+    HELD,
+    PLANNED,
+    as_json,
+    comparison_data,
+    plan_data,
+    rows_data,
+    shown_points,
+    sizes_data,
+)
 from recollect.report.plan_report import (
     Figure,
     PlanReport,
@@ -28,7 +35,7 @@ from recollect.report.plan_report import (
     point_cells,
     summary,
 )
-from recollect.report.rows import Row, sums_of
+from recollect.report.rows import Row, lists_by, pattern, sums_of
 from recollect.report.sizes import (
     SIZES_HEADER,
     SizesReport,
@@ -38,38 +45,97 @@ from recollect.report.sizes import (
     sizes_summary,
     sizes_table,
 )
-from recollect.report.table import table
+from recollect.report.table import counted, table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["page", "sizes_page", "thinned"]
+__all__ = ["comparison_page", "explanation_page", "page", "sizes_page"]
 
 _SCRIPTS = ("units.js", "charts.js", "tree.js", "page.js")
 _COLOURS = 7
+#: How many of the largest tensors are listed.
+_LARGEST = 5
 
-#: The fates that a plan chooses from, in the order in which the page shows them.
-_PLANNED = ("kept", "recomputed", "offloaded")
-#: As many as a wide screen has columns for a chart.
-_BUCKETS = 1000
+_PLAN_MODULES = """\
+Bytes of the results that backward needs, and the time that their ops take; that of recomputed ones
+is spent once more. A bar compares a module with its siblings."""
+_PREDICTED = "What is not said to be measured is predicted from one recorded step."
+_HELD_MODULES = """\
+Bytes that are held on the device, among them the inputs of regions; that regions recompute in
+backward; and that stores hold."""
 
 #: What is filled into a section; None if the section does not apply.
 _Fields = dict[str, str] | None
-_Curve = Sequence[tuple[float, int]]
 
 
 def page(report: PlanReport) -> str:
     """The whole page; write it to a file as UTF-8."""
     fields: dict[str, _Fields] = {
         "head": _head(report),
-        "tiles": {"tiles": "\n".join(map(_tile, figures(report)))},
+        "tiles": _tiles(figures(report)),
         "memory": _memory(report),
         "frontier": _frontier(report),
         "parts": _parts(report),
-        "modules": _modules(report),
-        "notes": _notes(report),
+        "largest": _largest(report.rows),
+        "modules": _modules(report.rows, PLANNED, _PLAN_MODULES),
+        "notes": _notes(report.notes),
         "noscript": {"table": escape(table(report))},
     }
-    origin = "Figures are predictions from one recorded step."
-    return _document(heading(report), fields, _plan_data(report), origin)
+    return _document(heading(report), fields, plan_data(report), _made_with(report))
+
+
+def explanation_page(
+    tiles: Sequence[Figure], rows: Sequence[Row], remarks: Sequence[str], regions: int, text: str
+) -> str:
+    """The page of what one forward holds."""
+    held = [row for row in rows if row.fate in HELD and row.bytes]
+    calls = "One checkpointed region ran" if regions == 1 else f"{regions} checkpointed regions ran"
+    fields: dict[str, _Fields] = {
+        "head": {
+            "what": "What one forward holds until backward",
+            "title": tiles[0].value,
+            "device": "held after forward",
+            "summary": f"{calls}. Parameters, buffers and other memory from before forward do not "
+            "count.",
+        },
+        "tiles": _tiles(tiles),
+        "largest": _largest(held),
+        "modules": _modules(held, HELD, _HELD_MODULES),
+        "notes": _notes(remarks),
+        "noscript": {"table": escape(text)},
+    }
+    title = f"{tiles[0].value} held after forward"
+    return _document(title, fields, rows_data(held, HELD), "Measured in one forward.")
+
+
+def comparison_page(
+    first: PlanReport,
+    second: PlanReport,
+    names: tuple[str, str],
+    compared: Sequence[tuple[str, str, str]],
+    changes: Sequence[tuple[str, str, str, str, str]],
+    text: str,
+) -> str:
+    """The page of two plans side by side."""
+    same = first.title == second.title and first.device == second.device
+    keys = [("first", "line", escape(names[0]), True), ("second", "line", escape(names[1]), True)]
+    title, *_ = text.splitlines()
+    fields: dict[str, _Fields] = {
+        "head": {
+            "what": "Two plans side by side",
+            "title": escape(first.title if same else f"{first.title} and {second.title}"),
+            "device": escape(f"on {first.device}"),
+            "summary": escape(f"The training step under two plans: {names[0]} and {names[1]}."),
+        },
+        "compared": {"header": _header(("", *names)), "rows": _body(compared)},
+        "memory": {"legend": _legend(keys)} if first.after and second.after else None,
+        "changes": {
+            "header": _header(("module", "op", "memory", *names)),
+            "rows": _body(changes)
+            or '<tr><td colspan="5">Nothing: every op has one fate.</td></tr>',
+        },
+        "noscript": {"table": escape(text)},
+    }
+    return _document(title, fields, comparison_data(first, second, names), _made_with(second))
 
 
 def sizes_page(report: SizesReport) -> str:
@@ -78,18 +144,17 @@ def sizes_page(report: SizesReport) -> str:
         "head": {
             "what": "The largest batch within a budget",
             "title": escape(report.title),
-            "device": escape(report.device),
+            "device": escape(f"on {report.device}"),
             "summary": escape(sizes_summary(report)),
         },
-        "tiles": {"tiles": "\n".join(map(_tile, sizes_figures(report)))},
+        "tiles": _tiles(sizes_figures(report)),
         "sizes": _sizes(report),
         "noscript": {"table": escape(sizes_table(report))},
     }
-    origin = "Figures are measured, where it does not say that they are predicted."
-    return _document(sizes_heading(report), fields, _sizes_data(report), origin)
+    return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
 
 
-def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], origin: str) -> str:
+def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], remark: str) -> str:
     """A page of sections, and of the ``data`` that its script draws."""
     script = "\n".join(map(_asset, _SCRIPTS))
     _, *named = re.split(r"<!-- (\w+) -->\n", _asset("sections.html"))
@@ -100,10 +165,14 @@ def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], orig
         hash=_hash(script),
         style=_asset("page.css"),
         body="".join(sections),
-        data=_as_json(data),
+        data=as_json(data),
         script=script,
-        origin=origin,
+        remark=escape(remark),
     )
+
+
+def _made_with(report: PlanReport) -> str:
+    return f"Made with {report.origin}. {_PREDICTED}" if report.origin else _PREDICTED
 
 
 def _asset(name: str) -> str:
@@ -123,9 +192,13 @@ def _head(report: PlanReport) -> _Fields:
     return {
         "what": "Frontier of the training step" if is_frontier else "Training step under a plan",
         "title": escape(report.title),
-        "device": escape(report.device),
+        "device": escape(f"on {report.device}"),
         "summary": escape(summary(report)),
     }
+
+
+def _tiles(shown: Iterable[Figure]) -> _Fields:
+    return {"tiles": "\n".join(map(_tile, shown))}
 
 
 def _tile(figure: Figure) -> str:
@@ -153,7 +226,7 @@ def _memory(report: PlanReport) -> _Fields:
 
 
 def _frontier(report: PlanReport) -> _Fields:
-    points = _shown_points(report)
+    points = shown_points(report)
     if len(points) < 2:
         return None
     kinds = {point.kind for point in points}
@@ -176,25 +249,57 @@ def _parts(report: PlanReport) -> _Fields:
     if not whole:
         return None
     # flex-grow is the one measure that lets the parts fill the bar, whatever their sum.
+    kinds = [_part_kind(n, name) for n, (name, _) in enumerate(report.parts)]
     bar = "".join(
-        f'<i class="c{n % _COLOURS}" style="flex-grow:{nbytes / whole:.6f}"></i>'
-        for n, (_, nbytes) in enumerate(report.parts)
+        f'<i class="{kind}" style="flex-grow:{nbytes / whole:.6f}"></i>'
+        for kind, (_, nbytes) in zip(kinds, report.parts, strict=True)
     )
     items = "\n".join(
-        f'<li><span class="what"><i class="swatch c{n % _COLOURS}"></i>{escape(name)}</span>'
+        f'<li><span class="what"><i class="swatch {kind}"></i>{escape(name)}</span>'
         f"{bytes_text(nbytes)}"
         f'<span class="share">{escape(percent_text(nbytes / whole))}</span></li>'
-        for n, (name, nbytes) in enumerate(report.parts)
+        for kind, (name, nbytes) in zip(kinds, report.parts, strict=True)
     )
     return {"bar": bar, "items": items}
 
 
-def _modules(report: PlanReport) -> _Fields:
-    if not report.rows:
+def _part_kind(number: int, name: str) -> str:
+    """A colour means one thing: what is kept, or recomputed, has that of its fate everywhere."""
+    fate = name.partition(" ")[0]
+    return fate if fate in PLANNED else f"c{number % _COLOURS}"
+
+
+def _largest(rows: Sequence[Row]) -> _Fields:
+    """The largest results, equal ones of several layers on one line."""
+    groups = lists_by(
+        lambda row: (pattern(row.path), row.op, row.fate, row.bytes),
+        [row for row in rows if row.bytes],
+    )
+    groups.sort(key=lambda group: (-group[0].bytes, -len(group)))
+    lines = []
+    for group in groups[:_LARGEST]:
+        row = group[0]
+        name, count = counted([each.path for each in group]), len(group)
+        times = f"{count} times, {bytes_text(count * row.bytes)} in all" if count > 1 else ""
+        lines.append(
+            f'<tr><th scope="row"><span class="name">{escape(name)}</span> '
+            f'<span class="op">{escape(row.op)}</span></th>'
+            f"<td>{bytes_text(row.bytes)}</td><td>{times}</td>"
+            f'<td class="{row.fate}"><i class="swatch"></i>{escape(row.fate)}</td></tr>'
+        )
+    return {"rows": "\n".join(lines)} if lines else None
+
+
+def _modules(rows: Sequence[Row], fates: Sequence[str], text: str) -> _Fields:
+    if not rows:
         return None
-    sums = sums_of(report.rows)
-    keys = [(f, "", f"{f} <b>{bytes_text(sums[f].bytes)}</b>", True) for f in _PLANNED]
-    return {"legend": _legend(keys)}
+    sums = sums_of(rows)
+    keys = [(f, "", f"{f} <b>{bytes_text(sums[f].bytes)}</b>", True) for f in fates]
+    heads = "\n".join(
+        f'<th scope="col" data-by="{fate}"><button type="button">{fate}</button></th>'
+        for fate in fates
+    )
+    return {"legend": _legend(keys), "text": text, "fates": heads, "cols": "<col>" * len(fates)}
 
 
 def _sizes(report: SizesReport) -> _Fields:
@@ -204,7 +309,7 @@ def _sizes(report: SizesReport) -> _Fields:
         ("plan", "", "under a plan", True),
         ("peer", "diamond", "predicted", "predicted" in kinds),
     ]
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in SIZES_HEADER)
+    head = _header(SIZES_HEADER)
     rows = []
     for point in report.points:
         first, *others = size_cells(point, report)
@@ -214,8 +319,21 @@ def _sizes(report: SizesReport) -> _Fields:
     return {"legend": _legend(keys), "header": head, "rows": "\n".join(rows)}
 
 
-def _notes(report: PlanReport) -> _Fields:
-    items = "\n".join(f"<li>{escape(note)}</li>" for note in report.notes)
+def _header(names: Iterable[str]) -> str:
+    return "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+
+
+def _body(lines: Iterable[Sequence[str]]) -> str:
+    """Rows of a table, each with its name first."""
+    return "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in lines
+    )
+
+
+def _notes(notes: Sequence[str]) -> _Fields:
+    items = "\n".join(f"<li>{escape(note)}</li>" for note in notes)
     return {"items": items} if items else None
 
 
@@ -227,104 +345,3 @@ def _legend(keys: Iterable[tuple[str, str, str, bool]]) -> str:
         if is_shown
     )
     return f'<ul class="legend">{items}</ul>'
-
-
-# --- what the script draws ------------------------------------------------------------------------
-
-
-def _as_json(data: dict[str, Any]) -> str:
-    """The data of the script, without any ``<`` that could end it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _sizes_data(report: SizesReport) -> dict[str, Any]:
-    """The sizes whose throughput is known."""
-    return {
-        "chosen": report.size,
-        "plain_size": report.plain_size,
-        "sizes": [
-            {
-                "size": point.size,
-                "rate": _short(point.samples_per_second),
-                "peak": point.plain_peak if point.peak is None else point.peak,
-                "kind": "chosen" if point.size == report.size else point.kind,
-            }
-            for point in report.points
-            if point.samples_per_second is not None and point.fits
-        ],
-    }
-
-
-def _plan_data(report: PlanReport) -> dict[str, Any]:
-    """The curves, the points and the rows."""
-    texts: dict[str, int] = {}
-    return {
-        "budget": report.budget,
-        "plain_time": report.plain_time,
-        "curves": [
-            _curve(name, kind, curve)
-            for name, kind, curve in (
-                ("plain", "before", report.before),
-                ("with the plan", "after", report.after),
-            )
-            if curve
-        ],
-        "points": [vars(point) for point in _shown_points(report)],
-        "rows": [_row(row, texts) for row in report.rows],
-        "texts": list(texts),
-    }
-
-
-def _shown_points(report: PlanReport) -> list[Point]:
-    """The points whose time is known, from the least peak to the largest."""
-    known = [point for point in report.points if math.isfinite(point.seconds)]
-    return sorted(known, key=lambda point: (point.peak, point.seconds))
-
-
-def _curve(name: str, kind: str, curve: _Curve) -> dict[str, Any]:
-    points = thinned(curve, _BUCKETS)
-    time, peak = max(points, key=lambda point: point[1])
-    return {
-        "name": name,
-        "kind": kind,
-        "times": [_short(time) for time, _ in points],
-        "bytes": [nbytes for _, nbytes in points],
-        "peak": [_short(time), peak],
-    }
-
-
-def _row(row: Row, texts: dict[str, int]) -> list[float]:
-    """A row with indices into ``texts`` in place of its texts, most of which occur many times."""
-    path, op, reason = (texts.setdefault(t, len(texts)) for t in (row.path, row.op, row.reason))
-    return [path, op, _PLANNED.index(row.fate), row.bytes, _short(row.seconds), reason]
-
-
-def _short(seconds: float) -> float:
-    """Seven digits: a tenth of a microsecond in a second, and half the page."""
-    return float(f"{seconds:.7g}")
-
-
-# --- curves with no more points than a screen can show -------------------------------------------
-
-
-def thinned(curve: _Curve, buckets: int) -> list[tuple[float, int]]:
-    """``curve`` with at most four points in each of ``buckets`` equal spans of time.
-
-    The first, the last, the highest and the lowest of each are those that can be seen, and the
-    peak of the whole is among them, where it was.
-    """
-    if len(curve) <= 4 * buckets:
-        return list(curve)
-    start, end = curve[0][0], curve[-1][0]
-    width = (end - start) / buckets or 1.0
-    spans = groupby(curve, lambda point: min(int((point[0] - start) / width), buckets - 1))
-    return [point for _, span in spans for point in _telling(list(span))]
-
-
-def _telling(points: _Curve) -> list[tuple[float, int]]:
-    """The first, the last, the highest and the lowest, in their order."""
-    order = range(len(points))
-    highest = max(order, key=lambda n: points[n][1])
-    lowest = min(order, key=lambda n: points[n][1])
-    return [points[n] for n in sorted({0, lowest, highest, len(points) - 1})]

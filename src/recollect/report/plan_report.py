@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recollect.report.rows import Row
@@ -11,6 +11,7 @@ from recollect.report.units import bytes_text, percent_text, seconds_text
 
 __all__ = [
     "Figure",
+    "Mark",
     "PlanReport",
     "Point",
     "figures",
@@ -31,7 +32,16 @@ class Point:
     kind: str = "plan"  #: ``plan`` (one of ours), ``chosen``, ``plain`` or ``peer``
 
 
-@dataclass(frozen=True)
+class Mark(NamedTuple):
+    """From when on something runs."""
+
+    seconds: float
+    path: str  #: the module
+    op: str  #: in backward, the op whose saved tensor is used
+    is_backward: bool
+
+
+@dataclass(frozen=True, repr=False)
 class PlanReport:
     """The data of a plan or a frontier, in bytes and seconds."""
 
@@ -54,6 +64,14 @@ class PlanReport:
     measured_time: float | None = None
     measured_plain_time: float | None = None  #: of the plain steps that were timed with these
     spread: float = 0.0  #: by how much times may be off, as a fraction
+    before_marks: tuple[Mark, ...] = ()  #: what runs over the plain step
+    after_marks: tuple[Mark, ...] = ()  #: the same under the plan
+    #: The versions it was made with, and when.
+    origin: str = field(default="", compare=False)
+
+    def __repr__(self) -> str:
+        peaks = f"{bytes_text(self.predicted_peak)} of {bytes_text(self.plain_peak)}"
+        return f"<PlanReport: {heading(self)}, {peaks}>"
 
 
 class Figure(NamedTuple):

@@ -17,7 +17,6 @@ __all__ = [
     "RegionCall",
     "Row",
     "Sum",
-    "TensorRow",
     "Totals",
     "common_text",
     "grouped",
@@ -33,9 +32,9 @@ _T = TypeVar("_T")
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Row:
-    """What happens to the results of one op."""
+    """What happens to a result of an op, or to all of its results."""
 
     path: str  #: the module that runs the op, by its name in the model
     op: str  #: such as ``aten.mm``
@@ -43,15 +42,14 @@ class Row:
     bytes: int  #: that are held or saved; 0 if autograd would not hold the result either
     seconds: float = 0.0  #: that the op takes, if that was measured
     reason: str = ""  #: the rule, or whoever holds it; empty if the planner was free to choose
-
-
-@dataclass(frozen=True)
-class TensorRow(Row):
-    """What happened to one result of one op in a forward."""
-
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
+    shape: tuple[int, ...] | None = None  #: None if the row is about several results
+    dtype: Any = None  #: likewise
     region: str | None = None  #: the region that holds or recomputes it, if one does
+
+    def __repr__(self) -> str:
+        size = "" if self.shape is None else f" {'x'.join(map(str, self.shape)) or 'scalar'}"
+        where = f" in {self.path}" if self.path else ""
+        return f"<Row: {self.op}{size}{where}, {self.fate}, {self.bytes:,} bytes>"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from recollect.report.plan_report import Figure, PlanReport, figures, heading, point_cells
-from recollect.report.rows import FATES, Row, Sum, TensorRow, common_text, grouped, sums_of
+from recollect.report.rows import FATES, Row, Sum, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
-_WIDTH = 100
+_WIDTH = 80
 _NAME = 34
 _LINES = 40
 
@@ -52,7 +52,7 @@ def rows_table(groups: Sequence[Sequence[Row]]) -> str:
     rows = [row for group in groups for row in group]
     lines = [_cells(group) for group in groups]
     header = ["module", "op", "shape", "memory", "time", "fate", "reason"]
-    if not any(isinstance(row, TensorRow) for row in rows):
+    if all(row.shape is None for row in rows):
         header.remove("shape")
     if not any(row.seconds for row in rows):
         header.remove("time")
@@ -62,7 +62,7 @@ def rows_table(groups: Sequence[Sequence[Row]]) -> str:
 
 def _cells(group: Sequence[Row]) -> dict[str, str]:
     row, shape = group[0], ""
-    if isinstance(row, TensorRow):
+    if row.shape is not None:
         size = "x".join(map(str, row.shape)) or "scalar"
         shape = f"{size} {str(row.dtype).removeprefix('torch.')}"
     return {

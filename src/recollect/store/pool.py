@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.errors import RecollectWarning
+
 __all__ = [
     "LARGEST",
     "SMALLEST",
@@ -183,5 +185,6 @@ class PinnedPool:
                 f"recollect keeps {size:,} bytes in host memory that is not pinned: {error}. This "
                 "is correct but slow, because the CPU waits for such copies. Keep less on the host,"
                 " or raise HostStore(pinned_limit=...). This warning is shown once.",
+                RecollectWarning,
                 stacklevel=2,
             )

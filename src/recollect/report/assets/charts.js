@@ -99,7 +99,8 @@ class Chart {
 }
 
 // Pointer and arrow keys move the same thing: `go(position)`, of which there are `count()`.
-function steer(chart, count, nearest, go) {
+// A click, or the enter key, is for `use(position)`.
+function steer(chart, count, nearest, go, use) {
   const place = chart.place;
   let position = 0;
   const move = (to) => {
@@ -114,6 +115,7 @@ function steer(chart, count, nearest, go) {
   };
   place.addEventListener("pointermove", point);
   place.addEventListener("pointerdown", point);
+  if (use) place.addEventListener("click", () => use(position));
   place.addEventListener("focus", () => { if (place.matches(":focus-visible")) move(position); });
   place.addEventListener("keydown", (event) => {
     const page = Math.ceil(count() / 10);
@@ -121,6 +123,7 @@ function steer(chart, count, nearest, go) {
       ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -page, PageUp: page, Home: -Infinity, End: Infinity,
     };
     if (event.key === "Escape") chart.hide();
+    if (event.key === "Enter" && use) use(position);
     if (!(event.key in steps)) return;
     event.preventDefault();
     move(position + steps[event.key]);
@@ -197,6 +200,32 @@ function stairs(curve, x, y) {
   return path.join("");
 }
 
+// Where backward begins: of the plan, if there is one. Plain's is at about the same share of its time.
+function phases(chart, curve, x) {
+  if (curve.turn === null || curve.turn <= curve.times[0]) return;
+  const { top, bottom } = chart.box;
+  const at = x(curve.turn);
+  draw(chart.svg, "line", { class: "turn", x1: at, x2: at, y1: top, y2: bottom });
+  draw(chart.svg, "text", { class: "phase", x: at - 8, y: bottom - 7, "text-anchor": "end" }, "forward");
+  draw(chart.svg, "text", { class: "phase", x: at + 8, y: bottom - 7 }, "backward");
+}
+
+// What runs at `time`: module and op, or nothing if that is not known.
+function runningAt(curve, time) {
+  const { marks, texts } = curve;
+  if (!marks.length || time < marks[0][0]) return [];
+  let low = 0, high = marks.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (marks[middle][0] <= time) low = middle; else high = middle - 1;
+  }
+  const [, path, op] = marks[low];
+  const isBackward = curve.turn !== null && time >= curve.turn;
+  const found = [["", isBackward ? "backward of" : "forward of", texts[path] || "the model itself"]];
+  if (texts[op]) found.push(["", "op", texts[op]]);
+  return found;
+}
+
 function memoryChart(place, curves, budget) {
   const start = Math.min(...curves.map((curve) => curve.times[0]));
   const end = Math.max(...curves.map((curve) => curve.times[curve.times.length - 1]));
@@ -208,6 +237,7 @@ function memoryChart(place, curves, budget) {
     x = scale(start, end, left, right);
     y = scale(0, most * 1.06, bottom, top);
     self.axes(x, y, secondsTicks(start, end, small ? 4 : 8), bytesTicks(0, most * 1.06, 5), "time in the step", "allocated memory");
+    phases(self, curves[curves.length - 1], x);
     for (const curve of curves) {
       const path = stairs(curve, x, y);
       const last = x(curve.times[curve.times.length - 1]).toFixed(1);
@@ -247,6 +277,8 @@ function memoryChart(place, curves, budget) {
     draw(chart.lit, "line", { class: "cross", x1: x(time), x2: x(time), y1: chart.box.top, y2: chart.box.bottom });
     for (const [curve, bytes] of lights) draw(chart.lit, "circle", { class: `mark ${curve.kind}`, cx: x(time), cy: y(bytes), r: 4 });
     const pairs = found.map(([curve, bytes]) => [curve.kind, curve.name, bytes === null ? "step is over" : bytesText(bytes)]);
+    const last = curves[curves.length - 1];
+    if (memoryAt(last, time) !== null) pairs.push(...runningAt(last, time));
     chart.show(x(time), chart.box.top + 8, secondsText(time), pairs);
   };
   const count = () => Math.floor(chart.box.right - chart.box.left) + 1;
@@ -311,7 +343,8 @@ function frontierChart(place, points, plainTime, budget) {
       }
     }
     if (budget) taken.push({ left: x(budget) - 2, right: x(budget) + 2, top: box.top, bottom: box.bottom });
-    for (const kind of ["plan", "peer", "plain", "chosen"]) {
+    // Plans are the line: hundreds of dots would hide it.
+    for (const kind of ours.length > 1 ? ["peer", "plain", "chosen"] : ["plan", "peer", "plain", "chosen"]) {
       for (const point of points.filter((each) => each.kind === kind)) {
         const g = draw(svg, "g", { class: `point ${kind}` });
         SHAPES[kind](g, x(point.peak), y(relative(point)));
@@ -333,12 +366,42 @@ function frontierChart(place, points, plainTime, budget) {
     const point = points[position];
     const px = x(point.peak), py = y(relative(point));
     chart.lit.replaceChildren();
+    if (point.kind === "plan") SHAPES.plan(chart.lit, px, py);
     draw(chart.lit, "circle", { class: "lit", cx: px, cy: py, r: 11 });
     const pairs = [["", "peak", bytesText(point.peak)], ["", "step", secondsText(point.seconds)]];
     if (plainTime > 0) pairs.push(["", "relative to plain", `${fixed(relative(point), 3)}×`]);
+    if (ours.includes(point)) pairs.push(...trades(ours, point));
     chart.show(px, Math.min(py + 14, chart.box.bottom - 90), point.name, pairs);
   };
-  steer(chart, () => points.length, nearest, go);
+  steer(chart, () => points.length, nearest, go, (position) => usePoint(ours, points[position]));
+}
+
+// What some memory more or less does to the time of `point`: pairs for the tip.
+function trades(ours, point) {
+  const peaks = ours.map(({ peak }) => peak);
+  const range = Math.max(...peaks) - Math.min(...peaks);
+  let unit = 1024 ** Math.max(0, Math.floor(Math.log2(range / 4 || 1) / 10));
+  while (unit * 10 <= range / 4) unit *= 10;
+  const best = (most) => Math.min(...ours.filter(({ peak }) => peak <= most).map(({ seconds }) => seconds));
+  const found = [];
+  for (const [sign, change] of [["+", unit], ["−", -unit]]) {
+    const seconds = best(point.peak + change);
+    const more = seconds / point.seconds - 1;
+    if (!Number.isFinite(seconds) || Math.abs(more) < 0.0005) continue;
+    found.push(["", `${sign}${bytesText(unit).replace(".00", "")}`, `${more < 0 ? "−" : "+"}${percentText(Math.abs(more))} time`]);
+  }
+  return found;
+}
+
+// Below the chart: how to use the plan that was clicked. A budget is rounded up, so that the plan fits.
+function usePoint(ours, point) {
+  const place = document.getElementById("frontier-use");
+  place.hidden = !ours.includes(point);
+  let unit = 0;
+  while (unit < 3 && point.peak >= 1024 ** (unit + 1)) unit += 1;
+  const budget = `${(Math.ceil((point.peak / 1024 ** unit) * 100) / 100).toFixed(2)}${BINARY[unit]}`;
+  const words = trades(ours, point).map(([, change, effect]) => `${change}: ${effect}`).join(", ");
+  place.replaceChildren(make("code", "", `model = recollect.fit(model, budget="${budget}")`), make("span", "trade", words));
 }
 
 // --- throughput against size ---------------------------------------------------------------------

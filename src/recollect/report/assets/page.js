@@ -12,9 +12,9 @@
     const { texts } = data;
     const rows = data.rows.map(([path, op, fate, bytes, seconds, reason]) => {
       const row = { path: texts[path], op: texts[op], fate, bytes, seconds, reason: texts[reason] };
-      row.text = `${row.path} ${row.op} ${FATES[fate].join(" ")} ${row.reason}`.toLowerCase();
+      row.text = `${row.path} ${row.op} ${data.fates[fate]} ${row.reason}`.toLowerCase();
       return row;
     });
-    new Tree(modules, rows);
+    new Tree(modules, rows, data.fates);
   }
 })();

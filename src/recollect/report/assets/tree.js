@@ -1,7 +1,6 @@
 // The modules as a tree in a table. Rows are made when they come into sight: there may be thousands,
 // and a browser needs seconds to lay those out.
 
-const FATES = [["kept", "Kept"], ["recomputed", "Recomputed"], ["offloaded", "Offloaded"]];
 // So many rows are open at first, and so many matches of a filter are all shown at once.
 const AT_FIRST = 26;
 const MATCHES = 200;
@@ -13,7 +12,7 @@ function newNode(name, parent) {
 }
 
 // The rows that match, as a tree with sums. An op is a node without children of its own.
-function treeOf(rows, matches) {
+function treeOf(rows, matches, fates) {
   const root = newNode("", null);
   root.isOpen = true;
   for (const row of rows) {
@@ -28,29 +27,32 @@ function treeOf(rows, matches) {
     }
     node.children.push({ row, parent: node, depth: node.depth + 1, children: [] });
   }
-  addUp(root);
+  addUp(root, fates);
   return root;
 }
 
-function addUp(node) {
-  node.bytes = [0, 0, 0];
-  node.seconds = [0, 0, 0];
+function addUp(node, fates) {
+  node.bytes = fates.map(() => 0);
+  node.seconds = fates.map(() => 0);
   node.ops = node.row ? 1 : 0;
   if (node.row) {
     node.bytes[node.row.fate] = node.row.bytes;
     node.seconds[node.row.fate] = node.row.seconds;
   }
   for (const child of node.children) {
-    addUp(child);
+    addUp(child, fates);
     node.ops += child.ops;
-    for (let n = 0; n < 3; n += 1) { node.bytes[n] += child.bytes[n]; node.seconds[n] += child.seconds[n]; }
+    for (let n = 0; n < fates.length; n += 1) { node.bytes[n] += child.bytes[n]; node.seconds[n] += child.seconds[n]; }
   }
-  node.total = node.bytes[0] + node.bytes[1] + node.bytes[2];
+  node.total = node.bytes.reduce((sum, each) => sum + each, 0);
 }
 
 class Tree {
-  constructor(place, rows) {
+  constructor(place, rows, fates) {
     this.rows = rows;
+    this.fates = fates;
+    this.isTimed = rows.some(({ seconds }) => seconds > 0);
+    place.style.setProperty("--fates", fates.length);
     this.body = place.querySelector("tbody");
     this.status = document.getElementById("matches");
     this.filter = document.getElementById("filter");
@@ -74,7 +76,7 @@ class Tree {
     // What is open is remembered by path, over every change of the filter.
     if (this.root && !this.isFiltered) this.open = this.openKeys();
     this.isFiltered = words.length > 0;
-    this.root = treeOf(this.rows, matches);
+    this.root = treeOf(this.rows, matches, this.fates);
     this.each(this.root, (node) => { node.isOpen = node === this.root || (this.open || new Set()).has(node.key); });
     if (!this.open) this.openFirst();
     if (this.isFiltered && this.root.ops <= MATCHES) this.each(this.root, (node) => { node.isOpen = true; });
@@ -121,7 +123,7 @@ class Tree {
   inOrder(children) {
     const { by, down } = this.sorting;
     if (by === "order") return children;
-    const value = (node) => (by === "total" ? node.total : node.bytes[FATES.findIndex(([name]) => name === by)]);
+    const value = (node) => (by === "total" ? node.total : node.bytes[this.fates.indexOf(by)]);
     return [...children].sort((a, b) => (down ? value(b) - value(a) : value(a) - value(b)));
   }
 
@@ -136,7 +138,7 @@ class Tree {
 
   nothing() {
     const row = make("tr"), cell = make("td", "empty", "Nothing matches.");
-    cell.colSpan = 5;
+    cell.colSpan = 2 + this.fates.length;
     row.append(cell);
     return row;
   }
@@ -174,7 +176,7 @@ class Tree {
     const button = make("button", "", `Show more: ${left} rows are left`);
     button.type = "button";
     button.addEventListener("click", () => this.more());
-    cell.colSpan = 5;
+    cell.colSpan = 2 + this.fates.length;
     cell.append(button);
     row.append(cell);
     this.sight.observe(row);
@@ -188,15 +190,16 @@ class Tree {
     row.style.setProperty("--depth", Math.max(0, node.depth));
     row.setAttribute("role", "row");
     row.append(this.label(node), this.bar(node, most));
-    FATES.forEach(([name, title], n) => {
+    this.fates.forEach((name, n) => {
       const cell = make("td", `sum ${name}`);
-      cell.dataset.label = title;
+      cell.dataset.label = name[0].toUpperCase() + name.slice(1);
       cell.setAttribute("role", "cell");
       if (!node.bytes[n] && !node.seconds[n]) {
         cell.classList.add("zero");
         cell.append(make("span", "none", "–"));
       } else {
-        cell.append(make("span", "bytes", bytesText(node.bytes[n])), " ", make("span", "time", secondsText(node.seconds[n])));
+        cell.append(make("span", "bytes", bytesText(node.bytes[n])));
+        if (this.isTimed) cell.append(" ", make("span", "time", secondsText(node.seconds[n])));
       }
       row.append(cell);
     });
@@ -232,7 +235,7 @@ class Tree {
     const bar = make("div", "bar");
     bar.setAttribute("role", "img");
     bar.setAttribute("aria-label", `${bytesText(node.total)} in all`);
-    FATES.forEach(([name], n) => {
+    this.fates.forEach((name, n) => {
       if (!node.bytes[n]) return;
       const part = make("i", name);
       part.style.width = `${(100 * node.bytes[n]) / most}%`;

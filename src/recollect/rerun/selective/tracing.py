@@ -13,6 +13,7 @@ from typing import Any
 from recollect._torch.dynamo import tag_recompute_nodes, traced_graph, traced_modules, traced_tag
 from recollect._torch.ops import OpOverload
 from recollect.checks.names import names_in_memory
+from recollect.errors import RecollectWarning
 from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy, fits, listed
@@ -70,6 +71,7 @@ class Tracer:
                     warnings.warn(
                         f"{rule.title}: {pattern!r} matches no module. "
                         f"There are: {listed(self._paths, pattern)}",
+                        RecollectWarning,
                         stacklevel=2,
                     )
 

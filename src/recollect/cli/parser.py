@@ -1,0 +1,307 @@
+"""The options of ``recollect``, and its help. Imports no torch: help is there at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from recollect._version import __version__
+
+__all__ = ["closest", "make_parser"]
+
+_T = TypeVar("_T")
+
+_TARGET = """\
+MODULE is a file, or a dotted name that can be imported from here. FUNCTION
+takes no arguments and returns the parts of a training step:
+
+    def build():
+        return model, batch     # a tuple is *args, a dict is **kwargs
+
+    def build():
+        return dict(model=model, batch=batch, loss=loss, optimizer=optimizer)
+
+A model of transformers needs no file. It is made on the meta device, without
+weights, so that it takes no memory here:
+
+    transformers:LlamaConfig --set hidden_size=2048 --batch 8x2048
+"""
+
+_PLAN = f"""\
+{_TARGET}
+A budget is the most that the step may allocate, with parameters, gradients and
+optimizer state: 12GiB, 8GB, a number of bytes, a share of what the plain step
+takes (50%, 0.5), or auto: what the device has.
+
+examples:
+  recollect plan train.py:build --budget 12GiB
+  recollect plan package.train:build --budget 50% --html plan.html
+  recollect plan train.py:build --budget 12GiB --save plan.json
+  recollect plan transformers:LlamaConfig --set num_hidden_layers=16 \\
+      --batch 8x2048 --dtype bfloat16 --optimizer AdamW --budget 24GiB
+
+A saved plan is used with  recollect.Plan.load("plan.json").apply(model)
+"""
+
+_FRONTIER = f"""\
+{_TARGET}
+examples:
+  recollect frontier train.py:build
+  recollect frontier package.train:build --html frontier.html
+  recollect frontier train.py:build --save frontier.json
+"""
+
+_LARGEST = """\
+MODULE is a file, or a dotted name that can be imported from here. FUNCTION
+takes no arguments and returns a model, and a function that makes a batch of a
+given size:
+
+    def build():
+        return model, lambda n: torch.randn(n, 64)
+
+    def build():
+        return dict(model=model, make_batch=make_batch, loss=loss,
+                    optimizer=optimizer)
+
+A size is whatever make_batch makes of it: a number of samples, or the length
+of sequences.
+
+examples:
+  recollect largest train.py:build --budget 12GiB
+  recollect largest train.py:build --budget auto --time 1.2 --multiple-of 8
+"""
+
+_EXPLAIN = f"""\
+{_TARGET}
+examples:
+  recollect explain train.py:build    what one forward holds, and why
+  recollect explain plan.json         what a saved plan does
+"""
+
+_COMPARE = """\
+examples:
+  recollect plan train.py:build --budget 12GiB --save a.json
+  recollect plan train.py:build --budget 8GiB --save b.json
+  recollect compare a.json b.json --html compared.html
+"""
+
+_ALL = """\
+examples:
+  recollect demo                      see what it does, in half a minute
+  recollect plan train.py:build --budget 12GiB
+  recollect frontier train.py:build --html frontier.html
+  recollect largest train.py:build --budget 12GiB --time 1.2
+
+`recollect COMMAND --help` says more.
+"""
+
+
+def closest(word: str, words: Sequence[str]) -> str:
+    """A question that names what was probably meant; empty if nothing is close."""
+    found = difflib.get_close_matches(word, words, n=1)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+class _Parser(ArgumentParser):
+    """Asks whether something else was meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        args = sys.argv[1:] if args is None else args
+        # Before argparse misses a required option that was only misspelt.
+        known = [*self._option_string_actions]
+        for name in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            is_known = any(option.startswith(name) for option in known)
+            if not is_known and not self._subparsers:
+                self.error(f"there is no option {name}.{closest(name, known)}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)", message)
+        if wrong:
+            there = re.findall(r"[\w-]+", wrong[2])
+            message = f"there is no command {wrong[1]!r}.{closest(wrong[1], there)}"
+            message += f" There are: {', '.join(there)}"
+        super().error(message)
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of all commands; ``command`` of what it returns is the name of one."""
+    main_parser = _Parser(
+        prog="recollect",
+        description="Fit the training step of a PyTorch model into less memory.",
+        epilog=_ALL,
+    )
+    main_parser.add_argument("--version", action="version", version=f"recollect {__version__}")
+    several: Any = main_parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(name: str, what: str, more: str = "", *parents: ArgumentParser) -> ArgumentParser:
+        about = f"{what[0].upper()}{what[1:]}."
+        parser: ArgumentParser = several.add_parser(
+            name, help=what, description=about, epilog=more, parents=parents
+        )
+        return parser
+
+    page, output, step = _page_options(), _output_options(), _step_options()
+    parser = add("plan", "plan a training step for a memory budget", _PLAN, step, page, output)
+    budgets = "such as 12GiB, 8GB, 50%% or auto"
+    parser.add_argument("--budget", type=_budget, required=True, help=budgets)
+    _add_save(parser, "write the plan, for recollect.Plan.load")
+
+    what = "show every trade-off of memory for time"
+    parser = add("frontier", what, _FRONTIER, step, page, output)
+    _add_save(parser, "write the points, as --json prints them")
+
+    what = "find the largest batch that a plan fits into a budget"
+    parser = add("largest", what, _LARGEST, _planning_options(), page, output)
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
+    _add_largest_options(parser)
+
+    what = "show what a forward holds and why, or what a saved plan does"
+    parser = add("explain", what, _EXPLAIN, _made_options(), page, output)
+    examples = "such as train.py:build or plan.json"
+    parser.add_argument("target", metavar="MODULE:FUNCTION|PLAN.json", help=examples)
+
+    parser = add("compare", "show two saved plans side by side", _COMPARE, page, output)
+    parser.add_argument("first", metavar="A.json", help="a plan that `plan --save` wrote")
+    parser.add_argument("second", metavar="B.json", help="another one")
+
+    what = "train a small transformer within three budgets, and compare"
+    parser = add("demo", what, "", page)
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps, 10 by default")
+
+    add("doctor", "check that recollect works on this machine")
+    return main_parser
+
+
+# --- groups of options ----------------------------------------------------------------------------
+
+
+def _add_save(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
+
+
+def _add_largest_options(parser: ArgumentParser) -> None:
+    budgets = "such as 12GiB, 8GB or auto"
+    parser.add_argument("--budget", type=_bytes, required=True, help=budgets)
+    what = "how many times plain's time a sample may take, such as 1.2"
+    time = _checked(float, "check_time")
+    parser.add_argument("--time", type=time, metavar="TIMES", help=what)
+    count = _checked(int, "check_count")
+    what = "consider only multiples of it"
+    parser.add_argument("--multiple-of", type=count, default=1, metavar="N", help=what)
+    what = "the largest size to consider"
+    parser.add_argument("--most", type=count, metavar="N", help=what)
+    _add_save(parser, "write the plan, for recollect.Plan.load")
+
+
+def _page_options() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False)
+    what = "write a page to open in a browser"
+    parser.add_argument("--html", type=_output, metavar="FILE", help=what)
+    return parser
+
+
+def _output_options() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    either.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def _planning_options() -> ArgumentParser:
+    """The options of commands that plan a training step."""
+    parser = ArgumentParser(add_help=False)
+    what = "hold nothing in the memory of the host"
+    parser.add_argument("--no-offload", action="store_true", help=what)
+    what = (
+        "the training loop frees the model's output before backward, as the Trainer of "
+        "transformers does: holds_output=False"
+    )
+    parser.add_argument("--frees-output", action="store_true", help=what)
+    return parser
+
+
+def _step_options() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False, parents=[_planning_options(), _made_options()])
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
+    return parser
+
+
+def _made_options() -> ArgumentParser:
+    """What makes a model of transformers from its config."""
+    parser = ArgumentParser(add_help=False)
+    group = parser.add_argument_group("for transformers:SomeConfig")
+    what = "a value of the config, such as hidden_size=2048; may be repeated"
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=what)
+    what = "sequences and their length, such as 8x2048"
+    group.add_argument("--batch", type=_shape, metavar="NxLENGTH", help=what)
+    what = "of the parameters, such as bfloat16"
+    group.add_argument("--dtype", metavar="DTYPE", help=what)
+    what = "a class of torch.optim whose state counts, such as AdamW"
+    group.add_argument("--optimizer", metavar="NAME", help=what)
+    return parser
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _budget(text: str) -> str:
+    return _accepted(text, import_module("recollect.planning.budget").check_budget)
+
+
+def _bytes(text: str) -> str:
+    return _accepted(text, import_module("recollect.planning.largest_batch").check_bytes)
+
+
+def _checked(kind: type[_T], check: str) -> Callable[[str], _T]:
+    """Reads an option as a number that a check of ``largest_batch`` accepts."""
+
+    def read(text: str) -> _T:
+        value = kind(text)  # type: ignore[call-arg]
+        return _accepted(value, getattr(import_module("recollect.planning.largest_batch"), check))
+
+    read.__name__ = kind.__name__  # which argparse calls an invalid value by
+    return read
+
+
+def _accepted(value: _T, check: Callable[[_T], None]) -> _T:
+    try:
+        check(value)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return value
+
+
+def _shape(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or "0" in found.groups():
+        raise ArgumentTypeError(f"{text!r} should be sequences x length, such as 8x2048")
+    return int(found[1]), int(found[2])
+
+
+def _output(text: str) -> Path:
+    """A file that can be written. Checked before planning, which may take minutes."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(
+            f"there is no folder {path.parent} to write {path.name} into: "
+            f"make it, with  mkdir -p {path.parent}"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{text} cannot be written: name a file that can be")
+    return path

@@ -1,0 +1,157 @@
+"""What the script of a page draws: curves, points and rows, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from recollect.report.plan_report import Mark, PlanReport, Point
+from recollect.report.rows import Row
+from recollect.report.sizes import SizesReport
+
+__all__ = [
+    "HELD",
+    "PLANNED",
+    "as_json",
+    "comparison_data",
+    "plan_data",
+    "rows_data",
+    "shown_points",
+    "sizes_data",
+    "thinned",
+]
+
+#: The fates that a plan chooses from, and those that a forward ends in, as the page shows them.
+PLANNED = ("kept", "recomputed", "offloaded")
+HELD = ("kept", "input", "recomputed", "offloaded")
+#: As many as a wide screen has columns for a chart.
+_BUCKETS = 1000
+
+_Curve = Sequence[tuple[float, int]]
+
+
+def as_json(data: dict[str, Any]) -> str:
+    """The data of the script, without any ``<`` that could end it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def sizes_data(report: SizesReport) -> dict[str, Any]:
+    """The sizes whose throughput is known."""
+    return {
+        "chosen": report.size,
+        "plain_size": report.plain_size,
+        "sizes": [
+            {
+                "size": point.size,
+                "rate": _short(point.samples_per_second),
+                "peak": point.plain_peak if point.peak is None else point.peak,
+                "kind": "chosen" if point.size == report.size else point.kind,
+            }
+            for point in report.points
+            if point.samples_per_second is not None and point.fits
+        ],
+    }
+
+
+def plan_data(report: PlanReport) -> dict[str, Any]:
+    """The curves, the points and the rows."""
+    return {
+        "budget": report.budget,
+        "plain_time": report.plain_time,
+        "curves": [
+            _curve(name, kind, curve, marks)
+            for name, kind, curve, marks in (
+                ("plain", "before", report.before, report.before_marks),
+                ("with the plan", "after", report.after, report.after_marks),
+            )
+            if curve
+        ],
+        "points": [vars(point) for point in shown_points(report)],
+        **rows_data(report.rows, PLANNED),
+    }
+
+
+def rows_data(rows: Sequence[Row], fates: Sequence[str]) -> dict[str, Any]:
+    """Rows, with indices in place of their texts, most of which occur many times."""
+    texts: dict[str, int] = {}
+    found = [_row(row, texts, fates) for row in rows]
+    return {"fates": fates, "rows": found, "texts": list(texts)}
+
+
+def shown_points(report: PlanReport) -> list[Point]:
+    """The points whose time is known, from the least peak to the largest."""
+    known = [point for point in report.points if math.isfinite(point.seconds)]
+    return sorted(known, key=lambda point: (point.peak, point.seconds))
+
+
+def comparison_data(
+    first: PlanReport, second: PlanReport, names: tuple[str, str]
+) -> dict[str, Any]:
+    """The curves of two plans."""
+    return {
+        "budget": None,
+        "curves": [
+            _curve(name, kind, report.after, report.after_marks)
+            for name, kind, report in zip(names, ("first", "second"), (first, second), strict=True)
+            if report.after
+        ],
+    }
+
+
+def _curve(name: str, kind: str, curve: _Curve, marks: Sequence[Mark]) -> dict[str, Any]:
+    """A curve, what runs under it, and when backward begins."""
+    points = thinned(curve, _BUCKETS)
+    time, peak = max(points, key=lambda point: point[1])
+    texts: dict[str, int] = {}
+    return {
+        "name": name,
+        "kind": kind,
+        "turn": next((mark.seconds for mark in marks if mark.is_backward), None),
+        "marks": [
+            [mark.seconds, *(texts.setdefault(text, len(texts)) for text in (mark.path, mark.op))]
+            for mark in marks
+        ],
+        "texts": list(texts),
+        "times": [_short(time) for time, _ in points],
+        "bytes": [nbytes for _, nbytes in points],
+        "peak": [_short(time), peak],
+    }
+
+
+def _row(row: Row, texts: dict[str, int], fates: Sequence[str]) -> list[float]:
+    path, op, reason = (texts.setdefault(t, len(texts)) for t in (row.path, row.op, row.reason))
+    return [path, op, fates.index(row.fate), row.bytes, _short(row.seconds), reason]
+
+
+def _short(seconds: float) -> float:
+    """Seven digits: a tenth of a microsecond in a second, and half the page."""
+    return float(f"{seconds:.7g}")
+
+
+# --- curves with no more points than a screen can show -------------------------------------------
+
+
+def thinned(curve: _Curve, buckets: int) -> list[tuple[float, int]]:
+    """``curve`` with at most four points in each of ``buckets`` equal spans of time.
+
+    The first, the last, the highest and the lowest of each are those that can be seen, and the
+    peak of the whole is among them, where it was.
+    """
+    if len(curve) <= 4 * buckets:
+        return list(curve)
+    start, end = curve[0][0], curve[-1][0]
+    width = (end - start) / buckets or 1.0
+    spans = groupby(curve, lambda point: min(int((point[0] - start) / width), buckets - 1))
+    return [point for _, span in spans for point in _telling(list(span))]
+
+
+def _telling(points: _Curve) -> list[tuple[float, int]]:
+    """The first, the last, the highest and the lowest, in their order."""
+    order = range(len(points))
+    highest = max(order, key=lambda n: points[n][1])
+    lowest = min(order, key=lambda n: points[n][1])
+    return [points[n] for n in sorted({0, lowest, highest, len(points) - 1})]
