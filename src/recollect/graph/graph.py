@@ -33,6 +33,7 @@ __all__ = [
     "Storage",
     "Tables",
     "Value",
+    "fixed_bytes",
 ]
 
 
@@ -185,6 +186,8 @@ class Graph:
             makes a graph of its own.
         regions: The number of the first op of each region. A step that calls the model several
             times has one for each call: what they hold is released apart from each other.
+        fixed: The storages that are in ``before`` and ``during`` of the events, if that is known.
+        block: The allocator hands out multiples of this many bytes.
     """
 
     ops: Sequence[Op]
@@ -202,6 +205,8 @@ class Graph:
     link: Link | None = None
     varies: bool = False
     regions: tuple[int, ...] = (0,)
+    fixed: Sequence[Storage] = ()
+    block: int = 1
 
     def region_of(self, op: int) -> int:
         """The number of the region of an op."""
@@ -308,11 +313,29 @@ class Tables:
                 self.holds[values[value].op].append((storage, end))
 
 
+def fixed_bytes(fixed: Sequence[Storage], workspaces: Sequence[int]) -> list[tuple[int, int]]:
+    """By event: the bytes of ``fixed`` before it, and the most while it runs.
+
+    ``workspaces``: by event, the bytes that it needs beside its results.
+    """
+    born = [0] * (len(workspaces) + 2)
+    for storage in fixed:
+        born[storage.born] += storage.nbytes
+    alive = _alive(fixed, len(workspaces))
+    return [
+        (now - new, now + more) for now, new, more in zip(alive, born, workspaces, strict=False)
+    ]
+
+
 def _live(graph: Graph) -> list[int]:
     """By event: the base, and the bytes of storages of forward that are alive."""
-    change = [0] * (len(graph.events) + 2)
-    change[0] = graph.base
-    for storage in graph.storages:
+    return [graph.base + nbytes for nbytes in _alive(graph.storages, len(graph.events))]
+
+
+def _alive(storages: Sequence[Storage], events: int) -> list[int]:
+    """By event, of so many and the end of the step: the bytes of storages that are alive."""
+    change = [0] * (events + 2)
+    for storage in storages:
         change[storage.born] += storage.nbytes
         change[storage.dies + 1] -= storage.nbytes
     return list(accumulate(change))

@@ -33,11 +33,13 @@ class Choice:
 
     Args:
         plan: The plan that is applied.
-        graph: A step of this kind, as it was traced.
+        graph: A step of this kind, as it was traced or predicted.
+        may_be_plain: Whether it may run without the engine, and so without a check of what it does.
     """
 
-    def __init__(self, plan: PlannedStep, graph: Graph) -> None:
+    def __init__(self, plan: PlannedStep, graph: Graph, *, may_be_plain: bool = True) -> None:
         self._plan = plan
+        self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
         self._room = plan.budget * (IF_SHAPES_VARY if graph.varies else 1.0)
         #: By what factor peaks are above the simulated ones.
@@ -87,10 +89,11 @@ class Choice:
 
     def best(self) -> Schedules:
         """The fastest schedules that fit, or else those of the least peak."""
-        fitting = [each for each in self._outcomes if self.fits(each)]
+        allowed = [each for each in self._outcomes if self.may_be_plain or None not in each]
+        fitting = [each for each in allowed if self.fits(each)]
         if fitting:
             return min(fitting, key=self.seconds)
-        return min(self._outcomes, key=self.peak)
+        return min(allowed, key=self.peak)
 
     def measured(self, schedules: Schedules, peak: int) -> None:
         """A step was measured."""

@@ -24,8 +24,10 @@ from recollect.planning.model_state import (
     gradient_bytes,
 )
 from recollect.planning.planned_step import PlannedStep
+from recollect.planning.shapes import Shapes
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import CallReport
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -67,6 +69,10 @@ class Kinds:
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
+        #: What was traced.
+        self._shapes = Shapes()
+        if plan.graph is not None and not plan.others:
+            self._shapes.add(plan.signature, Kind(())[1:], plan.graph, dict(plan.made))
         self._planned = tuple(Kind(each.signature) for each in plan.forwards)
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
@@ -92,14 +98,55 @@ class Kinds:
     def find(self, step: Step) -> Variant:
         """The last forward of a step, whose others have begun before."""
         variant = self._known.get(step)
-        if variant is None:
+        if variant is None or self._is_told_better(variant):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
                 self._choices.clear()
             first = self._known.get(step[:1])
-            variant = self._known[step] = self._new_variant(step, first)
+            found = self._predicted_variant(step) if step != self._planned else None
+            variant = found or variant or self._new_variant(step, first)
+            variant.version, self._known[step] = self._shapes.version, variant
         variant.count()
+        if not variant.is_known and variant.schedule is not None and len(step) == 1:
+            variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
+
+    def _is_told_better(self, variant: Variant) -> bool:
+        """Whether a forward that was not known may be predicted by what was learned since."""
+        return not variant.is_known and variant.version != self._shapes.version
+
+    def _predicted_variant(self, step: Step) -> Variant | None:
+        """A forward that was never traced, by others that were."""
+        kind, plan = step[-1], self._plan
+        # What follows a forward cannot be predicted.
+        if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
+            return None
+        found = self._shapes.predict(kind.signature, kind[1:])
+        if found is None:
+            return None
+        choice = Choice(plan, found.graph, may_be_plain=found.is_covered)
+        variant = Variant(
+            plan, self._warnings, plan.least, found.made, _describe_differences(plan, kind)
+        )
+        variant.is_predicted = True
+        self._choices[step], self._known[step] = choice, variant
+        self._choose(variant)
+        if variant.peak > plan.budget:
+            variant.warn(variant.peak, found.made, variant.peak)
+        return variant
+
+    def judge(self, step: Step, report: CallReport) -> None:
+        """The last forward of a step was recorded: compare it with what was known."""
+        variant = self._known.get(step)
+        if variant is None:
+            return  # it was forgotten since
+        is_right = variant.judge(report)
+        if variant.is_predicted:
+            variant.is_predicted = False
+            self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
+            if is_right and not self._choices[step].may_be_plain:
+                self._choices[step].may_be_plain = True
+                self._choose(variant)
 
     def is_surprise(self, step: Step) -> bool:
         """Whether the last forward of a step follows others, and was never seen to."""
@@ -183,6 +230,8 @@ class Kinds:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
+        if len(step) == 1:
+            self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
 
     def failed(self, step: Step) -> None:
         """A step was traced in vain: its backward did not come."""

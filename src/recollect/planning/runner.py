@@ -205,7 +205,7 @@ class Runner:
         forwards.add(kind, Waiting(result, report.remat))
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
-                variant.judge(report)
+                kinds.judge(step, report)
             if self._checks > 0 and kinds.is_planned(step):
                 self._checks -= 1
                 watch_output(result, self._check_output)

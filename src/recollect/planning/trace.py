@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch
 
-from recollect._torch.autograd import current_graph_task
+from recollect._torch.autograd import current_graph_task, without_history
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
@@ -206,7 +206,11 @@ class TraceMode(DispatchMode):
     def pack(self, pack: Callable[[_Tensor], Any], tensor: _Tensor) -> SavedHandle:
         """The hook that autograd calls to save a tensor."""
         trace, number = self._trace, len(self._trace.saved)
-        handle = SavedHandle(number, pack(tensor))
+        packed = pack(tensor)
+        if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
+            # Held by the schedule, as an alias: else nothing would tell when others drop it.
+            packed[0] = without_history(tensor)
+        handle = SavedHandle(number, packed)
         trace.saved.append(self._storage_of(tensor))
         self._saved[number] = ref(handle, lambda _: trace.released.append(number))
         return handle

@@ -72,6 +72,9 @@ class Variant:
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
         self._uses = 0
+        #: Whether its step was predicted and not traced; and what was known when it could not be.
+        self.is_predicted = False
+        self.version = -1
         if not self.is_known:
             self.first.wants_trace = True
 
@@ -106,15 +109,18 @@ class Variant:
         """What the last forward ran by that was not traced with less."""
         return self._outgrown if self._has_outgrown else self.schedule
 
-    def judge(self, report: CallReport) -> None:
-        """Compare a call that was recorded, as a whole or from some op on, with the known one."""
+    def judge(self, report: CallReport) -> bool:
+        """Compare a call that was recorded, as a whole or from some op on, with the known one.
+
+        Whether it made no more than that.
+        """
         recording = report.recording
         if report.is_unrecorded:
             self._warn_unrecorded(str(report.difference))
         elif report.difference is None and recording is not None and recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
         if recording is None or self._made is None:
-            return
+            return False
         before = None if report.difference is None else report.before
         made = bytes_by_module(recording, before)
         known = max(1, sum(self._made.values()))
@@ -130,6 +136,8 @@ class Variant:
                 self.warn(round(peak), made)
             self._has_outgrown, self._outgrown = True, self.schedule
             self.schedule, self.first.wants_trace = self._plan.least, True
+            return False
+        return True
 
     def traced(self, recording: Recording) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module."""
