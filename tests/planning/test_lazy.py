@@ -310,6 +310,17 @@ def test_a_backward_that_fails_is_no_step() -> None:
     loop.assert_kept()
 
 
+def test_an_output_that_is_dropped_in_another_thread() -> None:
+    """The trace has ended, and those of other models may begin."""
+    outputs = [recollect.fit(net(), budget=0.7)(batch())]
+    thread = threading.Thread(target=outputs.clear)
+    thread.start()
+    thread.join()
+    loop = Loop(net(), 0.7)
+    loop.run()
+    loop.assert_kept()
+
+
 def test_backward_in_another_thread() -> None:
     loop = Loop(net(), 0.7)
     out = squares(loop.model(batch()))

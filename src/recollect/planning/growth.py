@@ -198,8 +198,8 @@ class _Numbers:
             found = [value for value in fitting if value is not None]
             if found:
                 return _Number(max(found), max(found) - min(found))
-        value = self._on_line(known)
-        return _Number(value, value)
+        value, pairs = self._on_line(known), zip(known, self._volumes, strict=True)
+        return _Number(value, value - max((y for y, v in pairs if v <= self._volume), default=0))
 
     def _fit(self, known: Sequence[int], terms: Sequence[tuple[Sequence[int], int]]) -> int | None:
         """The number by a formula with these terms; None if it does not hold at the sizes."""
