@@ -182,8 +182,7 @@ class Graph:
             no module is checkpointed as a whole.
         spread: The relative error of op times, from the spread of the samples.
         link: The link to the host, if there is one.
-        varies: Whether the memory of the next step may differ: shapes depend on data, or backward
-            makes a graph of its own.
+        varies: Whether the memory of the next step may differ: shapes depend on data.
         regions: The number of the first op of each region. A step that calls the model several
             times has one for each call: what they hold is released apart from each other.
         fixed: The storages that are in ``before`` and ``during`` of the events, if that is known.

@@ -247,8 +247,7 @@ class _Builder:
             self._regions.append(_Region(trace, recording, first, on_device=on_device))
             first += len(recording.graph.ops)
         self._storages = _Storages(trace, _CUDA_BLOCK if on_device else 1)
-        # What the graph of a backward holds is known roughly.
-        self._varies = trace.has_second_order or any(each.shapes for each in recordings)
+        self._varies = any(each.shapes for each in recordings)
 
     def build(self, base: int, link: Link | None) -> Graph:
         values: list[Value] = []

@@ -66,8 +66,6 @@ class StepTrace:
     saved: list[int | None] = field(default_factory=list)
     #: The storages of what forwards returned: the loop may hold them.
     outputs: set[int] = field(default_factory=set)
-    #: Whether backward made a graph of its own, which holds what it unpacked.
-    has_second_order: bool = False
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -111,6 +109,9 @@ class TraceMode(DispatchMode):
         #: or to its handle, and the number of the storage.
         self._storages: dict[int, tuple[Any, int]] = {}
         self._saved: dict[int, Any] = {}
+        #: What a backward unpacked that makes a graph of its own: weak references to storages, each
+        #: with the saved tensor.
+        self._held: list[tuple[Any, int]] = []
 
     def begin_region(self, count_ops: Callable[[], int]) -> None:
         """A forward begins, whose ops ``count_ops`` counts."""
@@ -124,6 +125,8 @@ class TraceMode(DispatchMode):
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
+        self._trace.released += [number for storage, number in self._held if storage() is not None]
+        self._held.clear()
         self._storages.clear()
         self._saved.clear()
         self._tensors.clear()
@@ -218,7 +221,12 @@ class TraceMode(DispatchMode):
     def unpack(self, unpack: Callable[[Any], _Tensor], handle: SavedHandle) -> _Tensor:
         """The hook that backward calls to get it back: the same tensor, or a recomputed one."""
         self._is_backward = True
-        self._trace.has_second_order |= torch.is_grad_enabled()
-        self._unpacked.append(handle.number)
+        trace, number = self._trace, handle.number
+        self._unpacked.append(number)
         with self._paused():
-            return unpack(handle.packed)
+            tensor = unpack(handle.packed)
+        if torch.is_grad_enabled():
+            # The graph that this backward makes may hold it longer than that of forward does.
+            storage = ref(tensor.untyped_storage(), lambda _: trace.released.append(number))
+            self._held.append((storage, number))
+        return tensor
