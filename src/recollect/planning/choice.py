@@ -20,8 +20,11 @@ __all__ = ["IF_SHAPES_VARY", "Choice", "Schedules", "choose"]
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 
-#: The part of a budget that is used if shapes depend on data.
+#: The part of a budget that is used if shapes depend on data, until so many steps were seen.
 IF_SHAPES_VARY = 0.97
+_LEARNED = 8
+#: A change of the margin that is worth another choice.
+_WORTH = 1e-3
 #: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
 _APART = 6
 #: How many solutions for a graph are considered.
@@ -41,7 +44,10 @@ class Choice:
         self._plan = plan
         self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
-        self._room = plan.budget * (IF_SHAPES_VARY if graph.varies else 1.0)
+        #: If shapes depend on data: how many steps were seen, and the most and the least bytes that
+        #: a forward made, as multiples of those of the graph.
+        self._varies, self._seen = graph.varies, 0
+        self._most = self._least = 1.0
         #: By what factor peaks are above the simulated ones.
         self._scale = 1 + plan.excess
         self._outcomes: dict[Schedules, Outcome] = {}
@@ -59,7 +65,7 @@ class Choice:
     def _solve(self, graph: Graph) -> None:
         """Add schedules for this graph, which may differ from forward to forward."""
         frontier = Solver(graph, rough=True).frontier()
-        fitting = [each for each in frontier if each.outcome.peak * self._scale <= self._room]
+        fitting = [each for each in frontier if self._has_room(each.outcome.peak)]
         names = self._plan.schedule.alike
         for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
             schedule = trimmed(graph, solution.schedule)
@@ -81,7 +87,24 @@ class Choice:
 
     def fits(self, schedules: Schedules) -> bool:
         """Whether steps are within the budget."""
-        return self._outcomes[schedules].peak * self._scale <= self._room
+        return self._has_room(self._outcomes[schedules].peak)
+
+    def _has_room(self, simulated: int) -> bool:
+        plan, peak = self._plan, simulated * self._scale
+        room = plan.budget * (IF_SHAPES_VARY if self._varies and self._seen < _LEARNED else 1.0)
+        return peak <= room and plan.base + (peak - plan.base) * self._margin <= plan.budget
+
+    @property
+    def _margin(self) -> float:
+        """How many times as large what a step allocates may become: by half the spread more."""
+        return self._most + (self._most - self._least) / 2
+
+    def saw(self, ratio: float) -> bool:
+        """A forward made so many times the bytes of the graph. Whether other schedules may fit."""
+        before = self._margin
+        self._seen += 1
+        self._most, self._least = max(self._most, ratio), min(self._least, ratio)
+        return self._margin > before + _WORTH or self._seen == _LEARNED
 
     def peak(self, schedules: Schedules) -> int:
         """The simulated peak."""

@@ -141,6 +141,10 @@ class Kinds:
         if variant is None:
             return  # it was forgotten since
         is_right = variant.judge(report)
+        if is_right and report.recording is not None and report.recording.shapes:
+            choice = self._choice_of(step)
+            if choice is not None and choice.saw(variant.ratio):
+                self._choose(variant.first)
         if variant.is_predicted:
             variant.is_predicted = False
             self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
@@ -243,9 +247,7 @@ class Kinds:
         """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
         plan, forwards = self._plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
-        choice = self._choices.get(step)
-        if choice is None and plan.graph is not None and step == self._planned:
-            choice = self._choices[step] = Choice(plan, plan.graph)
+        choice = self._choice_of(step)
         if choice is None:
             for each in forwards:
                 each.choose(plan.least, each.peak)
@@ -263,6 +265,12 @@ class Kinds:
         if choice is None or choice.expected(before) is None:
             return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
+
+    def _choice_of(self, step: Step) -> Choice | None:
+        """What was chosen for a step from; None if its graph is not known."""
+        if step == self._planned and step not in self._choices and self._plan.graph is not None:
+            self._choices[step] = Choice(self._plan, self._plan.graph)
+        return self._choices.get(step)
 
     def _forwards(self, step: Step) -> list[Variant]:
         """The forwards of a step; none if one of them is not known."""

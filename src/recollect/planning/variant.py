@@ -75,6 +75,8 @@ class Variant:
         #: Whether its step was predicted and not traced; and what was known when it could not be.
         self.is_predicted = False
         self.version = -1
+        #: The bytes that the last forward made which was recorded, as a multiple of the known ones.
+        self.ratio = 1.0
         if not self.is_known:
             self.first.wants_trace = True
 
@@ -127,17 +129,19 @@ class Variant:
         # Where shapes depend on data, what one module makes more another makes less.
         added = sum(made.values()) - known
         grown = sum(now - was for _, now, was in _growth(self._made, made))
-        if (added if recording.shapes else grown) > _TOLERANCE * known:
-            # Roughly: as if all that is new were there at once, or in proportion. The trace will
-            # tell.
-            share = added / known * (self.peak - self._plan.base)
-            peak = self.peak + (min(share, added) if recording.shapes else grown)
-            if peak > self._plan.budget:
-                self.warn(round(peak), made)
-            self._has_outgrown, self._outgrown = True, self.schedule
-            self.schedule, self.first.wants_trace = self._plan.least, True
-            return False
-        return True
+        self.ratio = 1 + added / known
+        if (added if recording.shapes else grown) <= _TOLERANCE * known:
+            return True
+        # Roughly: as if all that is new were there at once, or in proportion. The trace will tell.
+        share = added / known * (self.peak - self._plan.base)
+        peak = self.peak + (min(share, added) if recording.shapes else grown)
+        if peak > self._plan.budget:
+            self.warn(round(peak), made)
+        elif recording.shapes:
+            return True  # the margin is there for that
+        self._has_outgrown, self._outgrown = True, self.schedule
+        self.schedule, self.first.wants_trace = self._plan.least, True
+        return False
 
     def traced(self, recording: Recording) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module."""
