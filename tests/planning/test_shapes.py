@@ -84,6 +84,17 @@ def test_steps_of_other_kinds_tell_nothing() -> None:
     assert shapes.predict(other, STATE) is None
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_step_of_the_planner_counts_if_the_loop_runs_it_too(is_same: bool) -> None:
+    shapes, planned = Shapes(), step_at(4, 50)
+    if not is_same:
+        planned = replace(planned, events=[*planned.events, Event(1.0, 0, 0)])
+    shapes.add(signature(4, 50), STATE, planned, {}, is_planned=True)
+    for size in ((4, 32), (4, 40)):
+        shapes.add(signature(*size), STATE, step_at(*size), {})
+    assert (shapes.predict(signature(4, 48), STATE) is not None) is is_same
+
+
 def test_what_was_wrong_is_forgotten() -> None:
     shapes = traced((4, 32), (8, 48), (4, 56))
     shapes.judged(signature(8, 100), STATE, is_right=True)

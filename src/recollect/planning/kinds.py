@@ -72,7 +72,8 @@ class Kinds:
         #: What was traced.
         self._shapes = Shapes()
         if plan.graph is not None and not plan.others:
-            self._shapes.add(plan.signature, Kind(())[1:], plan.graph, dict(plan.made))
+            state, made = Kind(())[1:], dict(plan.made)
+            self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         self._planned = tuple(Kind(each.signature) for each in plan.forwards)
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph
 from recollect.planning.batch import dimensions_of, is_smaller, outline_of
-from recollect.planning.growth import Growth, Size
+from recollect.planning.growth import Growth, Size, is_same_step
 
 __all__ = ["Predicted", "Shapes"]
 
@@ -45,6 +45,8 @@ class _Group:
     """Steps that differ in the sizes of their batches alone."""
 
     traced: dict[Signature, tuple[Graph, Mapping[str, int]]] = field(default_factory=dict)
+    #: The one that the planner recorded, if the loop has run none yet.
+    planned: Signature | None = None
     #: The batches of steps that were as predicted.
     confirmed: set[Signature] = field(default_factory=set)
     missed: int = 0
@@ -59,10 +61,21 @@ class Shapes:
         self.version = 0
 
     def add(
-        self, signature: Signature, state: Hashable, graph: Graph, made: Mapping[str, int]
+        self,
+        signature: Signature,
+        state: Hashable,
+        graph: Graph,
+        made: Mapping[str, int],
+        *,
+        is_planned: bool = False,
     ) -> None:
-        """A step was traced. ``state``: of the model."""
+        """A step was traced. ``state``: of the model. ``is_planned``: by the planner."""
         group = self._group(signature, state)
+        if group.planned in group.traced and not is_same_step(
+            group.traced[group.planned][0], graph
+        ):
+            del group.traced[group.planned]  # it had another loss than the loop
+        group.planned = signature if is_planned else None
         group.traced.pop(signature, None)
         group.traced[signature] = graph, made
         if len(group.traced) > _REMEMBERED:
