@@ -38,9 +38,19 @@ class Choice:
         plan: The plan that is applied.
         graph: A step of this kind, as it was traced or predicted.
         may_be_plain: Whether it may run without the engine, and so without a check of what it does.
+        more: Schedules beside those of the plan.
+        can_solve: Whether to solve for this graph if none of them fits.
     """
 
-    def __init__(self, plan: PlannedStep, graph: Graph, *, may_be_plain: bool = True) -> None:
+    def __init__(
+        self,
+        plan: PlannedStep,
+        graph: Graph,
+        *,
+        may_be_plain: bool = True,
+        more: Sequence[NamedSchedule] = (),
+        can_solve: bool = True,
+    ) -> None:
         self._plan = plan
         self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
@@ -53,13 +63,15 @@ class Choice:
         self._outcomes: dict[Schedules, Outcome] = {}
         graph = plan.with_costs(graph)
         self._outcomes[self.alike(None)] = simulate_plain(graph)
-        for each in dict.fromkeys((plan.schedule, *plan.alternatives)):
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
         #: What all forwards may run by.
         self.options = [each[0] for each in self._outcomes]
         fitting = [each for each in self._outcomes if self.fits(each)]
         is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
-        if is_joint or not fitting:
+        #: What was solved for this graph: the least and the fastest that fits, if one forward.
+        self.solved: tuple[NamedSchedule, ...] = ()
+        if can_solve and (is_joint or not fitting):
             self._solve(graph)
 
     def _solve(self, graph: Graph) -> None:
@@ -71,6 +83,8 @@ class Choice:
             schedule = trimmed(graph, solution.schedule)
             parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
             self._outcomes[tuple(parts)] = simulate(graph, schedule)
+            if self._count == 1:
+                self.solved = (*self.solved[:1], parts[0])
 
     def alike(self, schedule: NamedSchedule | None) -> Schedules:
         """The same schedule for all forwards."""

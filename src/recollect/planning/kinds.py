@@ -9,6 +9,7 @@ step that has begun in the same way.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from recollect.planning.shapes import Shapes
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -35,8 +37,9 @@ __all__ = ["Kind", "Kinds", "Step"]
 
 #: What a step is taken to need that ran out of memory, as a multiple of its budget.
 _OUT_OF_MEMORY = 1.05
-#: How many kinds of forwards are remembered.
+#: How many kinds of forwards are remembered, and schedules that were solved for some of them.
 _REMEMBERED = 64
+_SOLVED = 8
 
 
 class Kind(NamedTuple):
@@ -69,12 +72,17 @@ class Kinds:
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
-        #: What was traced.
+        #: What was traced. Schedules that were solved for steps that were predicted, and those of
+        #: them that no schedule fits.
         self._shapes = Shapes()
+        self._solved: list[NamedSchedule] = []
+        self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
         if plan.graph is not None and not plan.others:
             state, made = Kind(())[1:], dict(plan.made)
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         self._planned = tuple(Kind(each.signature) for each in plan.forwards)
+        if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
+            self._too_large.append(self._planned[0])
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
 
@@ -125,7 +133,14 @@ class Kinds:
         found = self._shapes.predict(kind.signature, kind[1:])
         if found is None:
             return None
-        choice = Choice(plan, found.graph, may_be_plain=found.is_covered)
+        choice = Choice(
+            plan,
+            found.graph,
+            may_be_plain=found.is_covered,
+            more=self._solved,
+            can_solve=not any(other.is_within(kind) for other in self._too_large),
+        )
+        self._solved = [*self._solved, *choice.solved][-_SOLVED:]
         variant = Variant(
             plan, self._warnings, plan.least, found.made, _describe_differences(plan, kind)
         )
@@ -133,6 +148,7 @@ class Kinds:
         self._choices[step], self._known[step] = choice, variant
         self._choose(variant)
         if variant.peak > plan.budget:
+            self._too_large.append(kind)
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
 
