@@ -57,16 +57,16 @@ def bytes_of(graph: Graph) -> list[Any]:
 def test_bytes_at_another_size_are_those_that_are_recorded_there(name: str) -> None:
     make, make_batch, (*sizes, other) = CASES[name]
     model = make()
-    growth = Growth.of([(n, graph_of(model, make_batch(n))) for n in sizes])
+    growth = Growth.of(((n,), graph_of(model, make_batch(n))) for n in sizes)
     assert growth is not None
     recorded = graph_of(model, make_batch(other))
-    assert is_same_step(growth.graph_at(other), recorded)
-    grown, expected = bytes_of(growth.graph_at(other)), bytes_of(recorded)
+    assert is_same_step(growth.graph_at((other,)), recorded)
+    grown, expected = bytes_of(growth.graph_at((other,))), bytes_of(recorded)
     if name == "lengths":  # the workspace of attention on the CPU is made of blocks
         del grown[2:4], expected[2:4]
     assert grown == expected
-    assert simulate_plain(growth.graph_at(other)).peak == simulate_plain(recorded).peak
-    assert bytes_of(growth.graph_at(sizes[-1])) == bytes_of(growth.graphs[-1])
+    assert simulate_plain(growth.graph_at((other,))).peak == simulate_plain(recorded).peak
+    assert bytes_of(growth.graph_at((sizes[-1],))) == bytes_of(growth.graphs[-1])
 
 
 def test_what_was_not_run_is_the_same_step() -> None:
@@ -92,13 +92,13 @@ def test_steps_that_differ_have_no_growth() -> None:
         graph_of(nn.Sequential(*(nn.Linear(8, 8), nn.GELU())[:n]), torch.randn(2, 8))
         for n in (1, 2)
     )
-    assert Growth.of([(1, one), (2, two)]) is None
-    assert Growth.of([(1, one)]) is None
-    assert Growth.of([(1, one), (2, replace(one, varies=True))]) is None
+    assert Growth.of([((1,), one), ((2,), two)]) is None
+    assert Growth.of([((1,), one)]) is None
+    assert Growth.of([((1,), one), ((2,), replace(one, varies=True))]) is None
     # Of several, those of the same step as the largest count.
-    growth = Growth.of([(1, two), (2, one), (4, one)])
+    growth = Growth.of([((1,), two), ((2,), one), ((4,), one)])
     assert growth is not None
-    assert list(growth.sizes) == [2, 4]
+    assert list(growth.sizes) == [(2,), (4,)]
 
 
 def test_times_grow_by_the_last_two_within_limits() -> None:
@@ -108,14 +108,14 @@ def test_times_grow_by_the_last_two_within_limits() -> None:
         return replace(graph, events=[replace(e, seconds=seconds) for e in graph.events])
 
     def grown(*seconds: float) -> float:
-        growth = Growth.of([(2, timed(seconds[0])), (4, timed(seconds[1]))])
+        growth = Growth.of([((2,), timed(seconds[0])), ((4,), timed(seconds[1]))])
         assert growth is not None
-        return growth.graph_at(8).events[0].seconds
+        return growth.graph_at((8,)).events[0].seconds
 
     assert grown(2.0, 4.0) == pytest.approx(8.0)
     assert grown(3.0, 2.0) == 2.0  # never less
     assert grown(0.0, 9.0) == pytest.approx(27.0)
-    assert Growth((3, 4), (timed(0.0), timed(1.0))).graph_at(8).events[0].seconds == 4.0
+    assert Growth(((3,), (4,)), (timed(0.0), timed(1.0))).graph_at((8,)).events[0].seconds == 4.0
 
 
 @pytest.mark.parametrize("unit", [1, 4])

@@ -317,6 +317,33 @@ def test_a_backward_that_fails_is_no_step() -> None:
     loop.assert_kept()
 
 
+def test_a_gradient_penalty_is_traced_to_its_end() -> None:
+    """The graph that backward makes holds what it unpacked, though the output is gone."""
+    x = batch(64).clone().requires_grad_()
+
+    def penalty(model: nn.Module, _: int) -> Tensor:
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        x.grad = None
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    loop = Loop(net(), 1.0, torch.optim.SGD)
+    loop.run(penalty, 4, measured=1)
+    assert loop.plan is not None
+    # To the byte: the gradient of x is there before the step, and freed in it.
+    assert loop.peaks == [loop.plan.plain_peak - x.nbytes] * 3
+
+
+def test_an_output_that_is_dropped_in_another_thread() -> None:
+    """The trace has ended, and those of other models may begin."""
+    outputs = [recollect.fit(net(), budget=0.7)(batch())]
+    thread = threading.Thread(target=outputs.clear)
+    thread.start()
+    thread.join()
+    loop = Loop(net(), 0.7)
+    loop.run()
+    loop.assert_kept()
+
+
 def test_backward_in_another_thread() -> None:
     loop = Loop(net(), 0.7)
     out = squares(loop.model(batch()))

@@ -6,7 +6,7 @@ from torch.profiler import record_function
 
 import recollect
 from recollect.replay import recording_cache
-from recollect.replay.recording_cache import recordings_preserved
+from recollect.replay.recording_cache import CacheEntry, recordings_preserved
 
 
 def slots(owner):
@@ -29,6 +29,20 @@ def test_recordings_are_put_back():
     assert slots(known) == [entry]
     assert entry.recording is recording
     assert slots(unknown) == []
+
+
+def test_a_recording_under_another_schedule_may_differ_once_more():
+    """It is no call of this kind, so that it differs says nothing of those."""
+    module, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    recollect.checkpoint(module, x, engine="replay")
+    (known,) = slots(module)
+    entry = CacheEntry()
+    entry.give(known.recording)
+    for _ in range(2):
+        entry.checked("another function")
+        assert entry.unsettled is None
+    entry.checked("another function")
+    assert entry.unsettled is not None
 
 
 class Profiled(nn.Module):

@@ -33,6 +33,7 @@ __all__ = [
     "Storage",
     "Tables",
     "Value",
+    "fixed_bytes",
 ]
 
 
@@ -181,12 +182,13 @@ class Graph:
             no module is checkpointed as a whole.
         spread: The relative error of op times, from the spread of the samples.
         link: The link to the host, if there is one.
-        varies: Whether the memory of the next step may differ: shapes depend on data, or backward
-            makes a graph of its own.
+        varies: Whether the memory of the next step may differ: shapes depend on data.
         regions: The number of the first op of each region. A step that calls the model several
             times has one for each call: what they hold is released apart from each other.
         units: The paths of the modules that are recorded and run each by itself, with hooks of
             others around them, as in a sharded model. Empty: a forward is recorded as a whole.
+        fixed: The storages that are in ``before`` and ``during`` of the events, if that is known.
+        block: The allocator hands out multiples of this many bytes.
     """
 
     ops: Sequence[Op]
@@ -205,6 +207,8 @@ class Graph:
     varies: bool = False
     regions: tuple[int, ...] = (0,)
     units: tuple[str, ...] = ()
+    fixed: Sequence[Storage] = ()
+    block: int = 1
 
     def region_of(self, op: int) -> int:
         """The number of the region of an op."""
@@ -311,11 +315,29 @@ class Tables:
                 self.holds[values[value].op].append((storage, end))
 
 
+def fixed_bytes(fixed: Sequence[Storage], workspaces: Sequence[int]) -> list[tuple[int, int]]:
+    """By event: the bytes of ``fixed`` before it, and the most while it runs.
+
+    ``workspaces``: by event, the bytes that it needs beside its results.
+    """
+    born = [0] * (len(workspaces) + 2)
+    for storage in fixed:
+        born[storage.born] += storage.nbytes
+    alive = _alive(fixed, len(workspaces))
+    return [
+        (now - new, now + more) for now, new, more in zip(alive, born, workspaces, strict=False)
+    ]
+
+
 def _live(graph: Graph) -> list[int]:
     """By event: the base, and the bytes of storages of forward that are alive."""
-    change = [0] * (len(graph.events) + 2)
-    change[0] = graph.base
-    for storage in graph.storages:
+    return [graph.base + nbytes for nbytes in _alive(graph.storages, len(graph.events))]
+
+
+def _alive(storages: Sequence[Storage], events: int) -> list[int]:
+    """By event, of so many and the end of the step: the bytes of storages that are alive."""
+    change = [0] * (events + 2)
+    for storage in storages:
         change[storage.born] += storage.nbytes
         change[storage.dies + 1] -= storage.nbytes
     return list(accumulate(change))

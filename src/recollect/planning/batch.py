@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader
 __all__ = [
     "check_batch",
     "describe_difference",
+    "dimensions_of",
     "is_alike",
     "is_smaller",
+    "outline_of",
     "signature_of_batch",
     "split_batch",
     "tensors_of_batch",
@@ -99,6 +101,16 @@ def is_smaller(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     pairs = zip(signature, other, strict=True)
     shapes = [(mine[0], theirs[0]) for mine, theirs in pairs if isinstance(mine, tuple)]
     return all(a <= b for mine, theirs in shapes for a, b in zip(mine, theirs, strict=True))
+
+
+def dimensions_of(signature: tuple[Any, ...]) -> tuple[int, ...]:
+    """The dimensions of all tensors of a batch."""
+    return tuple(n for each in signature if isinstance(each, tuple) for n in each[0])
+
+
+def outline_of(signature: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of a batch without its dimensions: batches that `is_alike` have the same."""
+    return tuple((len(e[0]), *e[1:]) if isinstance(e, tuple) else e for e in signature)
 
 
 def describe_difference(signature: tuple[Any, ...], other: tuple[Any, ...]) -> str | None:

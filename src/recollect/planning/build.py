@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from recollect.graph.graph import Event, Graph, Link, Op, SavedTensor, Storage, Value
+from recollect.graph.graph import (
+    Event,
+    Graph,
+    Link,
+    Op,
+    SavedTensor,
+    Storage,
+    Value,
+    fixed_bytes,
+)
 from recollect.planning.trace import StepTrace
 from recollect.policy.op_info import op_info
 from recollect.replay.function_call import PackedTensor
@@ -44,7 +53,7 @@ class _Storages:
 
     def __init__(self, trace: StepTrace, block: int) -> None:
         self._sizes = trace.sizes
-        self._block = block
+        self.block = block
         #: By number in the trace: the number in the graph.
         self.planned: dict[int, int] = {}
         #: By number in the graph: the number in the trace, and the event that allocates it.
@@ -56,7 +65,7 @@ class _Storages:
 
     def size(self, storage: int) -> int:
         """The bytes of a storage of the trace, as the allocator counts them."""
-        return -(-self._sizes[storage] // self._block) * self._block
+        return -(-self._sizes[storage] // self.block) * self.block
 
 
 class _Region:
@@ -238,8 +247,7 @@ class _Builder:
             self._regions.append(_Region(trace, recording, first, on_device=on_device))
             first += len(recording.graph.ops)
         self._storages = _Storages(trace, _CUDA_BLOCK if on_device else 1)
-        # What the graph of a backward holds is known roughly.
-        self._varies = trace.has_second_order or any(each.shapes for each in recordings)
+        self._varies = any(each.shapes for each in recordings)
 
     def build(self, base: int, link: Link | None) -> Graph:
         values: list[Value] = []
@@ -251,18 +259,20 @@ class _Builder:
             if each is not None
         }
         ops = [[region.op(op) for op in region.recorded.ops] for region in self._regions]
-        ends, size = self._last_events(values), self._storages.size
+        ends, size, fixed = self._last_events(values), self._storages.size, self._fixed_storages()
         return Graph(
             ops=[op for of_region in ops for op in of_region],
             values=values,
             storages=[Storage(size(n), born, ends[n]) for n, born in self._storages.found],
             saved=list(saved.values()),
-            events=self._make_events({number: n for n, number in enumerate(saved)}),
+            events=self._make_events({number: n for n, number in enumerate(saved)}, fixed),
             turn=self._turn(),
             base=base,
             link=link,
             varies=self._varies,
             regions=tuple(sum(map(len, ops[:number])) for number in range(len(ops))),
+            fixed=fixed,
+            block=self._storages.block,
         )
 
     def _turn(self) -> int:
@@ -306,46 +316,42 @@ class _Builder:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _make_events(self, numbers: dict[int, int]) -> list[Event]:
+    def _make_events(self, numbers: dict[int, int], fixed: list[Storage]) -> list[Event]:
         """``numbers``: by saved tensor of the trace, its number in the graph."""
         trace = self._trace
         released: list[list[int]] = [[] for _ in trace.events]
         for saved, last in self._released.items():
             if saved in numbers and last >= 0:
                 released[last].append(numbers[saved])
+        workspaces = [event.price.workspace for event in trace.events]
         events = []
-        for number, (event, (before, during)) in enumerate(
-            zip(trace.events, self._fixed_bytes(), strict=True)
+        for number, (event, bytes_at) in enumerate(
+            zip(trace.events, fixed_bytes(fixed, workspaces), strict=True)
         ):
+            # FSDP gathers before the op, or frees after it.
+            before = bytes_at[0] + event.gathered[0]
+            during = bytes_at[1] + max(event.gathered)
             unpacks = tuple(numbers[saved] for saved in event.unpacked if saved in numbers)
             frees = tuple(released[number])
             seconds, backward = event.price.seconds, event.backward
             events.append(Event(seconds, before, during, event.op, unpacks, frees, backward))
         return events
 
-    def _fixed_bytes(self) -> Iterator[tuple[int, int]]:
-        """By event: the bytes that no plan changes, before it and at most while it runs."""
-        events = self._trace.events
-        allocated = [self._fixed(event.allocated.values()) for event in events]
-        freed = [self._fixed(event.freed) for event in events]
-        for number, (event, following) in enumerate(pairwise(events)):
-            summed = self._fixed(each for each in following.freed if each == event.adds_to)
-            if event.is_backward and self._total(summed) == self._total(allocated[number]):
-                # Autograd adds up gradients in place, but not under a dispatch mode.
-                allocated[number] = []
-                freed[number + 1] = [s for s in freed[number + 1] if s not in summed]
-        alive = 0
-        for event, made, gone in zip(events, allocated, freed, strict=True):
-            alive -= self._total(gone)
-            before = alive
-            alive += self._total(made)
-            # FSDP gathers before the op, or frees after it.
-            there = max(event.gathered)
-            yield before + event.gathered[0], alive + there + event.price.workspace
-
-    def _fixed(self, storages: Iterable[int]) -> list[int]:
-        """Those that no plan changes."""
-        return [storage for storage in storages if storage not in self._storages.planned]
-
-    def _total(self, storages: Iterable[int]) -> int:
-        return sum(map(self._storages.size, storages))
+    def _fixed_storages(self) -> list[Storage]:
+        """The storages that no plan changes."""
+        events, size = self._trace.events, self._storages.size
+        freed = {storage: n - 1 for n, event in enumerate(events) for storage in event.freed}
+        born = {
+            storage: n
+            for n, event in enumerate(events)
+            for storage in event.allocated.values()
+            if storage not in self._storages.planned
+        }
+        for event, following in pairwise(events):
+            old, made = event.adds_to, [*event.allocated.values()]
+            if event.is_backward and old in born and old in following.freed and len(made) == 1:
+                (new,) = made
+                if new in born and size(new) == size(old):
+                    # Autograd adds up gradients in place, but not under a dispatch mode.
+                    born[new] = born.pop(old)
+        return [Storage(size(s), n, freed.get(s, len(events) - 1)) for s, n in born.items()]

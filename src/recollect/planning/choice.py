@@ -20,8 +20,11 @@ __all__ = ["IF_SHAPES_VARY", "Choice", "Schedules", "choose"]
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 
-#: The part of a budget that is used if shapes depend on data.
+#: The part of a budget that is used if shapes depend on data, until so many steps were seen.
 IF_SHAPES_VARY = 0.97
+_LEARNED = 8
+#: A change of the margin that is worth another choice.
+_WORTH = 1e-3
 #: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
 _APART = 6
 #: How many solutions for a graph are considered.
@@ -33,36 +36,55 @@ class Choice:
 
     Args:
         plan: The plan that is applied.
-        graph: A step of this kind, as it was traced.
+        graph: A step of this kind, as it was traced or predicted.
+        may_be_plain: Whether it may run without the engine, and so without a check of what it does.
+        more: Schedules beside those of the plan.
+        can_solve: Whether to solve for this graph if none of them fits.
     """
 
-    def __init__(self, plan: PlannedStep, graph: Graph) -> None:
+    def __init__(
+        self,
+        plan: PlannedStep,
+        graph: Graph,
+        *,
+        may_be_plain: bool = True,
+        more: Sequence[NamedSchedule] = (),
+        can_solve: bool = True,
+    ) -> None:
         self._plan = plan
+        self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
-        self._room = plan.budget * (IF_SHAPES_VARY if graph.varies else 1.0)
+        #: If shapes depend on data: how many steps were seen, and the most and the least bytes that
+        #: a forward made, as multiples of those of the graph.
+        self._varies, self._seen = graph.varies, 0
+        self._most = self._least = 1.0
         #: By what factor peaks are above the simulated ones.
         self._scale = 1 + plan.excess
         self._outcomes: dict[Schedules, Outcome] = {}
         graph = plan.with_costs(graph)
         self._outcomes[self.alike(None)] = simulate_plain(graph)
-        for each in dict.fromkeys((plan.schedule, *plan.alternatives)):
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
         #: What all forwards may run by.
         self.options = [each[0] for each in self._outcomes]
         fitting = [each for each in self._outcomes if self.fits(each)]
         is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
-        if is_joint or not fitting:
+        #: What was solved for this graph: the least and the fastest that fits, if one forward.
+        self.solved: tuple[NamedSchedule, ...] = ()
+        if can_solve and (is_joint or not fitting):
             self._solve(graph)
 
     def _solve(self, graph: Graph) -> None:
         """Add schedules for this graph, which may differ from forward to forward."""
         frontier = Solver(graph, rough=True).frontier()
-        fitting = [each for each in frontier if each.outcome.peak * self._scale <= self._room]
+        fitting = [each for each in frontier if self._has_room(each.outcome.peak)]
         names = self._plan.schedule.alike
         for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
             schedule = trimmed(graph, solution.schedule)
             parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
             self._outcomes[tuple(parts)] = simulate(graph, schedule)
+            if self._count == 1:
+                self.solved = (*self.solved[:1], parts[0])
 
     def alike(self, schedule: NamedSchedule | None) -> Schedules:
         """The same schedule for all forwards."""
@@ -79,7 +101,24 @@ class Choice:
 
     def fits(self, schedules: Schedules) -> bool:
         """Whether steps are within the budget."""
-        return self._outcomes[schedules].peak * self._scale <= self._room
+        return self._has_room(self._outcomes[schedules].peak)
+
+    def _has_room(self, simulated: int) -> bool:
+        plan, peak = self._plan, simulated * self._scale
+        room = plan.budget * (IF_SHAPES_VARY if self._varies and self._seen < _LEARNED else 1.0)
+        return peak <= room and plan.base + (peak - plan.base) * self._margin <= plan.budget
+
+    @property
+    def _margin(self) -> float:
+        """How many times as large what a step allocates may become: by half the spread more."""
+        return self._most + (self._most - self._least) / 2
+
+    def saw(self, ratio: float) -> bool:
+        """A forward made so many times the bytes of the graph. Whether other schedules may fit."""
+        before = self._margin
+        self._seen += 1
+        self._most, self._least = max(self._most, ratio), min(self._least, ratio)
+        return self._margin > before + _WORTH or self._seen == _LEARNED
 
     def peak(self, schedules: Schedules) -> int:
         """The simulated peak."""
@@ -87,10 +126,11 @@ class Choice:
 
     def best(self) -> Schedules:
         """The fastest schedules that fit, or else those of the least peak."""
-        fitting = [each for each in self._outcomes if self.fits(each)]
+        allowed = [each for each in self._outcomes if self.may_be_plain or None not in each]
+        fitting = [each for each in allowed if self.fits(each)]
         if fitting:
             return min(fitting, key=self.seconds)
-        return min(self._outcomes, key=self.peak)
+        return min(allowed, key=self.peak)
 
     def measured(self, schedules: Schedules, peak: int) -> None:
         """A step was measured."""

@@ -68,7 +68,7 @@ class GraphForecast(Forecast):
         progress: Callable[[str, float], None],
     ) -> None:
         self.growth = growth
-        self._profiles = [profiles[size] for size in growth.sizes]
+        self._profiles = [profiles[size] for (size,) in growth.sizes]
         self._offload = offload
         self._progress = progress
         self._solvers: dict[int, Solver] = {}
@@ -80,11 +80,11 @@ class GraphForecast(Forecast):
         self._outcomes_at = cache(self._simulated)
 
     def _graph_at(self, size: int) -> Graph:
-        return self.growth.graph_at(size)
+        return self.growth.graph_at((size,))
 
     def profile_at(self, size: int) -> Profile:
         """The profile of the step at a size, as if it had been recorded."""
-        number, last = self.growth.number_at(size), self._profiles[-1]
+        number, last = self.growth.number_at((size,)), self._profiles[-1]
         made = {
             path: number(*(profile.made.get(path, 0) for profile in self._profiles))
             for path in last.made
@@ -127,7 +127,7 @@ class GraphForecast(Forecast):
 
     def _outcomes(self, size: int) -> tuple[Outcome, ...]:
         if not self._known:
-            self.solver(self.growth.sizes[-1])
+            self.solver(self.growth.sizes[-1][0])
         found = self._outcomes_at(size, len(self._known))
         if size in self._solvers:
             found += tuple(each.outcome for each in self._solvers[size].frontier())
@@ -188,7 +188,7 @@ def forecast_of(
     progress: Callable[[str, float], None],
 ) -> Forecast:
     """The best forecast that recordings allow. ``leasts``: least peaks, by size, if measured."""
-    growth = Growth.of([(size, profile.graph) for size, profile in profiles.items()])
+    growth = Growth.of(((size,), profile.graph) for size, profile in profiles.items())
     if growth is not None:
         return GraphForecast(growth, profiles, offload=offload, progress=progress)
     base = min(profile.graph.base for profile in profiles.values())

@@ -1,31 +1,36 @@
-"""The graph of a step at a size that it was not recorded at, from recordings at others (P2).
+"""The graph of a step at sizes that it was not recorded at, from recordings at others (P2).
 
 A larger batch, or a longer sequence, mostly runs the same ops, saves the same tensors and frees
-them at the same events. Then only numbers change: bytes are affine in the size of a batch, and at
-most quadratic in the length of a sequence, so three recordings determine them. What grows slower
-than that, as workspaces of libraries do, follows the line through the last two recordings. So do
-times, within limits.
+them at the same events. Then only numbers change. The bytes of a tensor are a product of a few
+dimensions: one term such as ``c * batch * length``, or two if a dimension is one more or less than
+that of the batch. A formula counts only if it has fewer terms than there are recordings: then one
+of them confirms it. All other numbers, such as workspaces of libraries, are taken to be no less at
+larger sizes, and to follow a line beyond the largest. Times follow a line too, within limits.
 
 Pure: works on graphs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import lcm, prod
-from operator import mul
-from typing import Any
+from functools import cache, cached_property
+from itertools import combinations, product
+from math import ceil, prod
+from typing import Any, NamedTuple
 
-from recollect.graph.graph import Graph, Op
+from recollect.graph.graph import Graph, Op, fixed_bytes
 
-__all__ = ["Growth", "is_same_step"]
+__all__ = ["Growth", "Size", "is_same_step"]
 
-#: As many recordings as it takes to know a quadratic.
-_RECORDINGS = 3
-#: Times grow at most by this power of the size.
-_DEGREE = 2
+#: The dimensions of a batch that grow.
+Size = tuple[int, ...]
+
+#: The largest power of one dimension in a formula, and of all of them; times grow by no more.
+_POWER, _DEGREE = 2, 3
+#: Of more recordings the last ones count, by the product of their dimensions.
+_RECORDINGS = 6
 
 
 def is_same_step(graph: Graph, other: Graph) -> bool:
@@ -34,14 +39,17 @@ def is_same_step(graph: Graph, other: Graph) -> bool:
 
 
 def _structure(graph: Graph) -> tuple[Any, ...]:
-    """All of a graph but its numbers, and what can be offloaded, which depends on bytes."""
+    """All of a graph but its numbers, and what can be offloaded, which depends on bytes.
+
+    When storages die is no part of it: what a traced step held tells that roughly.
+    """
     return (
         [_decisions(op) for op in graph.ops],
         [(value.op, value.storage) for value in graph.values],
-        [(storage.born, storage.dies) for storage in graph.storages],
+        [storage.born for storage in (*graph.storages, *graph.fixed)],
         list(graph.saved),
         [(event.op, event.unpacks, sorted(event.frees)) for event in graph.events],
-        graph.turn,
+        (graph.turn, graph.regions),
     )
 
 
@@ -55,30 +63,30 @@ class Growth:
     """How the numbers of a step grow with its size.
 
     Args:
-        sizes: Those of the recordings, in ascending order; at least two.
+        sizes: Those of the recordings, in ascending order of their products; at least two.
         graphs: What was recorded, each of the same step.
     """
 
-    sizes: Sequence[int]
+    sizes: Sequence[Size]
     graphs: Sequence[Graph]
 
     @classmethod
-    def of(cls, recordings: Sequence[tuple[int, Graph]]) -> Growth | None:
+    def of(cls, recordings: Iterable[tuple[Size, Graph]]) -> Growth | None:
         """By the last of the recordings that are of the same step as the largest one.
 
         None if there are fewer than two, or if shapes depend on data.
         """
-        if not recordings:
+        ordered = sorted(dict(recordings).items(), key=lambda each: prod(each[0]))
+        if not ordered:
             return None
-        ordered = sorted(recordings, key=lambda each: each[0])
-        (_, last) = ordered[-1]
+        last = ordered[-1][1]
         alike = [each for each in ordered if is_same_step(each[1], last)][-_RECORDINGS:]
         if len(alike) < 2 or last.varies:
             return None
         sizes, graphs = zip(*alike, strict=True)
         return cls(sizes, graphs)
 
-    def graph_at(self, size: int) -> Graph:
+    def graph_at(self, size: Size) -> Graph:
         """The graph of the step at ``size``."""
         nbytes, seconds = self.number_at(size), self._seconds_at(size)
         graphs, last = self.graphs, self.graphs[-1]
@@ -98,61 +106,140 @@ class Growth:
             ]
 
         factor = seconds(*(graph.plain_seconds for graph in graphs)) / (last.plain_seconds or 1.0)
+        of_storage: dict[str, Callable[..., int]] = {"nbytes": nbytes, "dies": max}
+        events, fixed = grown("events", {"seconds": seconds}), grown("fixed", of_storage)
+        workspaces = [nbytes(*each) for each in self._workspaces]
         return replace(
             last,
             ops=grown("ops", {"seconds": seconds, "workspace": nbytes, "state": nbytes}),
             values=grown("values", {"nbytes": nbytes}),
-            storages=grown("storages", {"nbytes": nbytes}),
-            events=grown("events", {"seconds": seconds, "before": nbytes, "during": nbytes}),
+            storages=grown("storages", of_storage),
+            events=[
+                replace(event, before=before, during=during)
+                for event, (before, during) in zip(
+                    events, fixed_bytes(fixed, workspaces), strict=True
+                )
+            ],
+            fixed=fixed,
             base=nbytes(*(graph.base for graph in graphs)),
             module_costs={unit: cost * factor for unit, cost in last.module_costs.items()},
         )
 
-    def number_at(self, size: int) -> Callable[..., int]:
-        """A function of a number at each of `sizes`: what it is at ``size``, rounded up.
+    def doubt_at(self, size: Size) -> float:
+        """How much of the memory of the step at ``size`` is not known for sure, as a fraction."""
+        numbers = _Numbers(size, self.sizes, self.graphs[-1].block)
+        storages = zip(*((*graph.storages, *graph.fixed) for graph in self.graphs), strict=True)
+        found = [numbers.at(*(each.nbytes for each in same)) for same in storages]
+        spaces = (numbers.at(*each) for each in self._workspaces)
+        doubt = sum(each.doubt for each in found) + max((e.doubt for e in spaces), default=0)
+        return doubt / max(1, sum(each.value for each in found))
 
-        By the polynomial through them, in exact arithmetic.
-        """
-        line, curve = _Weights.at(size, self.sizes[-2:]), _Weights.at(size, self.sizes)
-        middle = _Weights.at(self.sizes[-2], (self.sizes[0], self.sizes[-1]))
+    def number_at(self, size: Size) -> Callable[..., int]:
+        """A function of a number at each of `sizes`: what it is at ``size``, at most."""
+        numbers = _Numbers(size, self.sizes, self.graphs[-1].block)
+        return lambda *known: numbers.at(*known).value
 
-        def number(*known: int) -> int:
-            if len(set(known)) == 1:
-                return known[0]
-            is_convex = len(known) > 2 and known[1] <= middle(known[0], known[-1])
-            return max(0, curve(*known) if is_convex else line(*known[-2:]))
+    @cached_property
+    def _workspaces(self) -> list[tuple[int, ...]]:
+        """By event: the bytes that its op allocated beside its results, in each recording."""
+        of_graphs = []
+        for graph in self.graphs:
+            alive = fixed_bytes(graph.fixed, [0] * len(graph.events))
+            pairs = zip(graph.events, alive, strict=True)
+            of_graphs.append([event.during - during for event, (_, during) in pairs])
+        return [*zip(*of_graphs, strict=True)]
 
-        return number
-
-    def _seconds_at(self, size: int) -> Callable[..., float]:
-        before, last = self.sizes[-2:]
-        part = (size - last) / (last - before)
-        limit = (size / last) ** _DEGREE
+    def _seconds_at(self, size: Size) -> Callable[..., float]:
+        volumes, now = [*map(prod, self.sizes)], prod(size)
+        last = volumes[-1]
+        place = max((n for n, each in enumerate(volumes) if each < last), default=-1)
+        part = (now - last) / (last - volumes[place]) if place >= 0 else 0.0
+        limit = (now / last) ** _POWER
 
         def seconds(*measured: float) -> float:
-            smaller, larger = measured[-2:]
+            smaller, larger = measured[place], measured[-1]
             low, high = sorted((larger, larger * limit))
             return min(max(larger + part * (larger - smaller), low), high)
 
         return seconds
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """The polynomial through several points, at one place: a weighted sum of their numbers."""
+# --- numbers --------------------------------------------------------------------------------------
 
-    weights: Sequence[int]
-    divisor: int
 
-    @classmethod
-    def at(cls, place: int, places: Sequence[int]) -> _Weights:
-        exact = [
-            prod((Fraction(place - b, a - b) for b in places if b != a), start=Fraction(1))
-            for a in places
-        ]
-        divisor = lcm(*(weight.denominator for weight in exact))
-        return cls([int(weight * divisor) for weight in exact], divisor)
+class _Number(NamedTuple):
+    value: int  #: at most
+    doubt: int  #: by how much it may be less
 
-    def __call__(self, *numbers: int) -> int:
-        total: int = sum(map(mul, self.weights, numbers))
-        return -(-total // self.divisor)
+
+class _Numbers:
+    """What numbers are at one size, by what they are at others.
+
+    Args:
+        size: The size.
+        sizes: The others, in ascending order of their products.
+        block: Numbers of bytes are rounded up to multiples of it.
+    """
+
+    def __init__(self, size: Size, sizes: Sequence[Size], block: int = 1) -> None:
+        powers = [p for p in product(range(_POWER + 1), repeat=len(size)) if sum(p) <= _DEGREE]
+        #: By term: its value at each of the sizes, and at this one. The first is the constant.
+        self._terms = [([_term(each, p) for each in sizes], _term(size, p)) for p in powers]
+        self._volumes, self._volume = [*map(prod, sizes)], prod(size)
+        self._block = block
+        #: Most numbers of a graph occur many times.
+        self.at = cache(self._at)
+
+    def _at(self, *known: int) -> _Number:
+        if not any(known):
+            return _Number(0, 0)
+        for terms in range(1, min(2, len(known) - 1) + 1):
+            fitting = [self._fit(known, each) for each in combinations(self._terms, terms)]
+            found = [value for value in fitting if value is not None]
+            if found:
+                return _Number(max(found), max(found) - min(found))
+        value, pairs = self._on_line(known), zip(known, self._volumes, strict=True)
+        return _Number(value, value - max((y for y, v in pairs if v <= self._volume), default=0))
+
+    def _fit(self, known: Sequence[int], terms: Sequence[tuple[Sequence[int], int]]) -> int | None:
+        """The number by a formula with these terms; None if it does not hold at the sizes."""
+        (column, here), *other = terms
+        slack = self._block - 1
+        if not other:
+            # As if each number were up to a block less: what was rounded up is not known.
+            low = max(Fraction(y - slack, x) for y, x in zip(known, column, strict=True))
+            high = min(Fraction(y, x) for y, x in zip(known, column, strict=True))
+            return None if low > high else self._whole(high * here)
+        ((second, there),) = other
+        rows = [*zip(column, second, known, strict=True)]
+        (a, b, y), (c, d, z) = rows[0], rows[-1]
+        scale = a * d - b * c
+        if not scale:
+            return None
+        one, two = Fraction(y * d - b * z, scale), Fraction(a * z - y * c, scale)
+        if any(abs(one * x + two * w - v) > 2 * slack for x, w, v in rows):
+            return None
+        return self._whole(one * here + two * there)
+
+    def _whole(self, exact: Fraction) -> int | None:
+        """Rounded up to blocks; None if it cannot be a number of bytes."""
+        if exact < 0 or (self._block == 1 and exact.denominator > 1):
+            return None
+        return ceil(exact / self._block) * self._block
+
+    def _on_line(self, known: Sequence[int]) -> int:
+        """A number that no formula holds for: no less than at smaller sizes."""
+        larger = [y for y, v in zip(known, self._volumes, strict=True) if v >= self._volume]
+        if larger:
+            return max(larger[0], *(y for y in known[: -len(larger)]), 0)
+        most, last = max(known), self._volumes[-1]
+        before = [(v, y) for v, y in zip(self._volumes, known, strict=True) if v < last]
+        if not before:
+            return ceil(Fraction(most * self._volume, last))
+        volume, number = before[-1]
+        slope = Fraction(known[-1] - number, last - volume)
+        return max(most, ceil(known[-1] + slope * (self._volume - last)))
+
+
+def _term(size: Size, powers: Sequence[int]) -> int:
+    return prod(dimension**power for dimension, power in zip(size, powers, strict=True))

@@ -9,6 +9,7 @@ step that has begun in the same way.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,11 @@ from recollect.planning.model_state import (
     gradient_bytes,
 )
 from recollect.planning.planned_step import PlannedStep
+from recollect.planning.shapes import Shapes
 from recollect.planning.variant import Variant
 from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import CallReport
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -34,8 +38,9 @@ __all__ = ["Kind", "Kinds", "Step"]
 
 #: What a step is taken to need that ran out of memory, as a multiple of its budget.
 _OUT_OF_MEMORY = 1.05
-#: How many kinds of forwards are remembered.
+#: How many kinds of forwards are remembered, and schedules that were solved for some of them.
 _REMEMBERED = 64
+_SOLVED = 8
 
 
 class Kind(NamedTuple):
@@ -68,7 +73,17 @@ class Kinds:
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
+        #: What was traced. Schedules that were solved for steps that were predicted, and those of
+        #: them that no schedule fits.
+        self._shapes = Shapes()
+        self._solved: list[NamedSchedule] = []
+        self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
+        if plan.graph is not None and not plan.others:
+            state, made = Kind(())[1:], dict(plan.made)
+            self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         self._planned = tuple(Kind(each.signature) for each in plan.forwards)
+        if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
+            self._too_large.append(self._planned[0])
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
 
@@ -93,14 +108,67 @@ class Kinds:
     def find(self, step: Step) -> Variant:
         """The last forward of a step, whose others have begun before."""
         variant = self._known.get(step)
-        if variant is None:
+        if variant is None or self._is_told_better(variant):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
                 self._choices.clear()
             first = self._known.get(step[:1])
-            variant = self._known[step] = self._new_variant(step, first)
+            found = self._predicted_variant(step) if step != self._planned else None
+            variant = found or variant or self._new_variant(step, first)
+            variant.version, self._known[step] = self._shapes.version, variant
         variant.count()
+        if not variant.is_known and variant.schedule is not None and len(step) == 1:
+            variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
+
+    def _is_told_better(self, variant: Variant) -> bool:
+        """Whether a forward that was not known may be predicted by what was learned since."""
+        return not variant.is_known and variant.version != self._shapes.version
+
+    def _predicted_variant(self, step: Step) -> Variant | None:
+        """A forward that was never traced, by others that were."""
+        kind, plan = step[-1], self._plan
+        # What follows a forward cannot be predicted.
+        if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
+            return None
+        found = self._shapes.predict(kind.signature, kind[1:])
+        if found is None:
+            return None
+        choice = Choice(
+            plan,
+            found.graph,
+            may_be_plain=found.is_covered,
+            more=self._solved,
+            can_solve=not any(other.is_within(kind) for other in self._too_large),
+        )
+        self._solved = [*self._solved, *choice.solved][-_SOLVED:]
+        variant = Variant(
+            plan, self._warnings, plan.least, found.made, _describe_differences(plan, kind)
+        )
+        variant.is_predicted = True
+        self._choices[step], self._known[step] = choice, variant
+        self._choose(variant)
+        if variant.peak > plan.budget:
+            self._too_large.append(kind)
+            variant.warn(variant.peak, found.made, variant.peak)
+        return variant
+
+    def judge(self, step: Step, report: CallReport) -> None:
+        """The last forward of a step was recorded: compare it with what was known."""
+        variant = self._known.get(step)
+        if variant is None:
+            return  # it was forgotten since
+        is_right = variant.judge(report)
+        if is_right and report.recording is not None and report.recording.shapes:
+            choice = self._choice_of(step)
+            if choice is not None and choice.saw(variant.ratio):
+                self._choose(variant.first)
+        if variant.is_predicted:
+            variant.is_predicted = False
+            self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
+            if is_right and not self._choices[step].may_be_plain:
+                self._choices[step].may_be_plain = True
+                self._choose(variant)
 
     def is_surprise(self, step: Step) -> bool:
         """Whether the last forward of a step follows others, and was never seen to."""
@@ -189,6 +257,8 @@ class Kinds:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
+        if len(step) == 1:
+            self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
 
     def failed(self, step: Step) -> None:
         """A step was traced in vain: its backward did not come."""
@@ -200,9 +270,7 @@ class Kinds:
         """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
         plan, forwards = self._plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
-        choice = self._choices.get(step)
-        if choice is None and plan.graph is not None and step == self._planned:
-            choice = self._choices[step] = Choice(plan, plan.graph)
+        choice = self._choice_of(step)
         if choice is None:
             for each in forwards:
                 each.choose(plan.least, each.peak)
@@ -220,6 +288,12 @@ class Kinds:
         if choice is None or choice.expected(before) is None:
             return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
+
+    def _choice_of(self, step: Step) -> Choice | None:
+        """What was chosen for a step from; None if its graph is not known."""
+        if step == self._planned and step not in self._choices and self._plan.graph is not None:
+            self._choices[step] = Choice(self._plan, self._plan.graph)
+        return self._choices.get(step)
 
     def _forwards(self, step: Step) -> list[Variant]:
         """The forwards of a step; none if one of them is not known."""

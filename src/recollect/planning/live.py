@@ -57,6 +57,9 @@ def obstacle_to_tracing() -> str | None:
     The trace outlives the call of forward. A mode that is on the stack now may be left before, and
     would then take the trace for itself.
     """
+    step = _active.step
+    if step is not None and not step.is_open:
+        step.close()  # in another thread it was closed, whose stack of modes is another
     if dispatch_modes_active():
         return "it is inside of a dispatch mode"
     if _active.step is not None:
@@ -101,8 +104,8 @@ class LiveStep:
         #: What its forwards did, and whether their backward has come.
         self.recordings: list[Recording] = []
         self._waiting: list[Waiting] = []
-        self._is_open = False
-        #: Whether its backward has ended.
+        #: Whether it is being traced, and whether its backward has ended.
+        self.is_open = False
         self.is_over = False
         #: The optimizers that have made a step since its forward, and whether one has.
         self.has_updated = False
@@ -131,7 +134,7 @@ class LiveStep:
 
         Returns what it returns, and what tells whether its backward has come.
         """
-        if not self._is_open:
+        if not self.is_open:
             self._open()
         try:
             output, recording, remat = observe_forward(
@@ -150,7 +153,7 @@ class LiveStep:
 
     def _open(self) -> None:
         """Begin to trace."""
-        self._is_open = True
+        self.is_open = True
         _active.step = self
         _watched_by_optimizers(self)
         self._trace.__enter__()
@@ -182,7 +185,7 @@ class LiveStep:
     def _after_backward(self) -> None:
         """A backward is over, or has failed: perhaps that of this step."""
         is_inside = current_graph_task() != -1  # of another one
-        if is_inside or threading.get_ident() != self._thread or not self._is_open:
+        if is_inside or threading.get_ident() != self._thread or not self.is_open:
             return
         if not self._is_reached:
             self._missed += 1
@@ -202,7 +205,7 @@ class LiveStep:
     @property
     def is_pending(self) -> bool:
         """Whether a backward through it may still come."""
-        return self._is_open and not self.is_over and any(e.is_waiting() for e in self._waiting)
+        return self.is_open and not self.is_over and any(e.is_waiting() for e in self._waiting)
 
     def end_if_retained(self) -> None:
         """Another forward begins: the step is over if just its graph is still there.
@@ -217,7 +220,7 @@ class LiveStep:
         """Stop tracing. In another thread than it began in, its mode stays, and sees nothing."""
         self._trace.is_paused = True
         self._stop_waiting()
-        self._is_open, self._is_reached, self._on_end = False, False, None
+        self.is_open, self._is_reached, self._on_end = False, False, None
         self._waiting.clear()
         if threading.get_ident() == self._thread:
             leave_dispatch_mode(self._trace)

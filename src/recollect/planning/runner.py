@@ -203,14 +203,14 @@ class Runner:
         forwards.add(kind, Waiting(result, report.remat))
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
-                variant.judge(report)
+                kinds.judge(step, report)
             if self._checks > 0 and kinds.is_planned(step):
                 self._checks -= 1
                 watch_output(result, self._check_output)
-            if before is not None:
-                self._watch_backward()
-                self._watched = step
-                self._peaks.compare(result, before)
+        if before is not None and (schedule is not None or variant.is_predicted):
+            self._watch_backward()
+            self._watched = step
+            self._peaks.compare(result, before)
         return result
 
     def _run_by(

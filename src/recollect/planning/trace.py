@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch
 
-from recollect._torch.autograd import current_graph_task
+from recollect._torch.autograd import current_graph_task, without_history
 from recollect._torch.fsdp import Shards
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
@@ -69,8 +69,6 @@ class StepTrace:
     saved: list[int | None] = field(default_factory=list)
     #: The storages of what forwards and units returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
-    #: Whether backward made a graph of its own, which holds what it unpacked.
-    has_second_order: bool = False
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -118,6 +116,9 @@ class TraceMode(DispatchMode):
         #: or to its handle, and the number of the storage.
         self._storages: dict[int, tuple[Any, int]] = {}
         self._saved: dict[int, Any] = {}
+        #: What a backward unpacked that makes a graph of its own: weak references to storages, each
+        #: with the saved tensor.
+        self._held: list[tuple[Any, int]] = []
 
     def begin_region(self, count_ops: Callable[[], int]) -> None:
         """A forward, or a unit of one, begins, whose ops ``count_ops`` counts."""
@@ -134,6 +135,8 @@ class TraceMode(DispatchMode):
         if self._shards is not None:  # whose first allocation is by an op, and counts as gathered
             for key in self._shards.gathered_storages() & self._storages.keys():
                 self._trace.sizes[self._storages[key][1]] = 0
+        self._trace.released += [number for storage, number in self._held if storage() is not None]
+        self._held.clear()
         self._storages.clear()
         self._saved.clear()
         self._tensors.clear()
@@ -229,7 +232,11 @@ class TraceMode(DispatchMode):
     def pack(self, pack: Callable[[_Tensor], Any], tensor: _Tensor) -> SavedHandle:
         """The hook that autograd calls to save a tensor."""
         trace, number = self._trace, len(self._trace.saved)
-        handle = SavedHandle(number, pack(tensor))
+        packed = pack(tensor)
+        if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
+            # Held by the schedule, as an alias: else nothing would tell when others drop it.
+            packed[0] = without_history(tensor)
+        handle = SavedHandle(number, packed)
         trace.saved.append(self._storage_of(tensor))
         self._saved[number] = ref(handle, lambda _: trace.released.append(number))
         return handle
@@ -237,7 +244,12 @@ class TraceMode(DispatchMode):
     def unpack(self, unpack: Callable[[Any], _Tensor], handle: SavedHandle) -> _Tensor:
         """The hook that backward calls to get it back: the same tensor, or a recomputed one."""
         self._is_backward = True
-        self._trace.has_second_order |= torch.is_grad_enabled()
-        self._unpacked.append(handle.number)
+        trace, number = self._trace, handle.number
+        self._unpacked.append(number)
         with self._paused():
-            return unpack(handle.packed)
+            tensor = unpack(handle.packed)
+        if torch.is_grad_enabled():
+            # The graph that this backward makes may hold it longer than that of forward does.
+            storage = ref(tensor.untyped_storage(), lambda _: trace.released.append(number))
+            self._held.append((storage, number))
+        return tensor

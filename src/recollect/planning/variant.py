@@ -75,6 +75,11 @@ class Variant:
         self._uses = 0
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
+        #: Whether its step was predicted and not traced; and what was known when it could not be.
+        self.is_predicted = False
+        self.version = -1
+        #: The bytes that the last forward made which was recorded, as a multiple of the known ones.
+        self.ratio = 1.0
         if not self.is_known:
             self.first.wants_trace = True
 
@@ -114,29 +119,36 @@ class Variant:
         """What the last forward ran by that was not traced with less."""
         return self._outgrown if self._has_outgrown else self.schedule
 
-    def judge(self, report: CallReport) -> None:
-        """Compare a call that was recorded, as a whole or from some op on, with the known one."""
+    def judge(self, report: CallReport) -> bool:
+        """Compare a call that was recorded, as a whole or from some op on, with the known one.
+
+        Whether it made no more than that.
+        """
         recording = report.recording
         if report.is_unrecorded:
             self._warn_unrecorded(str(report.difference))
         elif report.difference is None and recording is not None and recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
         if recording is None or self._made is None:
-            return
+            return False
         made = bytes_made(report, self._made)
         known = max(1, sum(self._made.values()))
         # Where shapes depend on data, what one module makes more another makes less.
         added = sum(made.values()) - known
         grown = sum(now - was for _, now, was in _growth(self._made, made))
-        if (added if recording.shapes else grown) > _TOLERANCE * known:
-            # Roughly: as if all that is new were there at once, or in proportion. The trace will
-            # tell.
-            share = added / known * (self.peak - self._plan.base)
-            peak = self.peak + (min(share, added) if recording.shapes else grown)
-            if peak > self._plan.budget:
-                self.warn(round(peak), made)
-            self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
-            self.schedule, self.first.wants_trace = self._plan.least, True
+        self.ratio = 1 + added / known
+        if (added if recording.shapes else grown) <= _TOLERANCE * known:
+            return True
+        # Roughly: as if all that is new were there at once, or in proportion. The trace will tell.
+        share = added / known * (self.peak - self._plan.base)
+        peak = self.peak + (min(share, added) if recording.shapes else grown)
+        if peak > self._plan.budget:
+            self.warn(round(peak), made)
+        elif recording.shapes:
+            return True  # the margin is there for that
+        self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
+        self.schedule, self.first.wants_trace = self._plan.least, True
+        return False
 
     def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module.

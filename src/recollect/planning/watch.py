@@ -83,6 +83,8 @@ class Waiting:
         #: has ended and left the graph as it was.
         self._backward = -1
         self._retained = 0
+        #: Whether that backward made a graph of its own.
+        self._has_second = False
         self._is_running = False
         #: Whether a backward has gone through it, and whether that has freed the graph.
         self.is_reached = self._is_over = False
@@ -99,6 +101,7 @@ class Waiting:
         if backward == self._backward:
             return  # as by another of its nodes
         self._backward, self._is_running = backward, True
+        self._has_second = torch.is_grad_enabled()
         at_end_of_backward(partial(self._ended, backward_keeps_graph(), self._count()))
         if self._on_reached is not None:
             self._on_reached()
@@ -126,8 +129,10 @@ class Waiting:
             return False
         if self._is_running and current_graph_task() == -1:
             return False  # backward has failed, and cannot go through it again
-        # The second backward through a graph that was retained need not pass the output.
-        return self._count() >= self._retained
+        # The second backward through a graph that was retained need not pass the output. Of a graph
+        # that leads to another one, the last nodes may be gone with the output.
+        is_gone = self._has_second and self._token() is None
+        return self._count() >= (1 if is_gone else self._retained)
 
 
 def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:

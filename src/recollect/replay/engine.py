@@ -195,7 +195,7 @@ def _take(known: Recording, by: NamedSchedule, entry: CacheEntry) -> None:
     if isinstance(known.reason, UnsupportedTensor):
         entry.fallback = known.reason
     else:
-        entry.recorded(known.under(by), has_budget=True)
+        entry.give(known.under(by))
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:

@@ -43,6 +43,8 @@ class CacheEntry:
     difference: str | None = None
     _last: Recording | None = None
     _misses: int = 0
+    #: Whether the recording is of a call under another schedule, and none was checked against it.
+    _is_given: bool = False
 
     def is_new(self) -> bool:
         """Whether nothing is known yet."""
@@ -63,14 +65,20 @@ class CacheEntry:
             self.unsettled = "shapes inside depend on data"
         self.recording = None if self.unsettled is not None else recording
 
+    def give(self, recording: Recording) -> None:
+        """Have calls checked against a recording of a call under another schedule of a plan."""
+        self.recorded(recording, has_budget=True)
+        self._is_given = True
+
     def checked(self, difference: str | None) -> None:
         """A call was checked against the recording, and differed by ``difference``."""
+        is_given, self._is_given = self._is_given, False
         if difference is None:
             self._misses = 0
             return
         self.recording = None
         self.difference = difference
-        self._misses += 1
+        self._misses += not is_given  # it was no call of this kind that was recorded
         if self._misses >= _PATIENCE:
             # A call that differs holds more than one that is recorded.
             self.unsettled = f"it is another function at every call: {difference}"
