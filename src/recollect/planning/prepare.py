@@ -103,7 +103,7 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             "its place. Switch it off: model.gradient_checkpointing_disable()"
         )
     for name, module in model.named_modules():
-        if OPTIONS in vars(module):
+        if vars(module).get(OPTIONS) is not None:
             what = f"its {name}" if name else "it"
             raise ValueError(
                 f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
