@@ -69,10 +69,11 @@ def know_checkpoint(function: Callable[..., Any]) -> None:
     """
     from torch._dynamo.variables import builder
 
-    if _Known.test is None:
-        _Known.test = staticmethod(vars(builder)["is_utils_checkpoint"])
+    names = vars(builder)
+    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 and 2.13
+        _Known.test = staticmethod(names["is_utils_checkpoint"])
         _Known.checkpoint = staticmethod(function)
-        vars(builder)["is_utils_checkpoint"] = lambda obj: obj is function
+        names["is_utils_checkpoint"] = lambda obj: obj is function
 
 
 def forget_checkpoint() -> None:
