@@ -15,7 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import checkpoint as torch_checkpoint
 
 import recollect
-from recollect import CheckpointPolicy, compat
+from recollect import CheckpointPolicy, compat, policy
 
 aten = torch.ops.aten
 
@@ -306,6 +306,102 @@ def test_sequential_in_compiled_code():
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         assert_same(gradients(compiled, inputs), gradients(step, inputs))
+
+
+# --- options in compiled code ---------------------------------------------------------------------
+
+POLICIES = {
+    "none": (None, True),
+    "list": ([aten.mm], False),
+    "save_ops": (policy.save_ops(aten.mm), False),
+    "recompute_ops": (policy.recompute_ops(aten.mm), True),
+    "matmuls": (policy.matmuls(), False),
+    "nothing": (policy.nothing(), True),
+}
+
+
+def called_torchs(function, *args, **options):
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
+
+
+@pytest.mark.parametrize("engine", [None, "rerun", "replay"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_means_the_same_with_every_engine(name, engine):
+    given, is_rerun = POLICIES[name]
+    region = functools.partial(recollect.checkpoint, policy=given, engine=engine)
+    _, backward = compiled_ops(through(region), calls=1)
+    assert backward["aten.mm.default"] == (4 + 2 if is_rerun else 4)
+    wrapped = recollect.checkpointed(block, policy=given, engine=engine)
+    assert compiled_ops(through(lambda _, *args: wrapped(*args)), calls=1)[1] == backward
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_options_of_install_are_heeded_in_compiled_code(name):
+    given, is_rerun = POLICIES[name]
+    with recollect.installed(policy=given, engine="replay"):
+        _, backward = compiled_ops(through(called_torchs), calls=1)
+        _, ours = compiled_ops(through(recollect.checkpoint), calls=1)
+    assert backward["aten.mm.default"] == (4 + 2 if is_rerun else 4)
+    assert ours["aten.mm.default"] == 4 + 2  # they are for torch's functions
+    _, after = compiled_ops(through(called_torchs), calls=1)
+    assert after["aten.mm.default"] == 4 + 2
+
+
+@pytest.mark.parametrize("options", [{"policy": [aten.mm]}, {"engine": "replay"}], ids=str)
+def test_our_options_in_a_call_of_torchs_function_while_installed(options):
+    region = functools.partial(called_torchs, **options)
+    with recollect.installed():
+        _, backward = compiled_ops(through(region), calls=1)
+    assert backward["aten.mm.default"] == (4 if "policy" in options else 4 + 2)
+
+
+def test_a_parameter_of_the_function_is_not_taken_for_an_option():
+    def with_policy(x, w, *, policy):
+        return block(x, w) if policy == 3 else x
+
+    with recollect.installed():
+        region = functools.partial(called_torchs, policy=3)
+        compiled_ops(through(lambda _, *args: region(with_policy, *args)), calls=1)
+
+
+@pytest.mark.parametrize("engine", [None, "replay"])
+def test_compiled_code_says_that_it_offloads_nothing_and_keeps_the_result(engine):
+    given = policy.offload_ops(aten.mm)
+    region = functools.partial(recollect.checkpoint, policy=given, engine=engine)
+    with pytest.warns(UserWarning, match="offload_ops.*compiled code offloads nothing"):
+        _, backward = compiled_ops(through(region), calls=1)
+    assert backward["aten.mm.default"] == 4
+
+
+def test_compiled_code_says_that_modules_are_not_offloaded():
+    model = recollect.checkpointed(
+        nn.Sequential(Block(), nn.Tanh()), policy=policy.offload_modules("0.up")
+    )
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs.backend, fullgraph=True)
+    with pytest.warns(UserWarning, match="offload_modules.*compiled code offloads nothing"):
+        compiled(torch.ones(2, 4)).sum().backward()
+    _, backward = graphs.ops()
+    assert backward["aten.addmm.default"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offload_inputs": True}, {"policy": [aten.mm], "store": recollect.store.HostStore()}],
+    ids=["offload_inputs", "store"],
+)
+def test_compiled_code_says_that_it_holds_nothing_elsewhere(options):
+    region = functools.partial(recollect.checkpoint, **options)
+    with pytest.warns(UserWarning, match="have no effect in compiled code"):
+        compiled_ops(through(region), calls=1)
+    wrapped = recollect.checkpointed(block, **options)
+    with pytest.warns(UserWarning, match="have no effect in compiled code"):
+        compiled_ops(through(lambda _, *args: wrapped(*args)), calls=1)
+    with (
+        recollect.installed(**options),
+        pytest.warns(UserWarning, match="have no effect in compiled code"),
+    ):
+        compiled_ops(through(called_torchs), calls=1)
 
 
 # --- graph breaks ---------------------------------------------------------------------------------

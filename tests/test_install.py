@@ -113,6 +113,8 @@ def test_nothing_else_changes_and_everything_is_put_back():
     recollect.install()
     during = snapshot()
     changed = {key for key in before if before[key] != during[key]}
+    # How the compiler knows torch's function, if it is loaded.
+    changed.discard(("torch._dynamo.variables.builder", "is_utils_checkpoint"))
     modes = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
     home = {("torch.utils.checkpoint", name) for name in modes.union(NAMES)}
     assert home <= changed

@@ -14,7 +14,14 @@ from recollect._torch.dynamo import hide_from_dynamo
 from recollect.checks.determinism import DeterminismCheck
 from recollect.modules import OPTIONS, copy_signature, unwrap_module, wrap_module
 from recollect.options import Engine, Keywords, Options, noop_context_fn, usual_options
-from recollect.region import balanced, run_compiled, run_region, run_segments, steps_of
+from recollect.region import (
+    balanced,
+    run_compiled,
+    run_region,
+    run_segments,
+    steps_of,
+    warn_of_idle,
+)
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
 
@@ -75,6 +82,8 @@ def checkpoint(
     if torch.compiler.is_dynamo_compiling():
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+        if offload_inputs or store is not None:
+            warn_of_idle()
         return run_compiled(function, args, kwargs, context_fn)
     if (
         use_reentrant is False

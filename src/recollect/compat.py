@@ -20,7 +20,14 @@ from recollect.checks.determinism import DeterminismCheck
 from recollect.errors import CheckpointError, RecollectWarning
 from recollect.options import Options, installed_options, noop_context_fn, usual_options
 from recollect.policy.rules import CheckpointPolicy, SelectiveCheckpointContext, as_policy
-from recollect.region import enter_region, run_compiled, run_region, run_segments, steps_of
+from recollect.region import (
+    enter_region,
+    run_compiled,
+    run_region,
+    run_segments,
+    steps_of,
+    warn_of_idle,
+)
 from recollect.rerun.engine import GraphExecGroup
 from recollect.rerun.frame import Contexts
 from recollect.rerun.reentrant import (
@@ -29,6 +36,7 @@ from recollect.rerun.reentrant import (
     detach_variable,
 )
 from recollect.rerun.selective import SAC_IGNORED_OPS, selective_contexts
+from recollect.rerun.selective import create_selective_checkpoint_contexts as unlimited_contexts
 from recollect.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from recollect.state.rng import (
     DefaultDeviceType,
@@ -86,6 +94,8 @@ def checkpoint(
     """
     if torch.compiler.is_dynamo_compiling():
         kwargs.pop("preserve_rng_state", None)
+        if installed_options.is_active and not use_reentrant and context_fn is noop_context_fn:
+            return _run_compiled(function, args, kwargs)
         return run_compiled(function, args, kwargs, context_fn)
     own = _take_own(function, kwargs) if installed_options.is_active else {}
     options = _options(
@@ -99,6 +109,21 @@ def checkpoint(
         own,
     )
     return run_region(function, args, kwargs, options, read_once=True)
+
+
+def _run_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Leave a region to the compiler, by the options of the call and of `install`."""
+    own = _take_own(function, kwargs)
+    installed = installed_options.options
+    context_fn = installed.context_fn
+    if own.get("policy") is not None:
+        context_fn = functools.partial(unlimited_contexts, own["policy"])
+    is_held = own.get("offload_inputs") or own.get("store") is not None
+    if is_held or installed.offload_inputs or installed.store is not None:
+        warn_of_idle()
+    return run_compiled(function, args, kwargs, context_fn)
 
 
 def _take_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _remake(
 
 def wrap_module(module: nn.Module, how: How) -> nn.Module:
     """Checkpoint ``module.forward`` from now on."""
-    if OPTIONS in module.__dict__:
+    if module.__dict__.get(OPTIONS) is not None:
         raise ValueError(
             f"this {type(module).__name__} is checkpointed already; recollect.unwrap(module) it "
             "first to change its options"

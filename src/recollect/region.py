@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch.dynamo import dynamo_callback, hide_from_dynamo, run_without_dynamo
+from recollect._torch.dynamo import (
+    called_while_traced,
+    dynamo_callback,
+    hide_from_dynamo,
+    run_without_dynamo,
+    torch_checkpoint,
+)
 from recollect.observer import observing
 from recollect.options import Options, noop_context_fn
 from recollect.replay.engine import LeftToRerun, replay_region
@@ -47,6 +53,8 @@ def run_region(
 ) -> Any:
     """Run a region with checked options. ``read_once``: refuse to recompute for a second read."""
     if torch.compiler.is_dynamo_compiling():
+        if options.offload_inputs or options.store is not None:
+            warn_of_idle()
         return run_compiled(function, args, kwargs, options.context_fn)
     if not callable(function):
         raise TypeError(f"function should be callable, but got {function!r}")
@@ -153,10 +161,20 @@ def run_compiled(
     Dynamo knows torch's function by identity and turns the call into a node of its graph; the
     compiler then decides what to recompute. Options about RNG, state and checks do not apply there.
     """
-    torch_checkpoint = torch.utils.checkpoint.checkpoint
+    checkpoint = torch_checkpoint()
     if context_fn is None or context_fn is noop_context_fn:
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+
+@called_while_traced
+def warn_of_idle() -> None:
+    """Warn that compiled code holds nothing in host memory."""
+    warnings.warn(
+        "offload_inputs= and store= have no effect in compiled code, which holds everything on the "
+        "device. Leave them out, or keep the region from the compiler: torch.compiler.disable",
+        stacklevel=2,
+    )
 
 
 # --- sequential models ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from recollect._torch import dynamo
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
@@ -76,4 +77,37 @@ def test_what_is_never_traced_says_why_where_there_is_to_be_one_graph():
     assert torch.compile(lambda x: inner(x) * 2, backend="eager")(torch.ones(1)) == 4
     with pytest.raises(torch._dynamo.exc.Unsupported, match="for a reason of its own"):
         torch.compile(lambda x: inner(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+    torch.compiler.reset()
+
+
+def test_dynamo_knows_torchs_checkpoint_while_another_is_in_its_place(monkeypatch):
+    from torch._dynamo.variables import builder
+
+    theirs = torch.utils.checkpoint.checkpoint
+    before = builder.is_utils_checkpoint
+    dynamo.know_checkpoint(theirs)
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", print)
+    assert builder.is_utils_checkpoint(theirs)
+    assert not builder.is_utils_checkpoint(print)
+    assert dynamo.torch_checkpoint() is theirs
+    dynamo.forget_checkpoint()
+    assert builder.is_utils_checkpoint is before
+    assert dynamo.torch_checkpoint() is print
+
+
+def test_a_function_that_is_called_while_it_is_traced():
+    calls = []
+
+    @dynamo.called_while_traced
+    def note():
+        calls.append(1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x):
+        note()
+        return x + 1
+
+    for _ in range(3):
+        function(torch.ones(1))
+    assert calls == [1]
     torch.compiler.reset()

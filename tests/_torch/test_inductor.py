@@ -116,3 +116,19 @@ def test_a_partitioner_can_be_a_value_of_inductors_config():
 
 def test_sizes():
     assert inductor.known_size(3) == 3
+
+
+def test_dynamic_sizes_can_be_assumed_to_be_larger():
+    found = []
+
+    def backend(graph, inputs):
+        (x,) = inductor.graph_inputs(graph)
+        found.append([inductor.known_size(size) for size in (*x.shape, x.shape[0] * 2)])
+        with inductor.assumed_sizes([x], [(5, 1)]):
+            found.append([inductor.known_size(size) for size in (*x.shape, x.shape[0] * 2)])
+        return graph.forward
+
+    x = torch.ones(3, 2)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x: x * 2, backend=backend)(x)
+    assert found == [[3, 2, 6], [5, 2, 10]]

@@ -1,6 +1,5 @@
 """Plans for compiled models: applied, removed, saved, shown, refused."""
 
-import copy
 import warnings
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import nn
 import recollect
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is
+from tests.planning._models import made
 
 
 @pytest.fixture
@@ -60,8 +60,6 @@ def test_a_model_that_is_compiled_in_place():
     with plan.applied(compiled.model):
         assert_identical(compiled.outcome(), expected)
         assert compiled.peak() <= plan.budget
-    copied = copy.deepcopy(compiled.model)  # which is not compiled
-    assert not vars(copied).get("_compiled_call_impl")
 
 
 def test_what_cannot_be_planned_is_refused(compiled: Compiled):
@@ -72,6 +70,12 @@ def test_what_cannot_be_planned_is_refused(compiled: Compiled):
     eager = torch.compile(compiled.bare, backend="eager")
     with pytest.raises(ValueError, match="compiled with backend='eager'"):
         recollect.plan(eager, compiled.batch, 0.7)
+
+
+def test_a_model_that_the_compiler_leaves_as_it_is_is_refused():
+    moe = made("moe")  # its graph breaks in a loop
+    with pytest.raises(ValueError, match="this MoE is compiled, but no compiled graph"):
+        recollect.plan(as_it_is(moe.model), moe.batch, 0.7, loss=moe.loss)
 
 
 def test_a_plan_is_for_the_model_as_it_was_compiled(compiled: Compiled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
+import torch.utils.checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +41,53 @@ def never_traced(function: F, reason: str | None = None) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return hide_from_dynamo(function)
+
+
+def called_while_traced(function: F) -> F:
+    """Have dynamo call ``function`` when it traces a call of it: its result is a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class _Known:
+    """What dynamo knows as torch's checkpoint, if that is not what is in torch's module."""
+
+    checkpoint: Callable[..., Any] | None = None
+    #: How dynamo itself knows it.
+    test: Callable[[Any], bool] | None = None
+
+
+def torch_checkpoint() -> Callable[..., Any]:
+    """The function that dynamo turns into a region of its graph."""
+    return _Known.checkpoint or torch.utils.checkpoint.checkpoint
+
+
+def know_checkpoint(function: Callable[..., Any]) -> None:
+    """Have dynamo know torch's own ``function`` as such while another one is in torch's module.
+
+    It takes whatever is there for torch's, and would never look into ours.
+    """
+    from torch._dynamo.variables import builder
+
+    names = vars(builder)
+    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 and 2.13
+        _Known.test = staticmethod(names["is_utils_checkpoint"])
+        _Known.checkpoint = staticmethod(function)
+        names["is_utils_checkpoint"] = lambda obj: obj is function
+
+
+def forget_checkpoint() -> None:
+    """Undo `know_checkpoint`."""
+    if _Known.test is not None:
+        from torch._dynamo.variables import builder
+
+        vars(builder)["is_utils_checkpoint"] = _Known.test
+        _Known.checkpoint = _Known.test = None
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether there is something to compile with already."""
+    return "torch._dynamo.variables.builder" in sys.modules
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +30,14 @@ def _is_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called: copies of the module are not compiled then."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
 def is_compiled_here(module: nn.Module) -> bool:
     """Whether calling ``module`` enters the compiler."""
-    return _is_wrapper(module) or module.__dict__.get("_compiled_call_impl") is not None
+    return _is_wrapper(module) or is_compiled_in_place(module)
 
 
 def compiler_context(module: nn.Module) -> Any:
@@ -91,15 +96,9 @@ def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = No
     return make(module._call_impl)
 
 
-def called_after(called: Any, before: Callable[[], None]) -> Any:
-    """What `compiled_with` returned, with a function that is called before it."""
-    function = called[1] if isinstance(called, tuple) else called
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return function(*args, **kwargs)
-
-    return (called[0], both) if isinstance(called, tuple) else both
+def called_around(called: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """What `compiled_with` returned, with its function wrapped by another one."""
+    return (called[0], wrap(called[1])) if isinstance(called, tuple) else wrap(called)
 
 
 def shares_code(module: nn.Module, other: nn.Module) -> bool:
@@ -224,12 +223,45 @@ def fuses() -> Callable[[fx.Node], bool]:
     return get_default_op_list().is_fusible
 
 
+#: Sizes that dynamic ones are taken to have, by symbol, in the place of those that were met.
+_assumed: dict[Any, int] = {}
+
+
 def known_size(number: Any) -> int:
     """A size, or what was met where it is dynamic; 0 if nothing is known."""
     if isinstance(number, int):
         return number
     node = number.node
+    if _assumed:
+        size = node.expr.xreplace(_assumed)
+        if not getattr(size, "free_symbols", ()):
+            return int(size)
     return int(node.hint) if node.has_hint() else 0
+
+
+def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that a graph of dynamo takes, as fakes: with dynamic sizes as symbols."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in nodes]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+@contextmanager
+def assumed_sizes(tensors: Sequence[torch.Tensor], least: Sequence[Any]) -> Iterator[None]:
+    """A context in which dynamic sizes of ``tensors`` are at least those of the shapes given."""
+    found: dict[Any, int] = {}
+    for tensor, shape in zip(tensors, least, strict=True):
+        sizes: tuple[Any, ...] = tuple(tensor.shape)
+        for size, known in zip(sizes, shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                symbol = size.node.expr
+                found[symbol] = max(found.get(symbol, known_size(size)), known)
+    _assumed.update(found)
+    try:
+        yield
+    finally:
+        for symbol in found:
+            _assumed.pop(symbol, None)
 
 
 def fallback_random() -> AbstractContextManager[Any]:

@@ -58,9 +58,13 @@ def unhook_module(module: torch.nn.Module, key: int) -> None:
         getattr(module, name).pop(key, None)
 
 
+#: The attribute of a module that holds what it calls after ``module.compile()``.
+COMPILED_CALL = "_compiled_call_impl"
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` returned."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+    return hasattr(module, "_orig_mod") or module.__dict__.get(COMPILED_CALL) is not None
 
 
 def compiled_in(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -11,5 +11,5 @@ which tensors forward saves for backward. The path through the package:
 4. `planner` solves it, and compiles and runs what the solver found (`trials`). The target is
    corrected by what the simulation was off.
 5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
-   where it is split.
+   where it is split, and `watch` warns of steps that do not run by the plan.
 """

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch.inductor import called_by_compiler
+from recollect._torch.inductor import called_by_compiler, is_compiled_in_place
 from recollect.checks.place import warn_user
-from recollect.compiled.backend import Backend
+from recollect.compiled.backend import Backend, Runs
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
@@ -20,6 +20,7 @@ from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, Site, find_sites, install, prepare
 from recollect.compiled.split import Player, Solve
+from recollect.compiled.watch import Watch
 from recollect.errors import CheckpointError, PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.planning.choice import IF_SHAPES_VARY
@@ -27,7 +28,7 @@ from recollect.planning.solving.solve import Solver
 from recollect.planning.step import device_of
 from recollect.report.units import bytes_text
 
-__all__ = ["Applied", "Code", "OtherGraphs", "players"]
+__all__ = ["Applied", "Code", "make_code"]
 
 _log = logging.getLogger("recollect")
 #: What is around the only graph of a step: before forward, before backward, and after that.
@@ -44,22 +45,34 @@ class Applied:
         _check_sites(step, self._sites)
         code: Code | None = step.code
         if code is None or not code.is_for(self._sites):
-            other = OtherGraphs()
-            code = Code([], players(step, self._sites, other), other)
+            code = make_code(step, self._sites)
         fused = self._sites[0].compiler.is_fused
         code.other.solve = _Unplanned(step, plan.budget, device_of(model), fused)
         self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self._sites)}
-        install(self._sites, code.called)
+        self._watch = Watch(plan, model, self._sites, code.runs)
+        install(self._sites, self._watch.watched(code.called))
 
     def unwrapped(self, _model: nn.Module) -> None:
         """The model runs as it did before."""
+        self._watch.end()
         install(self._sites, self._before)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model is no part of this."""
+        self._warn_of_copy()
 
     def __reduce__(self) -> Any:
+        self._warn_of_copy()
         return type(None), ()
+
+    def _warn_of_copy(self) -> None:
+        if any(is_compiled_in_place(site.module) for site in self._sites):
+            warn_user(
+                "a model with a plan is copied or pickled, and compiled by module.compile(), which "
+                "torch drops: the copy is not compiled, and has no plan. If it is to be trained: "
+                "copy.compile(), then plan.apply(copy)",
+                PlanWarning,
+            )
 
 
 class OtherGraphs:
@@ -86,14 +99,16 @@ class Code:
     modules: Sequence[nn.Module]
     called: Called
     other: OtherGraphs
+    runs: Runs
 
     def is_for(self, sites: Sequence[Site]) -> bool:
         """Whether it is for these modules."""
         return [id(each) for each in self.modules] == [id(site.module) for site in sites]
 
 
-def players(step: CompiledStep, sites: Sequence[Site], other: OtherGraphs) -> Called:
-    """What the compiled modules call to run by decisions. ``other``: for other graphs."""
+def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
+    """The code of modules that run by decisions. It is compiled when they are called."""
+    other, runs = OtherGraphs(), Runs()
     sources = {each.source for each in step.graphs}
     backends: list[tuple[int, Backend]] = []
     variants = dict(step.sites)
@@ -106,10 +121,10 @@ def players(step: CompiledStep, sites: Sequence[Site], other: OtherGraphs) -> Ca
                 return backend
         decisions = {each.key: each.kept for each in step.graphs if each.variant == variant}
         player = Player(decisions, sources, f"{step.uuid}-{variant}", other)
-        backends.append((variant, Backend(site.compiler, player, _warn_of_larger)))
+        backends.append((variant, Backend(site.compiler, player, _warn_of_larger, runs)))
         return backends[-1][1]
 
-    return prepare(sites, backend_for)
+    return Code([site.module for site in sites], prepare(sites, backend_for), other, runs)
 
 
 def _warn_of_larger() -> None:

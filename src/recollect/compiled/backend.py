@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import fx
 
 from recollect._torch.inductor import (
     aot_arguments,
+    assumed_sizes,
     backend_name,
     compile_by_inductor,
+    graph_inputs,
     inductor_options,
     known_size,
     partitioner,
@@ -22,7 +25,7 @@ from recollect._torch.inductor import (
 from recollect._torch.tensors import storage_key
 from recollect.compiled.split import Observer, Player, SeenGraph
 
-__all__ = ["Backend", "Call", "Compiler", "Notes"]
+__all__ = ["Backend", "Call", "Compiler", "Notes", "Runs"]
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
 _PLANNED = {"allow_buffer_reuse": False}
@@ -44,6 +47,11 @@ class Compiler:
         if options is None and arguments is None:
             return None
         return cls(backend_name(backend), options, arguments)
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether kernels are recorded as CUDA graphs, as by ``mode="reduce-overhead"``."""
+        return bool(self.options and self.options.get("triton.cudagraphs"))
 
     @property
     def is_fused(self) -> bool:
@@ -89,6 +97,13 @@ class Notes:
     calls: list[Call] = field(default_factory=list)
 
 
+@dataclass
+class Runs:
+    """How often compiled graphs ran under a plan."""
+
+    count: int = 0
+
+
 @dataclass(eq=False)
 class Backend:
     """Called by dynamo with a graph and its inputs. Compared by identity: dynamo shares code.
@@ -97,37 +112,55 @@ class Backend:
         compiler: The user's backend.
         split: Splits joint graphs.
         on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
+        runs: Counts the graphs that run.
         notes: Where calls of the compiled graphs are noted, if they are to be.
     """
 
     compiler: Compiler
     split: Observer | Player
     on_larger: Callable[[], None] | None = None
+    runs: Runs = field(default_factory=Runs)
     notes: Notes | None = None
+    #: By the ranks of the tensors that graphs take: their largest sizes.
+    _largest: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Compile a graph."""
         source = _source_key(graph, inputs)
         if isinstance(self.split, Player):
             self.split.source = source
-            return self._watched(self.compiler.compile(graph, inputs, self.split), inputs)
+            with self._for_largest(graph):
+                return self._watched(self.compiler.compile(graph, inputs, self.split), inputs)
         before = len(self.split.seen)
         compiled = self.compiler.compile(graph, inputs, self.split)
         new = self.split.seen[before:]
         seen = new[-1] if new else None
         return compiled if self.notes is None else _noted(compiled, seen, source, self.notes)
 
+    def _for_largest(self, graph: fx.GraphModule) -> AbstractContextManager[None]:
+        """A context in which dynamic sizes are at least those of code that was made before.
+
+        The last batch of an epoch is smaller, and code for dynamic shapes is made of it, which then
+        runs on the others, too.
+        """
+        tensors = graph_inputs(graph)
+        shapes = [tuple(known_size(size) for size in each.shape) for each in tensors]
+        ranks = tuple(map(len, shapes))
+        before = self._largest.get(ranks, shapes)
+        largest = [tuple(map(max, *pair)) for pair in zip(before, shapes, strict=True)]
+        self._largest[ranks] = largest
+        return assumed_sizes(tensors, largest)
+
     def _watched(self, compiled: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
-        """The same, if shapes are dynamic: sizes above those that were met are told."""
+        """The same, counted; if shapes are dynamic, sizes above those that were met are told."""
         places = [n for n, each in enumerate(inputs) if isinstance(each, torch.SymInt)]
-        if not places or self.on_larger is None:
-            return compiled
-        most, on_larger = [known_size(inputs[n]) for n in places], self.on_larger
+        most, runs = [known_size(inputs[n]) for n in places], self.runs
 
         def watched(*args: Any) -> Any:
+            runs.count += 1
             for n, place in enumerate(places):
-                if args[place] > most[n]:
-                    on_larger()
+                if args[place] > most[n] and self.on_larger is not None:
+                    self.on_larger()
                     most[n] = args[place]
             return compiled(*args)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from recollect._torch.inductor import called_after
+from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.merge import Merged, merge, torch_schedule
 from recollect.compiled.part import Part, make_part
-from recollect.compiled.sites import Called, Site, installed, prepare
+from recollect.compiled.sites import Called, Site, installed, model_name, prepare
 from recollect.compiled.split import Observer, SeenGraph
 from recollect.compiled.timeline import measured_stretches
 from recollect.graph.schedule import Schedule
@@ -55,14 +56,14 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     def backend_for(number: int) -> Backend:
         compiler = sites[number].compiler
         for backend in backends:
-            if _is_same(backend.compiler, compiler):
+            if backend.compiler == compiler:
                 return backend
         backends.append(Backend(compiler, Observer(), notes=notes))
         return backends[-1]
 
     called = prepare(sites, backend_for)
     noting = {
-        number: called_after(each, partial(setattr, notes, "site", number))
+        number: called_around(each, partial(_noting, notes, number))
         for number, each in called.items()
     }
     with step.undone(), installed(sites, noting):
@@ -90,8 +91,12 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     return ObservedStep(sites, called, calls, merged, torch_schedule(merged, saves), profile)
 
 
-def _is_same(compiler: Compiler, other: Compiler) -> bool:
-    return compiler == other
+def _noting(notes: Notes, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        notes.site = number
+        return function(*args, **kwargs)
+
+    return noting
 
 
 def _parts(
@@ -109,7 +114,9 @@ def _check_calls(step: TrainingStep, calls: Sequence[Call]) -> None:
     """Refuse a step in which no compiled graph has a backward."""
     if not calls:
         raise ValueError(
-            f"model: this {type(step.model).__name__} is compiled, but no compiled graph of its "
-            "step has a backward. Does the compiler run at all (torch.compiler.set_stance, "
-            "TORCHDYNAMO_DISABLE), and is forward compiled in training?"
+            f"model: this {model_name(step.model)} is compiled, but no compiled graph of its "
+            "step has a backward. Perhaps the compiler is switched off (torch.compiler.set_stance, "
+            "TORCHDYNAMO_DISABLE), or has left forward as it is, as for a graph break in a loop "
+            "(TORCH_LOGS=graph_breaks shows it). Plan for the model that was compiled, or compile "
+            "parts of it: block.compile()"
         )

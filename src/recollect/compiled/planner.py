@@ -6,6 +6,7 @@ long, so a target is corrected by what the simulation was off, which mostly take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
-from recollect.compiled.sites import find_sites, model_name
+from recollect.compiled.sites import Site, find_sites, model_name
 from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
+from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
 from recollect.planning.batch import signature_of_batch
@@ -73,6 +76,8 @@ class CompiledPlanner(Planner):
                 "in place of a plan: recollect.checkpointed(block)"
             )
         sites = find_sites(model)
+        if step.on_cuda:
+            _warn_of_cuda_graphs(sites)
         state = ModelState.of(model)
         progress("compiling the step as torch does", 0.0)
         if step.on_cuda:
@@ -178,3 +183,15 @@ class CompiledPlanner(Planner):
     @cached_property
     def _alternatives(self) -> tuple[NamedSchedule, ...]:
         return ()
+
+
+def _warn_of_cuda_graphs(sites: Sequence[Site]) -> None:
+    """Warn if the step runs as CUDA graphs: their memory is not what is allocated in a step."""
+    if any(site.compiler.uses_cuda_graphs for site in sites):
+        warn_user(
+            "model: it is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), "
+            "which hold the memory of a step in pools of their own, from step to step. The plan "
+            "decides what is saved for backward, but whether the step keeps the budget cannot be "
+            "measured. Compile with mode='max-autotune-no-cudagraphs' or the default mode",
+            PlanWarning,
+        )

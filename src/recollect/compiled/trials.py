@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect.compiled.applied import Code, OtherGraphs, players
+from recollect.compiled.applied import Code, make_code
 from recollect.compiled.decisions import CompiledStep, GraphDecision
 from recollect.compiled.observe import ObservedStep
 from recollect.compiled.sites import Called, Site, installed
@@ -96,10 +96,9 @@ class CompiledTrials(Trials):
     def _try(self, schedule: Schedule) -> int:
         sites = self.observed.sites
         self._progress("compiling", 0.0)
-        other = OtherGraphs()
-        called = players(self.decisions(schedule), sites, other)
+        code = make_code(self.decisions(schedule), sites)
         try:
-            with self._unplanned(), self.step.undone(), installed(sites, called):
+            with self._unplanned(), self.step.undone(), installed(sites, code.called):
                 self.step.run()  # compiles
                 measured, spare = [], []
                 for number in range(_STEPS):
@@ -111,7 +110,7 @@ class CompiledTrials(Trials):
                 raise
             self.step.free_memory()
             return int(simulate(self.graph, schedule).peak * _OUT_OF_MEMORY)
-        self.code[schedule] = Code([site.module for site in sites], called, other)
+        self.code[schedule] = code
         expected = max(map(sum, zip(measured, spare, strict=True)))
         self._peaks[schedule] = Peaks(max(measured), expected, None, tuple(measured))
         return expected

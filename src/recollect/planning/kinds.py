@@ -24,6 +24,7 @@ from recollect.planning.model_state import (
     compare_state,
     facts_of,
     gradient_bytes,
+    newly_compiled,
 )
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.shapes import Shapes
@@ -98,8 +99,18 @@ class Kinds:
         if now != facts:
             found = compare_state(self._plan.state, model)
             self._seen = now, found
+            self._warn_if_compiled(model)
         more = gradient_bytes(model, parameters, self._plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
+
+    def _warn_if_compiled(self, model: nn.Module) -> None:
+        compiled = newly_compiled(self._plan.state, model)
+        if compiled is not None:
+            self._warnings.warn(
+                "compiled",
+                f"{compiled}. It does not see into compiled code, and the step may exceed its "
+                "budget: compile first, then recollect.plan(model, batch, budget)",
+            )
 
     def is_planned(self, step: Step) -> bool:
         """Whether a step is the planned one."""

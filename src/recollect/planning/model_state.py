@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recollect._torch.fsdp import shards_of
+from recollect._torch.modules import COMPILED_CALL, is_compiled
 from recollect._torch.tensors import local_tensors
 from recollect.replay.function_call import DEVICES, casts
 
@@ -22,6 +23,7 @@ __all__ = [
     "first_difference",
     "gradient_bytes",
     "gradients_of",
+    "newly_compiled",
     "parameters_of",
 ]
 
@@ -42,6 +44,7 @@ class ModelState:
     evaluating: tuple[str, ...]  #: the names of the modules in eval mode
     #: Parameters and buffers: the name and the fields of `_TensorState`.
     tensors: tuple[tuple[str, str, int, bool], ...]
+    compiled: tuple[str, ...] = ()  #: the names of the modules that are compiled
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -56,7 +59,8 @@ class ModelState:
             for name, t in named
             for is_trained in [has_gradients and t.requires_grad]
         ]
-        return cls(_autocast(), tuple(evaluating), tuple(tensors))
+        compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+        return cls(_autocast(), tuple(evaluating), tuple(tensors), tuple(compiled))
 
     @property
     def by_name(self) -> dict[str, _TensorState]:
@@ -127,6 +131,7 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
     modules: list[Any] = [model]
     parameters: list[Any] = []
     training: list[bool] = []
+    compiled: list[bool] = []
     for module in modules:  # the list grows in this loop
         if module is None:
             continue
@@ -137,6 +142,7 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
             modules += module.children()
             continue
         training.append(attributes["training"])
+        compiled.append(attributes.get(COMPILED_CALL) is not None)
         if own := attributes["_parameters"]:
             parameters += own.values()
         if children := attributes["_modules"]:
@@ -146,7 +152,8 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
         sharded = shards.sharded()
         parameters = [sharded.get(id(each), each) for each in parameters]
     requires = [each.requires_grad for each in parameters]
-    return [casts(), training, requires, [each.dtype for each in parameters]], parameters
+    dtypes = [each.dtype for each in parameters]
+    return [casts(), training, requires, dtypes, compiled], parameters
 
 
 def gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int:
@@ -181,6 +188,12 @@ def first_difference(planned: ModelState, model: nn.Module) -> str | None:
         if now.is_trained != before.is_trained:
             return f"its {name} requires_grad is {now.is_trained}, and was {before.is_trained}"
     return next((f"it has {n} ({t.text}), which was not there" for n, t in ours.items()), None)
+
+
+def newly_compiled(planned: ModelState, model: nn.Module) -> str | None:
+    """The modules that were compiled since a plan was made, in words."""
+    names = [name for name in ModelState.of(model).compiled if name not in planned.compiled]
+    return next(iter(_clause(names, "was", "were", "compiled after the plan was made")), None)
 
 
 @dataclass(frozen=True)

@@ -265,6 +265,10 @@ class Runner:
     ) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
+        if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
+            self._warn_of_compiled_parts(compiled[0])
+            self._make_plan = None
+            return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
         live, signature = forwards.live, signature_of_batch(args, kwargs)
@@ -375,6 +379,14 @@ class Runner:
             "this model is called by compiled code, and runs under a plan: torch.compile leaves "
             "its forward as it is, and compiles what is around it. To have it compiled, "
             "plan.remove(model); or compile parts of it before recollect.plan(...)",
+        )
+
+    def _warn_of_compiled_parts(self, name: str) -> None:
+        self._warnings.warn(
+            "compiled parts",
+            f"parts of the model are compiled ({name}), and a step that is traced as the loop runs "
+            "it does not show what compiled code does: there is no plan, and steps may exceed the "
+            "budget. Pass the batch: recollect.fit(model, batch, budget)",
         )
 
     def _warn_of_more(self) -> None:

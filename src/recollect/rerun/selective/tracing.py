@@ -50,6 +50,10 @@ class Tracer:
         if not info.is_ignored:
             ruling = self._decide(info, out, args, kwargs)
             decision, rank = ruling.decision, ruling.rank
+            if ruling.offloads:
+                decision = CheckpointPolicy.MUST_SAVE
+                if graph is not None:
+                    _warn_of_offload(ruling.reason)
             ledger = self._ledger
             ledger.keep(len(ledger.sequence), out)
             ledger.sequence.append(ledger.key_of(info.op, args))
@@ -101,3 +105,11 @@ class Tracer:
                 if producer.op == "call_function" and rank < self._ranks.get(producer, rank + 1):
                     tag_recompute_nodes([producer], rule.decision.name, self._graph_id)
                 return
+
+
+def _warn_of_offload(rule: str) -> None:
+    warnings.warn(
+        f"{rule}: compiled code offloads nothing, so the result is kept on the device. Use a save_ "
+        "rule, or keep the region from the compiler: torch.compiler.disable",
+        stacklevel=2,
+    )

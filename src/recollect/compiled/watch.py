@@ -1,0 +1,194 @@
+"""Warns of training steps that do not run by the plan of a compiled model (P7).
+
+Compiled code can be left without an error. The compiler gives up on a function that it has compiled
+too often, and runs it as it is. Somebody compiles the model once more, or calls it from code that
+is compiled, which takes in the model and not what the plan had made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from recollect._torch.autograd import backward_keeps_graph
+from recollect._torch.dynamo import never_traced
+from recollect._torch.inductor import called_around
+from recollect.compiled.backend import Runs
+from recollect.compiled.sites import Called, Site
+from recollect.planning.model_state import compare_state, gradient_bytes
+from recollect.planning.planned_step import PlannedStep
+from recollect.planning.warn_once import WarnOnce
+from recollect.planning.watch import PeakWatch
+from recollect.replay.function_call import casts
+from recollect.report.units import bytes_text
+
+__all__ = ["Watch"]
+
+_FULLGRAPH = (
+    "a compiled model with a plan of recollect is called in code that is compiled, too: leave out "
+    "fullgraph=True there, or plan.remove(model)"
+)
+_PLAN_AS_TRAINED = (
+    "Make the plan with the loss, the optimizer and the largest batch of the training: "
+    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
+)
+
+
+class Watch:
+    """Watches the compiled modules of a model from now on.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        sites: Its compiled modules.
+        runs: Counts the graphs that run by the plan.
+    """
+
+    def __init__(
+        self, plan: PlannedStep, model: nn.Module, sites: Sequence[Site], runs: Runs
+    ) -> None:
+        self._plan, self._model = plan, ref(model)
+        self._sites, self._runs = sites, runs
+        self._warnings = WarnOnce()
+        self._peaks = PeakWatch(plan.budget)
+        #: What autocast casts to, when it was last looked at.
+        self._casts = casts()
+        #: By site: the most graphs that a call of it has run.
+        self._most = [1] * len(sites)
+        #: By site: the parameters by which a backward is noticed.
+        self._reached = [_ends(site.module, partial(self._missed, site)) for site in sites]
+
+    def end(self) -> None:
+        """Watch no longer."""
+        for reached in self._reached:
+            for each in reached:
+                each.remove()
+
+    def watched(self, called: Called) -> Called:
+        """What modules call, watched."""
+        return {n: called_around(each, partial(self._watched, n)) for n, each in called.items()}
+
+    def _watched(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        runs = self._runs
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            peak = self._begin() if number == 0 else None
+            before = runs.count
+            result = function(*args, **kwargs)
+            self._called(number, runs.count - before)
+            if peak is not None:
+                self._peaks.compare(result, peak)
+            return result
+
+        return never_traced(watched, _FULLGRAPH)
+
+    # --- steps that are not as planned ------------------------------------------------------------
+
+    def _begin(self) -> int | None:
+        """The first module is called. Returns the peak so far, if that can be read."""
+        model, over = self._model(), self._peaks.over
+        if over is not None:
+            self._peaks.over = None
+            self._warnings.warn(
+                "measured",
+                f"the last step under the plan took {bytes_text(over)} on the device, more than "
+                f"its budget of {bytes_text(self._plan.budget)}. {_PLAN_AS_TRAINED}",
+            )
+        if model is None:
+            return None
+        if any(each.has_gradient for each in self._reached[0]):
+            self._check_gradients(model)
+        if casts() != self._casts:
+            self._casts = casts()
+            self._check_state(model)
+        return self._peaks.read(model)
+
+    def _check_gradients(self, model: nn.Module) -> None:
+        more = gradient_bytes(model, [*model.parameters()], self._plan.gradients)
+        if self._plan.predicted_peak + more > self._plan.budget:
+            self._warnings.warn(
+                "gradients",
+                f"{bytes_text(more)} of gradients are there when forward begins, as when they "
+                "accumulate, or after zero_grad(set_to_none=False), and the plan was made without: "
+                "the step may exceed its budget by as much. Make the plan after a backward, while "
+                "gradients are there: it counts them",
+            )
+
+    def _check_state(self, model: nn.Module) -> None:
+        found = compare_state(self._plan.state, model)
+        if found is not None:
+            self._warnings.warn(
+                "state",
+                f"this step is not the one that the plan was made for: {'; '.join(found.texts)}. "
+                "Its graphs are split for the same budget by simulation, but what the loss and the "
+                f"rest of the step take is not known. Plan for it: {'; '.join(found.cures)}",
+            )
+
+    # --- steps without the code of the plan -------------------------------------------------------
+
+    def _called(self, number: int, ran: int) -> None:
+        """A module was called for training, and so many graphs have run."""
+        if ran < self._most[number]:
+            which = "none of its" if not ran else f"{ran} of {self._most[number]}"
+            self._warnings.warn(
+                "uncompiled",
+                f"{_titled(self._sites[number])} has run {which} compiled graphs, so the plan is "
+                "not in effect, and the step may exceed its budget. Either the compiler has given "
+                "up after too many versions (torch._dynamo.config.recompile_limit; TORCH_LOGS="
+                "recompiles shows the causes), or it is switched off (torch.compiler.set_stance)",
+            )
+        self._most[number] = max(self._most[number], ran)
+        for each in self._reached[number]:
+            each.awaited += 1
+
+    def _missed(self, site: Site) -> None:
+        """A backward went through a module that was not called."""
+        self._warnings.warn(
+            "bypassed",
+            f"a backward went through {_titled(site)} without the code of its plan, so the "
+            "plan is not in effect, and the step may exceed its budget. Was it compiled again, or "
+            "called from other compiled code, or the model called that torch.compile was given? "
+            "Compile the model once, as it is called, and then recollect.fit(...)",
+        )
+
+
+class _Reached:
+    """Notices backwards that reach a parameter, and compares them with the forwards before."""
+
+    def __init__(self, parameter: nn.Parameter, missed: Callable[[], None]) -> None:
+        #: The forwards whose backward has not come.
+        self.awaited = 0
+        self._missed = missed
+        self._parameter = ref(parameter)
+        self.remove = parameter.register_post_accumulate_grad_hook(self._reach).remove
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameter has a gradient."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None
+
+    def _reach(self, _: Any) -> None:
+        if not self.awaited:
+            self._missed()
+        elif not backward_keeps_graph():  # else another one may go the same way
+            self.awaited -= 1
+
+
+def _ends(module: nn.Module, missed: Callable[[], None]) -> list[_Reached]:
+    """The first and the last trained parameter of a module: not all may be in use."""
+    trained = [each for each in module.parameters() if each.requires_grad]
+    ends = trained[:1] + (trained[-1:] if len(trained) > 1 else [])
+    return [_Reached(each, missed) for each in ends]
+
+
+def _titled(site: Site) -> str:
+    name = type(getattr(site.module, "_orig_mod", site.module)).__name__
+    return f"the compiled {name}" + (f" ({site.path})" if site.path else "")
