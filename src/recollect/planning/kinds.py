@@ -67,7 +67,7 @@ class Kinds:
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
-        self._planned = tuple(Kind(each.signature) for each in plan.forwards)
+        self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
 
