@@ -17,6 +17,7 @@ from torch import nn
 from recollect.graph.graph import Graph
 from recollect.planning.batch import describe_difference, is_alike, is_smaller
 from recollect.planning.choice import Choice, choose
+from recollect.planning.contest import Contest
 from recollect.planning.model_state import (
     Differences,
     compare_state,
@@ -109,7 +110,11 @@ class Kinds:
         larger = self._larger(step)
         plan, warnings, count = self._plan, self._warnings, len(step)
         if step == self._planned[:count]:
-            return self._planned_variant(count, first)
+            found = self._planned_variant(count, first)
+            if plan.rivals and found.schedule is not None:
+                schedules = (found.schedule, *plan.rivals)
+                found.contest = Contest(schedules, on_device=plan.link is not None)
+            return found
         if larger is not None:
             return Variant.within(larger, first)
         kind = step[-1]

@@ -190,7 +190,13 @@ class Plan(PlannedStep):
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, as JSON. All ranks may do so: the file is always whole."""
         bare = replace(
-            self, graph=None, schedule=NamedSchedule(), alternatives=(), others=(), compiled=None
+            self,
+            graph=None,
+            schedule=NamedSchedule(),
+            alternatives=(),
+            others=(),
+            rivals=(),
+            compiled=None,
         )
         content = {
             "format": _FORMAT,
@@ -203,7 +209,7 @@ class Plan(PlannedStep):
                 for each in self.others
             ],
         }
-        del content["graph"]
+        del content["graph"], content["rivals"]
         own = Path(f"{path}.{os.getpid()}")
         own.write_text(json.dumps(content, indent=1), encoding="utf-8")
         own.replace(path)

@@ -69,6 +69,8 @@ class PlannedStep:
     gradients: int = 0
     #: The forwards after the first, if the step calls the model several times.
     others: tuple[PlannedForward, ...] = ()
+    #: Other schedules within the budget that may be faster: the loop finds out.
+    rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
     #: Whether it was made from a step of the loop, by a fit without a batch.
     from_loop: bool = False
     #: The recorded step; None if the plan was loaded or copied.

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from recollect._torch.groups import has_peers
 from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
@@ -32,7 +33,6 @@ from recollect.planning.planned_step import SeenForward, with_larger_batch
 from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.modules import ModuleSolver
 from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
 from recollect.planning.step import Loss, TrainingStep
@@ -59,6 +59,8 @@ _UNTRIED = 0.01
 _UNTRIED_ON_CPU = 1e-4
 #: How many times as large the larger one is.
 _LARGER = 2
+#: Finds the quickest solution within a budget, if there is one.
+Solve = Callable[[int], Solution | None]
 #: A schedule that is predicted to take so many times as long as another is not tried.
 _CLEARLY_SLOWER = 1.3
 
@@ -212,19 +214,28 @@ class Planner:
         schedules = self._schedules_for(room) or [self._least_schedule()]
         if self.trials.peak(schedules[0]) > budget:
             raise self._infeasible(budget)
-        return self.make_plan(budget, self.trials.fastest(schedules))
+        candidate = self.trials.fastest(schedules)
+        plan = self.make_plan(budget, candidate)
+        if not self._from_loop or self._others or has_peers():
+            return plan
+        # Nobody has compared them: the loop will.
+        others = [each for each in schedules if each != candidate.schedule]
+        return replace(plan, rivals=tuple(map(self.trials.named, others)))
 
     def _schedules_for(self, room: int) -> list[Schedule]:
         """The schedules of the solvers within ``room``, except those that are clearly slower."""
-        solvers = [each for each in (self.trials.modules, self.solver) if each is not None]
-        solutions = [(each, each.solve(room)) for each in solvers]
+        modules, solver = self.trials.modules, self.solver
+        # How well copies overlap with the computation is for a measurement to tell.
+        solvers: list[Solve] = [solver.solve, solver.solve_here]
+        solvers = [modules.solve, *solvers] if modules is not None else solvers
+        solutions = [(each, each(room)) for each in solvers]
         times = [found.outcome.seconds for _, found in solutions if found is not None]
         limit = _CLEARLY_SLOWER * min(times, default=0.0)
         fast = [each for each, found in solutions if found and found.outcome.seconds <= limit]
         for tried in (fast, [each for each in solvers if each not in fast]):
-            schedules = [self._fastest_schedule(room, solver) for solver in tried]
+            schedules = [self._fastest_schedule(room, solve) for solve in tried]
             if any(schedules):
-                return [each for each in schedules if each is not None]
+                return [*dict.fromkeys(each for each in schedules if each is not None)]
         return []
 
     def least_plan(self, budget: int) -> Plan:
@@ -251,13 +262,14 @@ class Planner:
         self.trials.peak(trimmed(self.graph, self.solver.least().schedule))
         return min(self.trials.expected, key=self.trials.expected.__getitem__)
 
-    def _fastest_schedule(self, room: int, solver: Solver | ModuleSolver) -> Schedule | None:
+    def _fastest_schedule(self, room: int, solve: Solve) -> Schedule | None:
         """The fastest schedule of a solver within ``room``, of those that were tried."""
-        target = room
+        target, kind = room, None
         for _ in range(_CORRECTIONS):
-            solution = solver.solve(target)
+            solution = solve(target)
             if solution is None:
                 break
+            kind = _kind_of(solution.schedule)
             peak = self.trials.peak(trimmed(self.graph, solution.schedule))
             if peak <= room:
                 break
@@ -266,7 +278,7 @@ class Planner:
         found = [
             schedule
             for schedule, peak in self.trials.expected.items()
-            if peak <= room and bool(schedule.modules) is isinstance(solver, ModuleSolver)
+            if peak <= room and _kind_of(schedule) == kind
         ]
         return min(found, key=lambda each: simulate(self.graph, each).seconds, default=None)
 
@@ -420,6 +432,11 @@ class Planner:
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
         report = make_report(self.trials, outcome, figures)
         return replace(report, points=tuple(self.points()), notes=(note,))
+
+
+def _kind_of(schedule: Schedule) -> tuple[bool, bool]:
+    """Whether it checkpoints whole modules, and whether it offloads."""
+    return bool(schedule.modules), bool(schedule.away)
 
 
 def _sample_evenly(frontier: list[Solution]) -> list[Solution]:

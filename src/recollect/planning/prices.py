@@ -308,8 +308,8 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
     for price in once.values():
         alike = [each for each in others if each.is_simple is price.is_simple] or others
         if alike:
-            slowest = max(each.seconds / each.moved for each in alike)
-            most = _OUTLIER * (_ANY_OP + price.moved * slowest)
+            rate = sum(each.seconds for each in alike) / sum(each.moved for each in alike)
+            most = _OUTLIER * (_ANY_OP + price.moved * rate)
             price.seconds = min(price.seconds, most)
 
 

@@ -223,7 +223,10 @@ class Runner:
         report, schedule, known = CallReport(), variant.schedule, variant.recording
         if schedule is None:
             return function(*args, **kwargs), report
-        return run_planned(function, args, kwargs, schedule, self._warnings, report, known), report
+        result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
+        if variant.contest is not None:
+            variant.contest.watch(result)
+        return result, report
 
     # --- memory that has run out ------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from recollect.planning.contest import Contest
 from recollect.planning.model_state import Differences
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import bytes_by_module, bytes_made
@@ -72,6 +73,8 @@ class Variant:
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
         self._uses = 0
+        #: Schedules that take turns, until the fastest is known.
+        self.contest: Contest | None = None
         if not self.is_known:
             self.first.wants_trace = True
 
@@ -87,6 +90,10 @@ class Variant:
     def count(self) -> None:
         """Count a call. One that recurs gets a schedule of its own, if it runs by another's."""
         self._uses += 1
+        if self.contest is not None:
+            winner = self.contest.winner()
+            self.schedule = winner or self.contest.next()
+            self.contest = self.contest if winner is None else None
         if not self.is_known and self._uses == _RECURS and self.schedule is not None:
             self.first.wants_trace = True
 
@@ -100,6 +107,7 @@ class Variant:
         self._surprises += 1
         self.expects = _TRIES**self._surprises
         self.schedule, self.first.wants_trace = self._plan.least, True
+        self.contest = None
 
     @property
     def ran_by(self) -> NamedSchedule | None:
@@ -127,7 +135,7 @@ class Variant:
             peak = self.peak + (min(share, added) if recording.shapes else grown)
             if peak > self._plan.budget:
                 self.warn(round(peak), made)
-            self._has_outgrown, self._outgrown = True, self.schedule
+            self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
             self.schedule, self.first.wants_trace = self._plan.least, True
 
     def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
@@ -142,7 +150,7 @@ class Variant:
 
     def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
         """Run by ``schedule`` from now on, in steps that are expected to take ``peak`` bytes."""
-        self.schedule, self.peak = schedule, peak
+        self.schedule, self.peak, self.contest = schedule, peak, None
         self.is_known, self.wants_trace, self._has_outgrown = True, False, False
         self.expects = 0
 

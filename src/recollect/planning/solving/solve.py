@@ -83,6 +83,12 @@ class Solver:
             search.speed_up(budget, _TRIES_PER_BUDGET)
         return pool.under(budget)
 
+    def solve_here(self, budget: int) -> Solution | None:
+        """The same without offload; None too if offload is not allowed anyway."""
+        self._solutions()
+        fitting = [each for each in self._here if each.outcome.peak <= budget]
+        return fitting[-1] if fitting else None
+
     def frontier(self) -> list[Solution]:
         """All solutions that no other dominates: ascending peaks, descending seconds."""
         return self._solutions().frontier()
