@@ -42,7 +42,7 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Planner", "Record", "silent"]
+__all__ = ["Planner", "Record", "Solve", "silent"]
 
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]
