@@ -28,6 +28,7 @@ __all__ = [
     "collectives_refused",
     "communicating_op",
     "compiled_collectives_refused",
+    "obstacle_in",
     "ranks_of",
 ]
 
@@ -74,6 +75,15 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
             )
     for wrapper in _wrappers_of(model) if runs_steps else ():
         _check_not_static(wrapper)
+
+
+def obstacle_in(model: nn.Module) -> str | None:
+    """What has been made of a model, perhaps since it was fitted, that no plan supports, if so."""
+    try:
+        check_not_distributed(model, runs_steps=False)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def ranks_of(model: Any, *, sends: bool = False) -> list[int] | None:

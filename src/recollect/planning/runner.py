@@ -27,6 +27,7 @@ from recollect._torch.dynamo import (
 from recollect._torch.modes import forward_ad_active, is_transforming
 from recollect.planning.attempt import Attempt
 from recollect.planning.batch import signature_of_batch
+from recollect.planning.distributed import obstacle_in
 from recollect.planning.forwards import Forwards
 from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
@@ -268,6 +269,10 @@ class Runner:
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
         live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        if live is None and (unsupported := obstacle_in(model)) is not None:
+            self._make_plan = None
+            self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
+            return function(*args, **kwargs)
         if live is None and obstacle is not None:
             self._tried_in_vain(obstacle)
         elif live is None:
@@ -304,7 +309,8 @@ class Runner:
         return run_blocks(function, args, kwargs, blocks)
 
     def _can_trace(self, model: Any) -> bool:
-        return isinstance(model, nn.Module) and obstacle_to_tracing() is None
+        is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
+        return is_free and obstacle_in(model) is None
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. If that goes on, say so."""
