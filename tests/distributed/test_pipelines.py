@@ -91,12 +91,12 @@ def check_one_stage() -> None:
     begin()
     for kind in (ScheduleGPipe, Schedule1F1B):
         plain = Pipeline(kind, 1, None)
-        # Between what all that can be recomputed takes and what the plain step does.
-        budget = int(0.85 * plain.peaks[-1])
+        under_way = kind is ScheduleGPipe or dist.get_rank() == 0
+        # With one microbatch under way there is little to recompute.
+        budget = int((0.9 if under_way else 1.0) * plain.peaks[-1])
         found = Pipeline(kind, 1, budget)  # a warning would be an error
         assert_identical(found.gradients, plain.gradients)
         plan = vars(found.models[0])[OPTIONS].plan
-        under_way = kind is ScheduleGPipe or dist.get_rank() == 0
         assert len(plan.forwards) == (MICRO if under_way else 1)
         # Activations from another stage and to it are there besides.
         room = 4 * MICRO * ROWS * SIZE * 4
