@@ -149,7 +149,7 @@ def trained(
         each, first = range(forwards), accumulate * forwards * step
         micro = [[batch(first + forwards * n + m) for m in each] for n in range(accumulate)]
         before, base = collectives(), base_of(model)
-        peak = _peak(lambda micro=micro: _run(model, micro))  # type: ignore[misc]
+        peak = peak_of(lambda micro=micro: _run(model, micro))  # type: ignore[misc]
         found.collectives.append(collectives() - before)
         found.peaks.append(base + peak)
         gradients = [None if p.grad is None else local(p.grad).clone() for p in parameters]
@@ -170,7 +170,7 @@ def _run(model: Any, micro: list[list[Tensor]]) -> None:
         del outs, loss
 
 
-def _peak(run: Callable[[], None]) -> int:
+def peak_of(run: Callable[[], None]) -> int:
     """The most bytes that are allocated at once, beyond those before."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with collector_off(), stderr_hushed(), profiler:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
 import recollect
 from recollect import policy
@@ -338,3 +339,36 @@ def check_rare() -> None:
 
 def test_collectives_that_are_seen_by_chance(tmp_path: Path) -> None:
     run_ranks(check_rare, tmp_path)
+
+
+# --- compiled models ------------------------------------------------------------------------------
+
+
+class Summed(nn.Module):
+    """Adds what all processes have, in compiled code or between two graphs of it."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+        self.functional = functional
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x).tanh()
+        total = out.detach().sum()
+        if self.functional:
+            total = all_reduce(total, "sum", dist.group.WORLD)
+        else:
+            torch._dynamo.graph_break()
+            dist.all_reduce(total)
+        return out * total
+
+
+def check_compiled() -> None:
+    for functional in (True, False):
+        model = torch.compile(Summed(functional), backend="aot_eager")
+        with pytest.raises(ValueError, match=r"communicates with other processes .*compiled code"):
+            recollect.plan(model, torch.ones(4, SIZE), 0.8)
+
+
+def test_a_compiled_model_that_communicates_is_refused(tmp_path: Path) -> None:
+    run_ranks(check_compiled, tmp_path)

@@ -13,6 +13,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -455,11 +456,43 @@ def an_old_policy_and_a_new_one(trainer: Trainer) -> None:
     _train(trainer, run)
 
 
+def _pipelined(trainer: Trainer, depth: int, count: int) -> None:
+    """As a stage of a pipeline: of ``depth`` microbatches the oldest goes backward first."""
+    model, optimizer = trainer.model, trainer.optimizer()
+
+    def run(number: int) -> None:
+        begun: list[Tensor] = []
+        for micro in range(count):
+            begun.append(squares(model(batch(16, seed=count * number + micro))))
+            if len(begun) == depth:
+                begun.pop(0).backward()
+        for loss in begun:
+            loss.backward()
+
+    squares(model(batch(16))).backward()  # as torch's stages find out what shapes there are
+    model.zero_grad()
+    for number in range(5):
+        trainer.step(partial(run, number), lambda _: None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
+def all_microbatches_forward_and_then_backward(trainer: Trainer) -> None:
+    _pipelined(trainer, 4, 4)
+
+
+@loop
+def one_microbatch_forward_and_one_backward(trainer: Trainer) -> None:
+    _pipelined(trainer, 3, 8)
+
+
 # --- the runs -------------------------------------------------------------------------------------
 
 #: Loops for which a part of what the first step takes is too little, or too much to need a plan.
 PARTS = {"accumulation": 0.85, "gradients_set_to_zero": 0.85, "two_forwards_that_accumulate": 0.85}
 PARTS |= {"gradient_penalty": 0.9, "an_old_policy_and_a_new_one": 0.75}
+PARTS |= {"one_microbatch_forward_and_one_backward": 0.9}
 
 
 def _is_fitted(trainer: Trainer) -> bool:

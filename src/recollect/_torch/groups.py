@@ -1,14 +1,20 @@
-"""Groups of processes: the store by which they found each other, and how long they wait."""
+"""Groups of processes: their store, how long they wait, what they exchange, stages of pipelines."""
 
 from __future__ import annotations
 
+import gc
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+
+from recollect._torch.modules import known_class
 
 #: Seconds that a group waits, if it does not say.
 _USUAL = 600.0
+#: Ops by which one process gives a tensor to another.
+MESSAGES = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 
 
 def has_peers() -> bool:
@@ -16,6 +22,26 @@ def has_peers() -> bool:
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     return distributed.get_world_size() > 1 and distributed.get_backend() != "fake"
+
+
+def collectives_begun() -> int:
+    """How many collectives and messages this process has begun, as far as its groups count them."""
+    groups: list[Any] = [*distributed.distributed_c10d._world.pg_map]
+    total = 0
+    for group in groups:
+        with suppress(RuntimeError):  # not all backends count
+            total += group._get_sequence_number_for_group()
+    return total
+
+
+def is_in_stage(model: nn.Module) -> bool:
+    """Whether ``model`` is run by a stage of ``torch.distributed.pipelining``, or part of one."""
+    kind = known_class("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    if kind is None:
+        return False
+    # It does not refer to the stage.
+    stages: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return any(module is model for stage in stages for module in stage.submod.modules())
 
 
 def default_store() -> Any:

@@ -16,6 +16,7 @@ from recollect.compiled.sites import Called, Site, installed, model_name, prepar
 from recollect.compiled.split import Observer, SeenGraph
 from recollect.compiled.timeline import measured_stretches
 from recollect.graph.schedule import Schedule
+from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.record import Profile
 from recollect.planning.step import TrainingStep
 
@@ -67,7 +68,8 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
         for number, each in called.items()
     }
     with step.undone(), installed(sites, noting):
-        step.run()  # compiles
+        with compiled_collectives_refused():
+            step.run()  # compiles
         notes.calls.clear()
         step.run()
         calls = [call for call in notes.calls if call.graph is not None]

@@ -27,7 +27,7 @@ from recollect.planning.batch import signature_of_batch
 from recollect.planning.describe import curve_of, marks_of
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner, Solve, silent
 from recollect.planning.prepare import Offload, prepare_step
 from recollect.planning.solving.solve import Solver
 from recollect.planning.step import Loss
@@ -102,10 +102,14 @@ class CompiledPlanner(Planner):
             return solver
         return TiedSolver(solver, observed.merged, observed.site_of)
 
-    def _fastest_schedule(self, room: int, solver: Any) -> Schedule | None:
+    def _schedules_for(self, room: int) -> list[Schedule]:
+        found = self._fastest_schedule(room, self.solver.solve)  # there is no offload, nor modules
+        return [] if found is None else [found]
+
+    def _fastest_schedule(self, room: int, solve: Solve) -> Schedule | None:
         target = room - self._known_excess()
         for _ in range(_COMPILES):
-            solution = solver.solve(target)
+            solution = solve(target)
             if solution is None:
                 break
             schedule = self._trimmed(solution.schedule)
@@ -118,7 +122,7 @@ class CompiledPlanner(Planner):
             before, target = target, room - (peak - simulated)
             if peak > room:
                 target = min(target, before - 1, simulated - (peak - room))
-            elif not self._pays(solver.solve(target), schedule):
+            elif not self._pays(solve(target), schedule):
                 break
         fitting = [each for each, peak in self.trials.expected.items() if peak <= room]
         return min(fitting, key=lambda each: simulate(self.graph, each).seconds, default=None)

@@ -17,13 +17,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.fsdp import shards_of
-from recollect._torch.groups import has_peers
+from recollect._torch.groups import collectives_begun, has_peers, is_in_stage
 from recollect._torch.modes import DispatchMode
 from recollect._torch.modules import known_class
 from recollect.policy.op_info import op_info
 from recollect.replay.recording import Recording
 
-__all__ = ["check_not_distributed", "collectives_refused", "communicating_op", "ranks_of"]
+__all__ = [
+    "check_not_distributed",
+    "collectives_refused",
+    "communicating_op",
+    "compiled_collectives_refused",
+    "obstacle_in",
+    "ranks_of",
+]
 
 _BEFORE = (
     "Make the plan before: plan = recollect.plan(model, batch, budget), plan.apply(model), and "
@@ -70,10 +77,22 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
         _check_not_static(wrapper)
 
 
-def ranks_of(model: Any) -> list[int] | None:
+def obstacle_in(model: nn.Module) -> str | None:
+    """What has been made of a model, perhaps since it was fitted, that no plan supports, if so."""
+    try:
+        check_not_distributed(model, runs_steps=False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def ranks_of(model: Any, *, sends: bool = False) -> list[int] | None:
     """The ranks that plan for ``model`` together; None if this process is alone.
 
-    Those that hold its parts, or copies of it; all, as long as nothing says which do.
+    Those that hold its parts, or copies of it; all, as long as nothing says which do. A stage of a
+    pipeline without copies is alone: others wait for what it computes, and cannot come before.
+
+    ``sends``: whether its step was seen to exchange messages with single processes.
     """
     if not has_peers() or not isinstance(model, nn.Module):
         return None
@@ -83,6 +102,8 @@ def ranks_of(model: Any) -> list[int] | None:
     else:
         groups = [each.process_group for each in _wrappers_of(model)]
         ranks = sorted(dist.get_process_group_ranks(groups[0])) if groups else []
+        if not ranks and (sends or is_in_stage(model)):
+            return None
         ranks = ranks or [*range(dist.get_world_size())]
     return ranks if len(ranks) > 1 and dist.get_rank() in ranks else None
 
@@ -116,13 +137,26 @@ def collectives_refused() -> Iterator[None]:
     with watch:
         yield
     if watch.first is not None:
-        raise ValueError(
-            f"model: its step communicates with other processes ({watch.first}). Each process "
-            "would run it as often as its own plan takes, and wait for the others forever, or mix "
-            "their values with those of other steps. Plan for a part that does not communicate; or "
-            "make the plan in a group of one process, plan.save(path), and "
-            f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
-        )
+        raise _communicates(watch.first)
+
+
+@contextmanager
+def compiled_collectives_refused() -> Iterator[None]:
+    """The same for compiled code, which a mode would change: what its groups count is compared."""
+    before = collectives_begun() if has_peers() else None
+    yield
+    if before is not None and collectives_begun() != before:
+        raise _communicates("in compiled code, or between its graphs")
+
+
+def _communicates(how: str) -> ValueError:
+    return ValueError(
+        f"model: its step communicates with other processes ({how}). Each process "
+        "would run it as often as its own plan takes, and wait for the others forever, or mix "
+        "their values with those of other steps. Plan for a part that does not communicate; or "
+        "make the plan in a group of one process, plan.save(path), and "
+        f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
+    )
 
 
 def communicating_op(recording: Recording) -> str | None:

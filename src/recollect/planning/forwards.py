@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import dropwhile
 from typing import Any
 from weakref import ref
 
@@ -16,8 +17,8 @@ __all__ = ["Forwards"]
 
 #: How many forwards a step has at most.
 _WAITING = 64
-#: A forward that waits while others come and go so often is not waited for: somebody keeps its
-#: output.
+#: A forward that waits while later ones come and go so often is not waited for: somebody keeps its
+#: output. (In a pipeline the first one that began is the first one to end.)
 _ROUNDS = 3
 
 
@@ -31,25 +32,28 @@ class Forwards(threading.local):
     owner: Callable[[], Any] = staticmethod(lambda: None)
     waiting: tuple[Waiting, ...] = ()
     step: Step = ()
-    #: How many of them a backward has gone through; and how often a forward began when more had
-    #: than at the forward before.
+    #: How many of them, from the first that waits on, a backward has gone through; and how often a
+    #: forward began when more had than at the forward before.
     reached: int = 0
     rounds: int = 0
     #: The step that is traced, and the kinds of its forwards; none before there is a plan.
     live: LiveStep | None = None
     traced: Step = ()
-    #: Before there is a plan: the signatures of batches, the state of the model, and how many
+    #: Before there is a plan: the forwards that were traced, the state of the model, and how many
     #: forwards have run since.
-    signatures: tuple[Any, ...] = ()
+    kinds: Step = ()
     state: ModelState | None = None
     waited: int = 0
+    #: And whether more of them waited at once than in the step that was traced.
+    is_outgrown: bool = False
     #: How often no step could be traced, before there was a plan.
     futile: int = 0
 
     def begin(self, model: Any) -> None:
         """A forward of ``model`` begins: forget those of a step that is over."""
         is_same = self.owner() is model
-        reached = sum(each.is_reached for each in self.waiting)
+        rest = dropwhile(lambda each: not each.is_waiting(), self.waiting)
+        reached = sum(each.is_reached for each in rest)
         self.rounds += reached > self.reached
         self.reached = reached
         waits = is_same and any(each.is_waiting() for each in self.waiting)

@@ -74,15 +74,15 @@ class Kinds:
         #: The forwards, by the step that they are the last ones of. What was chosen for steps.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
+        self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
         #: What was traced. Schedules that were solved for steps that were predicted, and those of
         #: them that no schedule fits.
         self._shapes = Shapes()
         self._solved: list[NamedSchedule] = []
         self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
         if plan.graph is not None and not plan.others:
-            state, made = Kind(())[1:], dict(plan.made)
+            state, made = self._planned[0][1:], dict(plan.made)
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
-        self._planned = tuple(Kind(each.signature) for each in plan.forwards)
         if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
             self._too_large.append(self._planned[0])
         #: The facts of the model at the last call, and how they differ from the planned ones.

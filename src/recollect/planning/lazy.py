@@ -17,9 +17,11 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
+from recollect.planning.kinds import Step
 from recollect.planning.live import LiveStep
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
+from recollect.planning.planned_step import SeenForward
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
 from recollect.planning.prices import measured_link
@@ -28,6 +30,7 @@ from recollect.planning.sampling import now
 from recollect.planning.together import Local, make_traced_plan
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
+from recollect.replay.named_schedule import trimmed
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
@@ -45,7 +48,7 @@ class LazyPlan:
     progress: Progress
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, signatures: tuple[Any, ...], state: ModelState
+        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
@@ -55,15 +58,24 @@ class LazyPlan:
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
-        others = tuple(zip(signatures[1:], made[1:], strict=True))
-        local = Local(graph, profile.made, signatures[0], state, live.gradients, others)
+        others = tuple(
+            SeenForward(kind.signature, size, kind.more)
+            for kind, size in zip(kinds[1:], made[1:], strict=True)
+        )
+        local = Local(graph, profile.made, kinds[0].signature, state, live.gradients, others)
         talks = next(filter(None, map(communicating_op, recordings)), None)
         plan = make_traced_plan(
-            model, profile, local, self.budget, talks, partial(self._plan, model, local)
+            model,
+            profile,
+            local,
+            self.budget,
+            talks,
+            live.has_messages,
+            partial(self._plan, model, local, _ran_by(recordings)),
         )
         if plan is None:
             return None
-        self._compare_first(graph, recordings, plan)
+        _compare_first(graph, _ran_by(recordings), plan)
         slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
         _log.info(
             "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
@@ -75,8 +87,15 @@ class LazyPlan:
         _log.debug("%s", plan)
         return plan
 
-    def _plan(self, model: nn.Module, local: Local, profile: Profile, bench: Bench | None) -> Plan:
-        """The plan for the budget, or of the least peak."""
+    def _plan(
+        self,
+        model: nn.Module,
+        local: Local,
+        ran: Schedule,
+        profile: Profile,
+        bench: Bench | None,
+    ) -> Plan:
+        """The plan for the budget, or of the least peak. ``ran``: what the step was traced by."""
         planner = Planner.of_traced(
             model,
             profile,
@@ -88,6 +107,8 @@ class LazyPlan:
             progress=self.progress,
             bench=bench,
         )
+        # Where many forwards are under way at once, the solver may not find as little.
+        planner.trials.peak(trimmed(planner.graph, ran))
         try:
             return planner.plan_for(self.budget)
         except InfeasibleBudget as error:
@@ -95,19 +116,24 @@ class LazyPlan:
             budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
             return planner.least_plan(budget)
 
-    def _compare_first(self, graph: Graph, recordings: list[Recording], plan: Plan) -> None:
-        """Warn if the steps before there was a plan have exceeded the budget."""
-        ops = [op for recording in recordings for op in recording.graph.ops]
-        kept = frozenset(number for number, op in enumerate(ops) if op.planned is not None)
-        peak = simulate(graph, Schedule(kept)).peak
-        if peak > plan.budget >= plan.predicted_peak:
-            warn_user(
-                f"the training steps before there was a plan took about {bytes_text(peak)}, more "
-                f"than the budget of {bytes_text(plan.budget)}: only what the modules in "
-                "nn.ModuleList and nn.Sequential return was kept, and the rest recomputed. Those "
-                "that follow are within the budget",
-                PlanWarning,
-            )
-
     def __reduce__(self) -> Any:
         return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
+
+
+def _ran_by(recordings: list[Recording]) -> Schedule:
+    """What the step was traced by."""
+    ops = [op for recording in recordings for op in recording.graph.ops]
+    return Schedule(frozenset(number for number, op in enumerate(ops) if op.planned is not None))
+
+
+def _compare_first(graph: Graph, ran: Schedule, plan: Plan) -> None:
+    """Warn if the steps before there was a plan have exceeded the budget."""
+    peak = simulate(graph, ran).peak
+    if peak > plan.budget >= plan.predicted_peak:
+        warn_user(
+            f"the training steps before there was a plan took about {bytes_text(peak)}, more "
+            f"than the budget of {bytes_text(plan.budget)}: only what the modules in "
+            "nn.ModuleList and nn.Sequential return was kept, and the rest recomputed. Those "
+            "that follow are within the budget",
+            PlanWarning,
+        )

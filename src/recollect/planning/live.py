@@ -107,6 +107,8 @@ class LiveStep:
         #: Whether it is being traced, and whether its backward has ended.
         self.is_open = False
         self.is_over = False
+        #: Whether it has exchanged messages with another process, once there is a graph.
+        self.has_messages = False
         #: The optimizers that have made a step since its forward, and whether one has.
         self.has_updated = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -232,8 +234,10 @@ class LiveStep:
     def graph(self) -> Graph:
         """The graph of the step, once it is over."""
         self._prices.settle()
+        trace = self._trace.finish()
+        self.has_messages = trace.has_messages
         graph = build_graph(
-            self._trace.finish(),
+            trace,
             self.recordings,
             base=self._base,
             on_device=self.device.type == "cuda",

@@ -226,7 +226,8 @@ class Plan(PlannedStep):
             "compiled": None if self.compiled is None else self.compiled.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
             "others": [
-                (each.signature, each.schedule.to_json(), each.made) for each in self.others
+                (each.signature, each.schedule.to_json(), each.made, each.more)
+                for each in self.others
             ],
         }
         del content["graph"], content["rivals"]
@@ -262,8 +263,8 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
             NamedSchedule(**each, alike=alike) for each in content["alternatives"]
         ),
         "others": tuple(
-            PlannedForward(signature, NamedSchedule(**schedule, alike=alike), made)
-            for signature, schedule, made in content["others"]
+            PlannedForward(signature, NamedSchedule(**schedule, alike=alike), made, more)
+            for signature, schedule, made, more in content["others"]
         ),
         "origin": Origin(**origin),
         "state": ModelState(**content["state"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -11,7 +12,14 @@ from recollect.graph.simulate import simulate
 from recollect.planning.model_state import ModelState
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = ["COSTS", "PlannedForward", "PlannedStep", "with_gradients", "with_larger_batch"]
+__all__ = [
+    "COSTS",
+    "PlannedForward",
+    "PlannedStep",
+    "SeenForward",
+    "with_gradients",
+    "with_larger_batch",
+]
 
 #: The fields of a graph with what the engine costs.
 COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
@@ -23,6 +31,19 @@ class PlannedForward(NamedTuple):
     signature: tuple[Any, ...]  #: of its batch
     schedule: NamedSchedule  #: what it runs by
     made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
+    more: int = 0  #: the bytes of gradients that are there since the first forward
+
+
+class SeenForward(NamedTuple):
+    """A forward after the first one in a step that was traced."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    made: Mapping[str, int]  #: the bytes that it made, by module
+    more: int  #: the bytes of gradients that were there since the first forward
+
+    def planned(self, schedule: NamedSchedule) -> PlannedForward:
+        """The same with what it runs by from now on."""
+        return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.more)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

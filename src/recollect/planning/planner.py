@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import PlannedForward, with_larger_batch
+from recollect.planning.planned_step import SeenForward, with_larger_batch
 from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
 from recollect.planning.solving.bound import lower_bound
@@ -42,7 +42,7 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
 
-__all__ = ["Planner", "Record", "silent"]
+__all__ = ["Planner", "Record", "Solve", "silent"]
 
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]
@@ -80,8 +80,7 @@ class Planner:
         offload: Whether results may be offloaded.
         progress: Called with what is being done.
         untried: The fraction of a budget that is left free.
-        others: If the step calls the model several times: the signature of the batch of each
-            forward after the first, and the bytes that it made by module.
+        others: If the step calls the model several times: the forwards after the first.
         bench: Runs the step, perhaps in other processes too; by default in this one.
     """
 
@@ -95,7 +94,7 @@ class Planner:
         offload: bool = False,
         progress: Progress = silent,
         untried: float = 0.0,
-        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
+        others: Sequence[SeenForward] = (),
         bench: Bench | None = None,
     ) -> None:
         self.step = step
@@ -157,7 +156,7 @@ class Planner:
         signature: tuple[Any, ...],
         gradients: int,
         *,
-        others: Sequence[tuple[Any, Mapping[str, int]]] = (),
+        others: Sequence[SeenForward] = (),
         offload: bool,
         progress: Progress = silent,
         bench: Bench | None = None,
@@ -336,8 +335,8 @@ class Planner:
             output_bytes=None if peaks is None else peaks.output,
             gradients=self.step.gradient_bytes,
             others=tuple(
-                PlannedForward(each, self.trials.named(candidate.schedule, n), tuple(made.items()))
-                for n, (each, made) in enumerate(self._others, 1)
+                each.planned(self.trials.named(candidate.schedule, n))
+                for n, each in enumerate(self._others, 1)
             ),
             from_loop=self._from_loop,
         )

@@ -27,10 +27,11 @@ from recollect._torch.dynamo import (
 from recollect._torch.modes import forward_ad_active, is_transforming
 from recollect.planning.attempt import Attempt
 from recollect.planning.batch import signature_of_batch
+from recollect.planning.distributed import obstacle_in
 from recollect.planning.forwards import Forwards
 from recollect.planning.kinds import Kind, Kinds, Step
 from recollect.planning.live import LiveStep, obstacle_to_tracing
-from recollect.planning.model_state import ModelState
+from recollect.planning.model_state import ModelState, gradient_bytes, parameters_of
 from recollect.planning.module_regions import run_modules, unwrap_modules, wrap_modules
 from recollect.planning.planned_step import PlannedStep
 from recollect.planning.record import find_blocks
@@ -54,9 +55,9 @@ from recollect.store.offload_batch import OffloadBatch
 __all__ = ["MakePlan", "Runner", "run_planned"]
 
 
-#: Makes a plan from a model, a traced step of it, the signatures of its batches and the state of
-#: the model; None if there can be none.
-MakePlan = Callable[[nn.Module, LiveStep, tuple[Any, ...], ModelState], PlannedStep | None]
+#: Makes a plan from a model, a traced step of it, the kinds of its forwards and the state of the
+#: model; None if there can be none.
+MakePlan = Callable[[nn.Module, LiveStep, Step, ModelState], PlannedStep | None]
 #: How many forwards may come before the first step of an optimizer.
 _UPDATE = 64
 #: After how many forwards without a plan a warning says so.
@@ -271,19 +272,26 @@ class Runner:
             return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
-        live, signature = forwards.live, signature_of_batch(args, kwargs)
+        live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        if live is None and (unsupported := obstacle_in(model)) is not None:
+            self._make_plan = None
+            self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
+            return function(*args, **kwargs)
         if live is None and obstacle is not None:
             self._tried_in_vain(obstacle)
         elif live is None:
             live = forwards.live = LiveStep(model)
-            forwards.signatures, forwards.state = (), ModelState.of(model)
+            forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
-            forwards.signatures += (signature,)
+            more = gradient_bytes(model, parameters_of(model), live.gradients)
+            kind = kind._replace(more=more)
+            forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
             result = self._run_untraced(model, function, args, kwargs, blocks)
             waiting = Waiting(result)
-        forwards.add(Kind(signature), waiting)
+        forwards.add(kind, waiting)
+        forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
         return result
 
     def _run_untraced(
@@ -305,7 +313,8 @@ class Runner:
         return run_blocks(function, args, kwargs, blocks)
 
     def _can_trace(self, model: Any) -> bool:
-        return isinstance(model, nn.Module) and obstacle_to_tracing() is None
+        is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
+        return is_free and obstacle_in(model) is None
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. If that goes on, say so."""
@@ -329,6 +338,11 @@ class Runner:
             return  # another forward of the same step
         forwards.waited += 1
         is_first = self.plan is None
+        if is_first and forwards.is_outgrown and not forwards.waiting:
+            # As after a pipeline has tried its stages with one batch: the next one is traced.
+            live.close()
+            forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
+            return
         if is_first and live.is_over and not live.has_updated and forwards.waited < _UPDATE:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
@@ -345,7 +359,7 @@ class Runner:
         elif self._make_plan is not None:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
-            plan = make_plan(model, live, forwards.signatures, forwards.state)
+            plan = make_plan(model, live, forwards.kinds, forwards.state)
             self._set_plan(plan, () if live.units else live.recordings)
 
     def _check_output(self, alive: int, _: int) -> None:

@@ -25,7 +25,7 @@ from recollect.graph.simulate import simulate
 from recollect.planning.distributed import ranks_of
 from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import COSTS, PlannedForward
+from recollect.planning.planned_step import COSTS, SeenForward
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, Prepared, prepare
 from recollect.planning.record import Profile, record_step
@@ -85,6 +85,7 @@ def make_traced_plan(
     local: Local,
     budget: float | str,
     talks: str | None,
+    sends: bool,
     plan: Callable[[Profile, Bench | None], Plan],
 ) -> Plan | None:
     """The plan for a step that every rank has traced in its loop; None if there can be none.
@@ -97,9 +98,10 @@ def make_traced_plan(
         local: The same, as a plan has it.
         budget: The budget.
         talks: The op by which its forward communicates, if it does.
+        sends: Whether the step exchanges messages with single processes.
         plan: Makes the plan, with what asks other ranks if there are any.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, sends=sends)
     if ranks is None:
         return plan(profile, None) if _may_plan(talks) else None
     team = Team(ranks, min(_IN_A_LOOP, group_timeout() / 3))
@@ -215,8 +217,8 @@ class Local:
     signature: tuple[Any, ...]
     state: ModelState
     gradients: int
-    #: Of each forward after the first: the signature of its batch, and the bytes that it made.
-    others: tuple[tuple[Any, Mapping[str, int]], ...] = ()
+    #: The forwards after the first.
+    others: tuple[SeenForward, ...] = ()
 
     @classmethod
     def of(cls, prepared: Prepared, profile: Profile) -> Local:
@@ -230,10 +232,7 @@ class Local:
         return replace(
             plan,
             graph=replace(self.graph, **costs),
-            others=tuple(
-                PlannedForward(signature, forward.schedule, tuple(made.items()))
-                for forward, (signature, made) in others
-            ),
+            others=tuple(own.planned(forward.schedule) for forward, own in others),
             base=self.graph.base,
             made=tuple(self.made.items()),
             signature=self.signature,

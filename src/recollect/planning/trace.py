@@ -21,6 +21,7 @@ import torch
 
 from recollect._torch.autograd import current_graph_task, without_history
 from recollect._torch.fsdp import Shards
+from recollect._torch.groups import MESSAGES
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
@@ -69,6 +70,8 @@ class StepTrace:
     saved: list[int | None] = field(default_factory=list)
     #: The storages of what forwards and units returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
+    #: Whether tensors were sent to another process, or came from one.
+    has_messages: bool = False
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -166,6 +169,7 @@ class TraceMode(DispatchMode):
             backward = current_graph_task() + 1
             self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
+            trace.has_messages |= price.name in MESSAGES
             op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released

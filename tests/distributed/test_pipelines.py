@@ -1,0 +1,121 @@
+"""Stages of a pipeline that are fitted: each has a plan for the microbatches under way.
+
+The oracle is the same pipeline without plans.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+import recollect
+from recollect.modules import OPTIONS
+from tests._support import assert_identical
+from tests.distributed._ranks import WORLD, run_ranks
+from tests.distributed._sharded import peak_of
+from tests.distributed.test_fsdp2_plans import begin
+
+pytestmark = pytest.mark.slow
+
+SIZE, ROWS, MICRO, STEPS = 32, 16, 6, 5
+
+
+def stage_of(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(SIZE, 4 * SIZE), nn.GELU(), nn.Linear(4 * SIZE, SIZE), nn.Tanh()
+            )
+            for _ in range(3)
+        )
+    )
+
+
+def loss_of(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+class Pipeline:
+    """The stages of this rank, and what came of some steps."""
+
+    def __init__(self, kind: Any, several: int, budget: int | None) -> None:
+        rank = dist.get_rank()
+        numbers = [rank + WORLD * n for n in range(several)]
+        self.models = [stage_of(number) for number in numbers]
+        if budget is not None:
+            for model in self.models:
+                recollect.fit(model, budget=budget)
+        stages = [
+            PipelineStage(model, number, WORLD * several, torch.device("cpu"))
+            for model, number in zip(self.models, numbers, strict=True)
+        ]
+        self.schedule = kind(stages if several > 1 else stages[0], MICRO, loss_fn=loss_of)
+        self.gradients: list[Any] = []
+        self.peaks: list[int] = []
+        self.train()
+
+    def train(self) -> None:
+        parameters = [each for model in self.models for each in model.parameters()]
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            x, target = torch.randn(MICRO * ROWS, SIZE), torch.randn(MICRO * ROWS, SIZE)
+            weights = sum(each.nbytes for each in parameters)
+            self.peaks.append(weights + peak_of(lambda x=x, t=target: self.step(x, t)))  # type: ignore[misc]
+            self.gradients.append([each.grad.clone() for each in parameters])  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, x: Tensor, target: Tensor) -> None:
+        if dist.get_rank() == 0:
+            self.schedule.step(x)
+        else:
+            self.schedule.step(target=target)
+
+
+def check_one_stage() -> None:
+    begin()
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        plain = Pipeline(kind, 1, None)
+        under_way = kind is ScheduleGPipe or dist.get_rank() == 0
+        # With one microbatch under way there is little to recompute.
+        budget = int((0.9 if under_way else 1.0) * plain.peaks[-1])
+        found = Pipeline(kind, 1, budget)  # a warning would be an error
+        assert_identical(found.gradients, plain.gradients)
+        plan = vars(found.models[0])[OPTIONS].plan
+        assert len(plan.forwards) == (MICRO if under_way else 1)
+        # Activations from another stage and to it are there besides.
+        room = 4 * MICRO * ROWS * SIZE * 4
+        assert max(found.peaks[3:]) <= plan.budget + room, (kind, found.peaks, plan.budget)
+
+
+def test_stages_are_planned_for_the_microbatches_under_way(tmp_path: Path) -> None:
+    run_ranks(check_one_stage, tmp_path, deadline=400)
+
+
+def check_several_stages() -> None:
+    begin()
+    for kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        plain = Pipeline(kind, 2, None)
+        with warnings.catch_warnings(record=True):  # how much another stage holds is not known
+            warnings.simplefilter("always", recollect.PlanWarning)
+            found = Pipeline(kind, 2, int(0.9 * plain.peaks[-1]))
+        assert_identical(found.gradients, plain.gradients)
+
+
+def test_several_stages_in_a_rank(tmp_path: Path) -> None:
+    run_ranks(check_several_stages, tmp_path, deadline=400)
