@@ -1524,10 +1524,10 @@ def test_no_object_is_left_after_many_steps() -> None:
     gc.collect()
     with collector_off():
         before = len(gc.get_objects())
-        for number in range(56):
+        for number in range(112):
             step(number)
         # Not one per step. (The last recordings need not be of the same size.)
-        assert len(gc.get_objects()) - before < 56
+        assert len(gc.get_objects()) - before < 112
 
 
 def test_recordings_die_with_the_module() -> None:

@@ -15,7 +15,7 @@ __all__ = ["capacity", "check_budget", "is_fraction", "resolve_budget"]
 #: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
 #: A number below is no number of bytes: 24 means 24 GiB, which has to be written.
-_LEAST = 1024
+_LEAST = 193
 
 
 def check_budget(budget: Any) -> None:

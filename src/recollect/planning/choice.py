@@ -95,6 +95,11 @@ class Choice:
         outcome = self._outcomes.get(schedules)
         return None if outcome is None else math.ceil(outcome.peak * self._scale)
 
+    def simulated(self, schedules: Schedules) -> int | None:
+        """The simulated peak; None if that is not known."""
+        outcome = self._outcomes.get(schedules)
+        return None if outcome is None else outcome.peak
+
     def seconds(self, schedules: Schedules) -> float:
         """The time to expect."""
         return self._outcomes[schedules].seconds
