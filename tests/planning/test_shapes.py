@@ -163,6 +163,23 @@ def test_samples_and_lengths(traces: list[Any]) -> None:
     assert max(loop.peaks) <= loop.plan.budget
 
 
+def test_the_first_forward_of_a_predicted_shape_is_within_the_budget() -> None:
+    """It is recorded, and must not hold for so long what only the planned step needs."""
+    lengths = [128, 144, 160, 64, 80, 96, 192, 224, 256, 288]
+    model = net()
+    loop = Loop(model, plain_peak(net(), batch(150)))
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        model.blocks[:3].requires_grad_(number < 3)
+        return squares(model(batch(lengths[number])))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.run(step, len(lengths))
+    assert loop.plan is not None
+    assert max(loop.peaks) <= loop.plan.budget
+
+
 class Longer(Net):
     """Does more from some length on."""
 

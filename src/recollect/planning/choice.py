@@ -38,6 +38,8 @@ class Choice:
         plan: The plan that is applied.
         graph: A step of this kind, as it was traced or predicted.
         may_be_plain: Whether it may run without the engine, and so without a check of what it does.
+        is_predicted: Whether no forward of this kind was recorded. Then the first one will be, and
+            until it ends it holds all that its schedule names, needed or not.
         more: Schedules beside those of the plan.
         can_solve: Whether to solve for this graph if none of them fits.
     """
@@ -48,6 +50,7 @@ class Choice:
         graph: Graph,
         *,
         may_be_plain: bool = True,
+        is_predicted: bool = False,
         more: Sequence[NamedSchedule] = (),
         can_solve: bool = True,
     ) -> None:
@@ -62,6 +65,9 @@ class Choice:
         self._scale = 1 + plan.excess
         self._outcomes: dict[Schedules, Outcome] = {}
         graph = plan.with_costs(graph)
+        self._unrecorded = graph if is_predicted else None
+        #: The states of random streams, which a call that is recorded holds as well.
+        self._states = sum(op.state for op in graph.ops) if is_predicted else 0
         self._outcomes[self.alike(None)] = simulate_plain(graph)
         for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
@@ -109,7 +115,7 @@ class Choice:
         return self._has_room(self._outcomes[schedules].peak)
 
     def _has_room(self, simulated: int) -> bool:
-        plan, peak = self._plan, simulated * self._scale
+        plan, peak = self._plan, (simulated + self._states) * self._scale
         room = plan.budget * (IF_SHAPES_VARY if self._varies and self._seen < _LEARNED else 1.0)
         return peak <= room and plan.base + (peak - plan.base) * self._margin <= plan.budget
 
@@ -133,9 +139,18 @@ class Choice:
         """The fastest schedules that fit, or else those of the least peak."""
         allowed = [each for each in self._outcomes if self.may_be_plain or None not in each]
         fitting = [each for each in allowed if self.fits(each)]
-        if fitting:
-            return min(fitting, key=self.seconds)
-        return min(allowed, key=self.peak)
+        best = min(fitting, key=self.seconds) if fitting else min(allowed, key=self.peak)
+        return best if self._unrecorded is None else self._without_unneeded(self._unrecorded, best)
+
+    def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
+        """The same for ``graph``, without results that only other kinds of steps need."""
+        names = self._plan.schedule.alike
+        needed = tuple(
+            each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)
+            for region, each in enumerate(schedules)
+        )
+        self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
+        return needed
 
     def measured(self, schedules: Schedules, peak: int) -> None:
         """A step was measured."""

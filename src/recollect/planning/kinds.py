@@ -149,6 +149,7 @@ class Kinds:
             plan,
             found.graph,
             may_be_plain=found.is_covered,
+            is_predicted=True,
             more=self._solved,
             can_solve=not any(other.is_within(kind) for other in self._too_large),
         )
