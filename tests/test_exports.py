@@ -183,3 +183,11 @@ def test_a_representation_is_one_short_line(value, text):
     assert "\n" not in repr(value)
     assert len(repr(value)) < 120
     assert text is None or repr(value) == text
+
+
+def test_a_name_that_was_patched_before_the_first_use_stays() -> None:
+    code = (
+        "import recollect; recollect.fit = 1; recollect.plan; assert recollect.fit == 1; "
+        "assert not hasattr(recollect, 'a.b')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

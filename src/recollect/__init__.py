@@ -26,11 +26,11 @@ def __getattr__(name: str) -> typing.Any:
     """Load the interface when something of it is used: ``recollect --help`` needs no torch."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if importlib.util.find_spec(f"{__name__}.{name}"):
+    if name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
     exports = importlib.import_module("recollect._exports")
     found = {each: getattr(exports, each) for each in exports.__all__}
-    globals().update(found, __all__=exports.__all__)
+    globals().update({"__all__": exports.__all__} | found | globals())  # a user's patch stays
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
