@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
+from recollect.planning import prices
 from recollect.planning.plan import Plan
 from tests._support import assert_identical, measure
 from tests.planning._models import squares, static_bytes
@@ -506,13 +507,6 @@ def _plan(model: nn.Module) -> Plan:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-
-
-@contextlib.contextmanager
 def _silence() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -564,19 +558,19 @@ BY_HAND += ["lengths_that_change", "a_loader", "part_of_the_outputs", "an_old_po
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_plan_for_a_batch_in_a_loop(name: str) -> None:
+def test_a_plan_for_a_batch_in_a_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where a profiler is on, as here, workspaces are estimated by ops that were met before: those
+    # of other tests let expect more.
+    monkeypatch.setattr(prices, "_known", {})
     plain, fitted = _net(name), _net(name)
     LOOPS[name](Trainer(plain, measured=99))
     optimizer = torch.optim.AdamW(fitted.parameters())
     recollect.fit(fitted, batch(), 0.85, loss=_loss, optimizer=optimizer)
     trainer = Trainer(fitted, measured=0)
-    # Which schedule a plan has depends on times. Where shapes change, a step under one that nearly
-    # fills the budget may be told of.
-    may_tell = name == "lengths_that_change"
-    with _told() if may_tell else _silence() as told:
+    with _silence():
         LOOPS[name](trainer)
     assert_identical(_weights(fitted), _weights(plain))
-    assert told or max(trainer.peaks) <= _plan(fitted).budget
+    assert max(trainer.peaks) <= _plan(fitted).budget
 
 
 def _loss(output: Any) -> Tensor:
