@@ -206,6 +206,7 @@ class Bench:
         return frontier, (self._plan_for(frontier, model, total) for total in totals)
 
     def _plan_for(self, frontier: recollect.Frontier, model: nn.Module, total: int) -> Way:
+        clear_gradients(self.model, self.x)  # a plan counts those that are there
         plan = frontier.plan_for(total)
         over = total - (self.base if self.on_cuda else _static(self.model))
         name = "plan" if model is self.model else "compiled plan"

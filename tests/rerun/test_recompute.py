@@ -185,3 +185,64 @@ def test_generator_inside_the_region() -> None:
         return x.grad
 
     assert_transparent(train, rerun)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["module", "global"])
+@pytest.mark.parametrize("with_kwargs", [False, True], ids=["", "kwargs"])
+def test_hooks_that_are_always_called_see_the_end_of_a_module(
+    everywhere: bool, with_kwargs: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    names = {module: name for name, module in model.named_modules()}
+    seen: list[str] = []
+
+    def before(module: torch.nn.Module, *given: Any) -> None:
+        seen.append(f"+{names[module]}")
+
+    def after(module: torch.nn.Module, *given: Any) -> None:
+        assert len(given) == 2 + with_kwargs
+        seen.append(f"-{names[module]}")
+
+    options = {"with_kwargs": with_kwargs, "always_call": True}
+    if everywhere:
+        shared = torch.nn.modules.module
+        handles = [
+            shared.register_module_forward_pre_hook(before),
+            shared.register_module_forward_hook(after, **options),
+        ]
+    else:
+        handles = [
+            handle
+            for module in names
+            for handle in (
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after, **options),
+            )
+        ]
+    try:
+        out = rerun(model, leaf(2, 3))
+        forward = seen.copy()
+        seen.clear()
+        out.sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        # `remove` leaves it behind
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handles[-1].id, None)
+    assert seen == forward == ["+", "+0", "-0", "+1", "+1.0", "-1.0", "-1", "-"]
+
+
+def test_error_in_a_hook_that_is_always_called_is_a_warning() -> None:
+    model = torch.nn.Linear(3, 3)
+    calls: list[object] = []
+
+    def fail(module: torch.nn.Module, args: Any, result: object) -> None:
+        calls.append(result)
+        if result is None:
+            raise RuntimeError("not now")
+
+    model.register_forward_hook(fail, always_call=True)
+    out = rerun(model, leaf(2, 3))
+    with pytest.warns(UserWarning, match="not now"):
+        out.sum().backward()
+    assert len(calls) == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
+
+from recollect.errors import StopRecompute
 
 #: The attributes of a module that hold its forward hooks, and how to call each.
 FORWARD_HOOKS = (
@@ -56,6 +59,60 @@ def unhook_module(module: torch.nn.Module, key: int) -> None:
     """Undo `hook_module`."""
     for name in FORWARD_HOOKS:
         getattr(module, name).pop(key, None)
+
+
+#: The code that calls the forward hooks of a module.
+_HOOKED_CALL: CodeType = torch.nn.Module._call_impl.__code__
+
+
+def call_skipped_hooks(traceback: TracebackType | None) -> None:
+    """Call the hooks with ``always_call=True`` of the modules that a ``BaseException`` ended.
+
+    torch calls them only for an ``Exception``. As there, the inner modules come first, and an
+    error in a hook is a warning.
+    """
+    ended = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _HOOKED_CALL:
+            ended.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    shared = torch.nn.modules.module
+    for frame in reversed(ended):
+        values = frame.f_locals
+        called = values.get("called_always_called_hooks")
+        if called is None:  # it had no hooks when it was called
+            continue
+        module, args, kwargs = values["self"], values["args"], values["kwargs"]
+        result = values.get("result")
+        for hooks, always, with_kwargs in (
+            (
+                shared._global_forward_hooks,
+                shared._global_forward_hooks_always_called,
+                shared._global_forward_hooks_with_kwargs,
+            ),
+            (
+                module._forward_hooks,
+                module._forward_hooks_always_called,
+                module._forward_hooks_with_kwargs,
+            ),
+        ):
+            for key, hook in list(hooks.items()):
+                if key not in always or key in called:
+                    continue
+                called.add(key)  # an outer region that stops here too finds the same frames
+                given = (args, kwargs) if key in with_kwargs else (args,)
+                try:
+                    changed = hook(module, *given, result)
+                except StopRecompute:  # the hook saves tensors for backward
+                    pass
+                except Exception as error:  # noqa: BLE001  as torch does
+                    warnings.warn(
+                        "a forward hook with always_call=True raised an error after the "
+                        f"recomputation had stopped early: {error!r}",
+                        stacklevel=2,
+                    )
+                else:
+                    result = result if changed is None else changed
 
 
 #: The attribute of a module that holds what it calls after ``module.compile()``.

@@ -23,6 +23,7 @@ from recollect._torch.autograd import (
 )
 from recollect._torch.dynamo import dynamo_callback, hide_from_dynamo, run_without_dynamo
 from recollect._torch.modes import dispatch_mode_count, set_grad_enabled
+from recollect._torch.modules import call_skipped_hooks
 from recollect.checks.determinism import (
     Describe,
     count_mismatch,
@@ -102,9 +103,7 @@ class Recomputation:
         has_contexts = (
             frame.contexts is not None or self._log is not None or self._changes is not None
         )
-        call, values, named = (
-            (self._call, (args, kwargs), {}) if has_contexts else (frame.function, args, kwargs)
-        )
+        call = self._call_in_contexts if has_contexts else self._call
         # First, since it is refused where hooks are disabled: nothing else has been changed then.
         push_saved_tensor_hooks(self._pack_hook(), self._unpack)
         grad_was_enabled = torch.is_grad_enabled()
@@ -113,9 +112,9 @@ class Recomputation:
             frame.forward_log.recording = False  # it is on if the function goes backward inside
         try:
             if dynamo_callback() is not None:
-                run_without_dynamo(frame.region_state.run, call, values, named)
+                run_without_dynamo(frame.region_state.run, call, (args, kwargs), {})
             else:
-                frame.region_state.run(call, values, named)
+                frame.region_state.run(call, (args, kwargs), {})
         except StopRecompute as stop:
             if stop.args[0] is not self:
                 raise
@@ -127,10 +126,18 @@ class Recomputation:
 
     @hide_from_dynamo
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the function in its contexts."""
+        """Call the function. Where it stops early, the hooks that are always called still are."""
+        try:
+            self._frame.function(*args, **kwargs)
+        except StopRecompute as stop:
+            call_skipped_hooks(stop.__traceback__)
+            raise
+
+    @hide_from_dynamo
+    def _call_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with as_one(self._contexts((*args, *kwargs.values()))):
             try:
-                self._frame.function(*args, **kwargs)
+                self._call(args, kwargs)
             except StopRecompute:
                 raise
             except BaseException as error:
