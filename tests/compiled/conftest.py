@@ -34,7 +34,7 @@ def _quick() -> Iterator[None]:
         patch.setattr(solve, "_WORK", 10_000)
         patch.setattr(ways, "_LEAST", 2)
         patch.setattr(ways, "_MOST", 2)
-        patch.setattr("recollect.planning.step._SAMPLES", 2)
+        patch.setattr("recollect.planning.recording.step._SAMPLES", 2)
         yield
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 import recollect
 from recollect import InfeasibleBudget, PlanWarning
 from recollect.modules import OPTIONS
-from recollect.planning import planner, team
+from recollect.planning import planner
+from recollect.planning.ranks import team
+from recollect.planning.ranks.team import MissingRank, OtherRankFailed
 from recollect.planning.solving import solve
-from recollect.planning.team import MissingRank, OtherRankFailed
 from tests.distributed._ranks import run_ranks
 from tests.distributed._sharded import (
     SHARDINGS,

@@ -18,8 +18,8 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, simulate_if, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
+from recollect.planning.loop.runner import run_planned
 from recollect.planning.planner import Planner
-from recollect.planning.runner import run_planned
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from tests._support import assert_identical, gradients, measure, sampled
 from tests.graph._reference import reference

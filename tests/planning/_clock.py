@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from recollect.modules import OPTIONS
-from recollect.planning.module_regions import ModuleRegion
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording.step import TrainingStep
+from recollect.planning.regions.module_regions import ModuleRegion
 
 TICK, MS = 1e-5, 1e-3
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from recollect.graph.schedule import Schedule
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
-from recollect.planning.record import Profile
+from recollect.planning.recording.record import Profile
 from recollect.planning.trial import Candidate
 from recollect.replay.named_schedule import trimmed
 

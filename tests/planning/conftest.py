@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from recollect.planning import planner, prices, sampling, trial, ways
+from recollect.planning import planner, trial, ways
+from recollect.planning.recording import prices, sampling
 from recollect.planning.solving import solve
 from tests.planning._clock import MS, Clock
 from tests.planning._models import with_fixed_times

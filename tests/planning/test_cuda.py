@@ -16,7 +16,7 @@ from recollect import planning
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import ways
 from recollect.planning.planner import Planner
-from recollect.planning.prices import Prices
+from recollect.planning.recording.prices import Prices
 from tests.planning._models import (
     Case,
     ConvNet,

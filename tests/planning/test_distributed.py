@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recollect
 from recollect._torch.fsdp import shards_of
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording.step import TrainingStep
 from tests._support import assert_identical
 from tests.distributed._ranks import run_ranks
 from tests.planning._models import Made, made, static_bytes

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
-from recollect.planning import prices
+from recollect.planning.recording import prices
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import squares, static_bytes
 

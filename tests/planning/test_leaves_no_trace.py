@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.planning import record
-from recollect.planning.record import profile_step
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording import record
+from recollect.planning.recording.record import profile_step
+from recollect.planning.recording.step import TrainingStep
 from recollect.state import snapshot
 from tests._support import assert_identical, sampled
 from tests.planning._habits import HABITS, TRAINING, Net, Trained

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
-from recollect.planning import prices
 from recollect.planning.plan import Plan
+from recollect.planning.recording import prices
 from tests._support import assert_identical, measure
 from tests.planning._models import squares, static_bytes
 from tests.planning.test_lazy import Net, batch, net

@@ -22,8 +22,8 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import prepare
+from recollect.planning.loop.runner import run_planned
 from recollect.planning.planner import Planner
-from recollect.planning.runner import run_planned
 from recollect.replay import named_schedule
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical, sampled

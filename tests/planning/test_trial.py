@@ -19,10 +19,11 @@ import recollect
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning import record, ways
+from recollect.planning import ways
 from recollect.planning.planner import Planner
-from recollect.planning.sampling import Timing
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording import record
+from recollect.planning.recording.sampling import Timing
+from recollect.planning.recording.step import TrainingStep
 from recollect.report.units import bytes_text
 from tests.planning._clock import MS, Clock, noisy, step_takes
 from tests.planning._models import Decoder, made, squares

@@ -10,7 +10,7 @@ from torch import nn
 
 import recollect
 from recollect.planning import ways
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording.step import TrainingStep
 from recollect.replay.engine import CallReport
 
 pytestmark = pytest.mark.usefixtures("no_bound")

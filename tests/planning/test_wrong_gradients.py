@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import InputChanged, PlanWarning
 from recollect.graph.simulate import Outcome
-from recollect.planning import choice, runner
-from recollect.planning.live import LiveStep
+from recollect.planning.loop import choice, runner
+from recollect.planning.loop.live import LiveStep
 from recollect.planning.planner import Planner
 from tests._support import Counted, assert_identical, gradients
 from tests.planning._models import (

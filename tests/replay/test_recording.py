@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recollect.planning.batch import split_batch
+from recollect.planning.recording.batch import split_batch
 from recollect.replay.engine import observe_region
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import RecordedOp

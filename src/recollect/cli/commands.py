@@ -29,9 +29,9 @@ from recollect.cli.from_config import is_config, load_config_target
 from recollect.cli.screen import Status, UsageError, say
 from recollect.cli.target import Target, load_sized_target, load_target
 from recollect.errors import InfeasibleBudget
-from recollect.planning.batch import split_batch
-from recollect.planning.largest_batch import MOST
 from recollect.planning.plan import Plan
+from recollect.planning.recording.batch import split_batch
+from recollect.planning.sizes.largest_batch import MOST
 from recollect.report.compare import Comparison
 from recollect.report.table import rows_table
 

@@ -20,7 +20,7 @@ from recollect.cli.screen import Status, UsageError, say
 from recollect.planning.api import Frontier
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording.step import TrainingStep
 from recollect.report.plan_report import longer_text
 from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text

@@ -263,7 +263,7 @@ def _budget(text: str) -> str:
 
 
 def _bytes(text: str) -> str:
-    return _accepted(text, import_module("recollect.planning.largest_batch").check_bytes)
+    return _accepted(text, import_module("recollect.planning.sizes.largest_batch").check_bytes)
 
 
 def _checked(kind: type[_T], check: str) -> Callable[[str], _T]:
@@ -271,7 +271,9 @@ def _checked(kind: type[_T], check: str) -> Callable[[str], _T]:
 
     def read(text: str) -> _T:
         value = kind(text)  # type: ignore[call-arg]
-        return _accepted(value, getattr(import_module("recollect.planning.largest_batch"), check))
+        return _accepted(
+            value, getattr(import_module("recollect.planning.sizes.largest_batch"), check)
+        )
 
     read.__name__ = kind.__name__  # which argparse calls an invalid value by
     return read

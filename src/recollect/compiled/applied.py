@@ -23,9 +23,9 @@ from recollect.compiled.split import Player, Solve
 from recollect.compiled.watch import Watch
 from recollect.errors import CheckpointError, PlanWarning
 from recollect.graph.schedule import Schedule
-from recollect.planning.choice import IF_SHAPES_VARY
+from recollect.planning.loop.choice import IF_SHAPES_VARY
+from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
-from recollect.planning.step import device_of
 from recollect.report.units import bytes_text
 
 __all__ = ["Applied", "Code", "make_code"]

@@ -13,7 +13,7 @@ from torch import fx
 from recollect._torch.inductor import known_size
 from recollect._torch.ops import OpOverload
 from recollect._torch.pytree import tree_map_only
-from recollect.planning.prices import Prices
+from recollect.planning.recording.prices import Prices
 
 __all__ = ["NodeCosts"]
 

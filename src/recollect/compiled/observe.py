@@ -17,8 +17,8 @@ from recollect.compiled.split import Observer, SeenGraph
 from recollect.compiled.timeline import measured_stretches
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
-from recollect.planning.record import Profile
-from recollect.planning.step import TrainingStep
+from recollect.planning.recording.record import Profile
+from recollect.planning.recording.step import TrainingStep
 
 __all__ = ["ObservedStep", "observe_step"]
 

@@ -23,14 +23,14 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
-from recollect.planning.batch import signature_of_batch
 from recollect.planning.describe import curve_of, marks_of
-from recollect.planning.model_state import ModelState
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Solve, silent
 from recollect.planning.prepare import Offload, prepare_step
+from recollect.planning.recording.batch import signature_of_batch
+from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.step import Loss
 from recollect.planning.solving.solve import Solver
-from recollect.planning.step import Loss
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from recollect.planning.prices import profiled_events
+from recollect.planning.recording.prices import profiled_events
 
 __all__ = ["Stretch", "measured_stretches"]
 

@@ -18,9 +18,9 @@ from recollect.compiled.tied import Unit, unit_of
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning.model_state import ModelState
-from recollect.planning.sampling import Timing
-from recollect.planning.step import TrainingStep, is_out_of_memory
+from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.sampling import Timing
+from recollect.planning.recording.step import TrainingStep, is_out_of_memory
 from recollect.planning.trial import Candidate, Progress, Trials
 from recollect.planning.ways import Bench, Peaks, times_under
 

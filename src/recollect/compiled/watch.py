@@ -20,10 +20,10 @@ from recollect._torch.dynamo import never_traced
 from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Runs
 from recollect.compiled.sites import Called, Site
-from recollect.planning.model_state import compare_state, gradient_bytes
-from recollect.planning.planned_step import PlannedStep
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.watch import PeakWatch
+from recollect.planning.recording.model_state import compare_state, gradient_bytes
 from recollect.planning.warn_once import WarnOnce
-from recollect.planning.watch import PeakWatch
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
 

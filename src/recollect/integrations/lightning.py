@@ -17,7 +17,7 @@ except ImportError as error:
 from recollect.modules import copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
-from recollect.planning.runner import Runner
+from recollect.planning.loop.runner import Runner
 
 __all__ = ["Fit"]
 

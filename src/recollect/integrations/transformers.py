@@ -19,7 +19,7 @@ except ImportError as error:
 from recollect.modules import OPTIONS, unwrap_module
 from recollect.planning.api import fit
 from recollect.planning.budget import check_budget
-from recollect.planning.runner import Runner
+from recollect.planning.loop.runner import Runner
 
 __all__ = ["FitCallback"]
 

@@ -16,13 +16,13 @@ from recollect.modules import wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
+from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, check_offload, check_unplanned
 from recollect.planning.progress import reporter
-from recollect.planning.runner import Runner
-from recollect.planning.step import Loss
-from recollect.planning.together import make_plan
+from recollect.planning.ranks.together import make_plan
+from recollect.planning.recording.step import Loss
 from recollect.planning.trial import Progress
 from recollect.report.notebook import framed
 from recollect.report.page import page

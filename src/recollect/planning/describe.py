@@ -10,8 +10,8 @@ import torch
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain, uses_under
-from recollect.planning.module_regions import callable_paths
 from recollect.planning.origin import Origin
+from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
 from recollect.planning.solving.solve import Solution
 from recollect.planning.trial import Candidate, Trials

@@ -17,17 +17,17 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
-from recollect.planning.kinds import Step
-from recollect.planning.live import LiveStep
-from recollect.planning.model_state import ModelState
+from recollect.planning.loop.kinds import Step
+from recollect.planning.loop.live import LiveStep
+from recollect.planning.loop.planned_step import SeenForward
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import SeenForward
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
-from recollect.planning.prices import measured_link
-from recollect.planning.record import Profile, bytes_by_module, simulated_profile
-from recollect.planning.sampling import now
-from recollect.planning.together import Local, make_traced_plan
+from recollect.planning.ranks.together import Local, make_traced_plan
+from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.prices import measured_link
+from recollect.planning.recording.record import Profile, bytes_by_module, simulated_profile
+from recollect.planning.recording.sampling import now
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed

@@ -18,11 +18,11 @@ from recollect.compiled.applied import Applied
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.sites import has_sites
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.planning.model_state import ModelState, first_difference
-from recollect.planning.module_regions import wrap_modules
+from recollect.planning.loop.planned_step import PlannedForward, PlannedStep
+from recollect.planning.loop.runner import Runner
 from recollect.planning.origin import Origin
-from recollect.planning.planned_step import PlannedForward, PlannedStep
-from recollect.planning.runner import Runner
+from recollect.planning.recording.model_state import ModelState, first_difference
+from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.compare import Comparison
 from recollect.report.notebook import framed

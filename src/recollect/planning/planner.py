@@ -25,17 +25,17 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import resolve_budget
-from recollect.planning.choice import IF_SHAPES_VARY
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
-from recollect.planning.model_state import ModelState
+from recollect.planning.loop.choice import IF_SHAPES_VARY
+from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.planned_step import SeenForward, with_larger_batch
 from recollect.planning.prepare import Offload, Prepared, prepare
-from recollect.planning.record import Profile, record_step
+from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.record import Profile, record_step
+from recollect.planning.recording.step import Loss, TrainingStep
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
-from recollect.planning.step import Loss, TrainingStep
 from recollect.planning.trial import Candidate, Progress, Trials
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed

@@ -16,11 +16,11 @@ from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import PlanWarning
 from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
-from recollect.planning.batch import check_batch, signature_of_batch, split_batch
 from recollect.planning.distributed import check_not_distributed
-from recollect.planning.model_state import ModelState, find_mode_layer
-from recollect.planning.prices import measured_link
-from recollect.planning.step import Loss, TrainingStep
+from recollect.planning.recording.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.recording.model_state import ModelState, find_mode_layer
+from recollect.planning.recording.prices import measured_link
+from recollect.planning.recording.step import Loss, TrainingStep
 
 __all__ = ["Offload", "Prepared", "check_offload", "check_unplanned", "prepare", "prepare_step"]
 

@@ -12,13 +12,13 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.planning.model_state import ModelState, compare_state
-from recollect.planning.module_regions import callable_paths, wrap_modules
-from recollect.planning.record import Profile
-from recollect.planning.runner import Runner
-from recollect.planning.sampling import Timing
+from recollect.planning.loop.runner import Runner
+from recollect.planning.recording.model_state import ModelState, compare_state
+from recollect.planning.recording.record import Profile
+from recollect.planning.recording.sampling import Timing
+from recollect.planning.recording.step import is_out_of_memory
+from recollect.planning.regions.module_regions import callable_paths, wrap_modules
 from recollect.planning.solving.modules import ModuleSolver, find_units
-from recollect.planning.step import is_out_of_memory
 from recollect.planning.ways import Bench, Peaks, Way, times_under, with_overhead
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point

@@ -21,19 +21,19 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.module_regions import (
+from recollect.planning.loop.runner import run_planned
+from recollect.planning.loop.watch import watch_output
+from recollect.planning.recording.record import Profile, bytes_made
+from recollect.planning.recording.sampling import Timing, timing_of
+from recollect.planning.recording.step import TrainingStep
+from recollect.planning.regions.module_regions import (
     ENGINES,
     callable_paths,
     unwrap_modules,
     wrap_modules,
 )
-from recollect.planning.record import Profile, bytes_made
-from recollect.planning.runner import run_planned
-from recollect.planning.sampling import Timing, timing_of
 from recollect.planning.solving.modules import ModuleCandidate, find_units, kind_of
-from recollect.planning.step import TrainingStep
 from recollect.planning.warn_once import WarnOnce
-from recollect.planning.watch import watch_output
 from recollect.policy.op_info import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule, trimmed

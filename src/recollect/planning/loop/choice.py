@@ -1,0 +1,177 @@
+"""Chooses the schedules of one kind of training steps by simulation (P8).
+
+A step may call the model several times before it goes backward. Each of its forwards runs by a
+schedule of its own, and they are chosen together: what they hold is in memory at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from recollect.graph.graph import Graph
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.solving.solve import Solver
+from recollect.replay.named_schedule import NamedSchedule, trimmed
+
+__all__ = ["IF_SHAPES_VARY", "Choice", "Schedules", "choose"]
+
+#: The schedule of each forward of a step; None: plain.
+Schedules = tuple[NamedSchedule | None, ...]
+
+#: The part of a budget that is used if shapes depend on data, until so many steps were seen.
+IF_SHAPES_VARY = 0.97
+_LEARNED = 8
+#: A change of the margin that is worth another choice.
+_WORTH = 1e-3
+#: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
+_APART = 6
+#: How many solutions for a graph are considered.
+_SOLUTIONS = 16
+
+
+class Choice:
+    """How the schedules of a plan, and the plain step, do on steps of one kind.
+
+    Args:
+        plan: The plan that is applied.
+        graph: A step of this kind, as it was traced or predicted.
+        may_be_plain: Whether it may run without the engine, and so without a check of what it does.
+        is_predicted: Whether no forward of this kind was recorded. Then the first one will be, and
+            until it ends it holds all that its schedule names, needed or not.
+        more: Schedules beside those of the plan.
+        can_solve: Whether to solve for this graph if none of them fits.
+    """
+
+    def __init__(
+        self,
+        plan: PlannedStep,
+        graph: Graph,
+        *,
+        may_be_plain: bool = True,
+        is_predicted: bool = False,
+        more: Sequence[NamedSchedule] = (),
+        can_solve: bool = True,
+    ) -> None:
+        self._plan = plan
+        self.may_be_plain = may_be_plain
+        self._count = len(graph.regions)
+        #: If shapes depend on data: how many steps were seen, and the most and the least bytes that
+        #: a forward made, as multiples of those of the graph.
+        self._varies, self._seen = graph.varies, 0
+        self._most = self._least = 1.0
+        #: By what factor peaks are above the simulated ones.
+        self._scale = 1 + plan.excess
+        self._outcomes: dict[Schedules, Outcome] = {}
+        graph = plan.with_costs(graph)
+        self._unrecorded = graph if is_predicted else None
+        #: The states of random streams, which a call that is recorded holds as well.
+        self._states = sum(op.state for op in graph.ops) if is_predicted else 0
+        self._outcomes[self.alike(None)] = simulate_plain(graph)
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
+            self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
+        #: What all forwards may run by.
+        self.options = [each[0] for each in self._outcomes]
+        fitting = [each for each in self._outcomes if self.fits(each)]
+        is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
+        #: What was solved for this graph: the least and the fastest that fits, if one forward.
+        self.solved: tuple[NamedSchedule, ...] = ()
+        if can_solve and (is_joint or not fitting):
+            self._solve(graph)
+
+    def _solve(self, graph: Graph) -> None:
+        """Add schedules for this graph, which may differ from forward to forward."""
+        frontier = Solver(graph, rough=True).frontier()
+        fitting = [each for each in frontier if self._has_room(each.outcome.peak)]
+        names = self._plan.schedule.alike
+        for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
+            schedule = trimmed(graph, solution.schedule)
+            parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
+            self._outcomes[tuple(parts)] = simulate(graph, schedule)
+            if self._count == 1:
+                self.solved = (*self.solved[:1], parts[0])
+
+    def alike(self, schedule: NamedSchedule | None) -> Schedules:
+        """The same schedule for all forwards."""
+        return (schedule,) * self._count
+
+    def expected(self, schedules: Schedules) -> int | None:
+        """The peak to expect; None if that is not known."""
+        outcome = self._outcomes.get(schedules)
+        return None if outcome is None else math.ceil(outcome.peak * self._scale)
+
+    def simulated(self, schedules: Schedules) -> int | None:
+        """The simulated peak; None if that is not known."""
+        outcome = self._outcomes.get(schedules)
+        return None if outcome is None else outcome.peak
+
+    def seconds(self, schedules: Schedules) -> float:
+        """The time to expect."""
+        return self._outcomes[schedules].seconds
+
+    def fits(self, schedules: Schedules) -> bool:
+        """Whether steps are within the budget."""
+        return self._has_room(self._outcomes[schedules].peak)
+
+    def _has_room(self, simulated: int) -> bool:
+        plan, peak = self._plan, (simulated + self._states) * self._scale
+        room = plan.budget * (IF_SHAPES_VARY if self._varies and self._seen < _LEARNED else 1.0)
+        return peak <= room and plan.base + (peak - plan.base) * self._margin <= plan.budget
+
+    @property
+    def _margin(self) -> float:
+        """How many times as large what a step allocates may become: by half the spread more."""
+        return self._most + (self._most - self._least) / 2
+
+    def saw(self, ratio: float) -> bool:
+        """A forward made so many times the bytes of the graph. Whether other schedules may fit."""
+        before = self._margin
+        self._seen += 1
+        self._most, self._least = max(self._most, ratio), min(self._least, ratio)
+        return self._margin > before + _WORTH or self._seen == _LEARNED
+
+    def peak(self, schedules: Schedules) -> int:
+        """The simulated peak."""
+        return self._outcomes[schedules].peak
+
+    def best(self) -> Schedules:
+        """The fastest schedules that fit, or else those of the least peak."""
+        allowed = [each for each in self._outcomes if self.may_be_plain or None not in each]
+        fitting = [each for each in allowed if self.fits(each)]
+        best = min(fitting, key=self.seconds) if fitting else min(allowed, key=self.peak)
+        return best if self._unrecorded is None else self._without_unneeded(self._unrecorded, best)
+
+    def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
+        """The same for ``graph``, without results that only other kinds of steps need."""
+        names = self._plan.schedule.alike
+        needed = tuple(
+            each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)
+            for region, each in enumerate(schedules)
+        )
+        self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
+        return needed
+
+    def measured(self, schedules: Schedules, peak: int) -> None:
+        """A step was measured."""
+        if schedules in self._outcomes:
+            self._scale = max(self._scale, peak / self._outcomes[schedules].peak)
+
+
+def choose(choices: Sequence[Choice]) -> list[Schedules]:
+    """The schedules for steps of each kind, all of which begin with the same forward.
+
+    Which of them it is is not known when that forward runs. So if there are several, all of their
+    forwards run by the same schedule.
+    """
+    if len(choices) == 1:
+        return [choices[0].best()]
+    options = choices[0].options
+    fitting = [e for e in options if all(choice.fits(choice.alike(e)) for choice in choices)]
+    if fitting:
+        best = min(
+            fitting, key=lambda e: sum(choice.seconds(choice.alike(e)) for choice in choices)
+        )
+    else:
+        best = min(options, key=lambda e: max(choice.peak(choice.alike(e)) for choice in choices))
+    return [choice.alike(best) for choice in choices]

@@ -1,0 +1,365 @@
+"""The kinds of forwards and steps that a loop runs under a plan (P8).
+
+A kind of forward is the signature of its batch and the state of the model. A kind of step is the
+kinds of its forwards, in their order: a loop may call the model several times before it goes
+backward. What follows a forward is not known when it runs, so it runs by what suits the longest
+step that has begun in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from recollect.graph.graph import Graph
+from recollect.planning.loop.choice import Choice, choose
+from recollect.planning.loop.contest import Contest
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.shapes import Shapes
+from recollect.planning.loop.variant import Variant
+from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
+from recollect.planning.recording.model_state import (
+    Differences,
+    compare_state,
+    facts_of,
+    gradient_bytes,
+    newly_compiled,
+)
+from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import CallReport
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
+from recollect.report.units import bytes_text
+
+__all__ = ["Kind", "Kinds", "Step"]
+
+#: What a step is taken to need that ran out of memory, as a multiple of its budget.
+_OUT_OF_MEMORY = 1.05
+#: How many kinds of forwards are remembered, and schedules that were solved for some of them.
+_REMEMBERED = 64
+_SOLVED = 8
+
+
+class Kind(NamedTuple):
+    """A kind of forward."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    differences: Differences | None = None  #: of the model, from the planned one
+    more: int = 0  #: bytes that are there beyond the planned ones
+
+    def is_within(self, other: Kind) -> bool:
+        """Whether it takes no more memory than another."""
+        same_state = self[1:] == other[1:]
+        return same_state and _is_within(self.signature, other.signature)
+
+
+#: The kinds of the forwards of a step.
+Step = tuple[Kind, ...]
+
+
+class Kinds:
+    """The kinds that were seen under a plan."""
+
+    def __init__(
+        self, plan: PlannedStep, warnings: WarnOnce, recordings: Sequence[Recording] = ()
+    ) -> None:
+        self._plan = plan
+        self._warnings = warnings
+        #: Of the forwards of the planned step, if it was traced in the loop.
+        self._recordings = recordings
+        #: The forwards, by the step that they are the last ones of. What was chosen for steps.
+        self._known: dict[Step, Variant] = {}
+        self._choices: dict[Step, Choice] = {}
+        self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
+        #: What was traced. Schedules that were solved for steps that were predicted, and those of
+        #: them that no schedule fits.
+        self._shapes = Shapes()
+        self._solved: list[NamedSchedule] = []
+        self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
+        if plan.graph is not None and not plan.others:
+            state, made = self._planned[0][1:], dict(plan.made)
+            self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
+        if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
+            self._too_large.append(self._planned[0])
+        #: The facts of the model at the last call, and how they differ from the planned ones.
+        self._seen: tuple[Any, Differences | None] = (None, None)
+
+    # --- which kind -------------------------------------------------------------------------------
+
+    def kind_of(self, model: Any, signature: tuple[Any, ...]) -> Kind:
+        """The kind of a forward of ``model`` that begins now."""
+        if not isinstance(model, nn.Module):
+            return Kind(signature)
+        facts, found = self._seen  # once: another thread may change it
+        now, parameters = facts_of(model)
+        if now != facts:
+            found = compare_state(self._plan.state, model)
+            self._seen = now, found
+            self._warn_if_compiled(model)
+        more = gradient_bytes(model, parameters, self._plan.gradients)
+        return Kind(signature, found, more + (0 if found is None else found.nbytes))
+
+    def _warn_if_compiled(self, model: nn.Module) -> None:
+        compiled = newly_compiled(self._plan.state, model)
+        if compiled is not None:
+            self._warnings.warn(
+                "compiled",
+                f"{compiled}. It does not see into compiled code, and the step may exceed its "
+                "budget: compile first, then recollect.plan(model, batch, budget)",
+            )
+
+    def is_planned(self, step: Step) -> bool:
+        """Whether a step is the planned one."""
+        return step == self._planned
+
+    def find(self, step: Step) -> Variant:
+        """The last forward of a step, whose others have begun before."""
+        variant = self._known.get(step)
+        if variant is None or self._is_told_better(variant):
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+                self._choices.clear()
+            first = self._known.get(step[:1])
+            found = self._predicted_variant(step) if step != self._planned else None
+            variant = found or variant or self._new_variant(step, first)
+            variant.version, self._known[step] = self._shapes.version, variant
+        variant.count()
+        if not variant.is_known and variant.schedule is not None and len(step) == 1:
+            variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
+        return variant
+
+    def _is_told_better(self, variant: Variant) -> bool:
+        """Whether a forward that was not known may be predicted by what was learned since."""
+        return not variant.is_known and variant.version != self._shapes.version
+
+    def _predicted_variant(self, step: Step) -> Variant | None:
+        """A forward that was never traced, by others that were."""
+        kind, plan = step[-1], self._plan
+        # What follows a forward cannot be predicted.
+        if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
+            return None
+        found = self._shapes.predict(kind.signature, kind[1:])
+        if found is None:
+            return None
+        choice = Choice(
+            plan,
+            found.graph,
+            may_be_plain=found.is_covered,
+            is_predicted=True,
+            more=self._solved,
+            can_solve=not any(other.is_within(kind) for other in self._too_large),
+        )
+        self._solved = [*self._solved, *choice.solved][-_SOLVED:]
+        variant = Variant(
+            plan, self._warnings, plan.least, found.made, _describe_differences(plan, kind)
+        )
+        variant.is_predicted = True
+        self._choices[step], self._known[step] = choice, variant
+        self._choose(variant)
+        if variant.peak > plan.budget:
+            self._too_large.append(kind)
+            variant.warn(variant.peak, found.made, variant.peak)
+        return variant
+
+    def judge(self, step: Step, report: CallReport) -> None:
+        """The last forward of a step was recorded: compare it with what was known."""
+        variant = self._known.get(step)
+        if variant is None:
+            return  # it was forgotten since
+        is_right = variant.judge(report)
+        if is_right and report.recording is not None and report.recording.shapes:
+            choice = self._choice_of(step)
+            if choice is not None and choice.saw(variant.ratio):
+                self._choose(variant.first)
+        if variant.is_predicted:
+            variant.is_predicted = False
+            self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
+            if is_right and not self._choices[step].may_be_plain:
+                self._choices[step].may_be_plain = True
+                self._choose(variant)
+
+    def is_surprise(self, step: Step) -> bool:
+        """Whether the last forward of a step follows others, and was never seen to."""
+        return len(step) > 1 and step not in self._known and self._larger(step) is None
+
+    def _new_variant(self, step: Step, first: Variant | None) -> Variant:
+        larger = self._larger(step)
+        plan, warnings, count = self._plan, self._warnings, len(step)
+        if step == self._planned[:count]:
+            found = self._planned_variant(count, first)
+            if plan.rivals and found.schedule is not None:
+                schedules = (found.schedule, *plan.rivals)
+                found.contest = Contest(schedules, on_device=plan.link is not None)
+            return found
+        if larger is not None:
+            return Variant.within(larger, first)
+        kind = step[-1]
+        only_gradients = kind.differences is None and _is_within(kind.signature, plan.signature)
+        least = plan.least_with(kind.more) if only_gradients else plan.least
+        differences = _describe_differences(plan, kind)
+        return Variant(plan, warnings, least, differences=differences, first=first)
+
+    def _larger(self, step: Step) -> Variant | None:
+        """The known forward of the least memory that allows for the last one of a step."""
+        known = [
+            (other, variant)
+            for other, variant in [*self._known.items()]
+            if variant.is_known and _are_within(step, other)
+        ]
+        if known:
+            return min(known, key=lambda each: sum(map(_numbers_in, each[0])))[1]
+        planned = self._planned[: len(step)]
+        if not _are_within(step, planned):
+            return None
+        return self._planned_variant(len(step), None)
+
+    def _planned_variant(self, count: int, first: Variant | None) -> Variant:
+        """The forward of the planned step with the number ``count``."""
+        plan, forward = self._plan, self._plan.forwards[count - 1]
+        schedule = None if plan.needed_schedule is None else forward.schedule
+        variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
+        if self._recordings:
+            variant.recording = self._recordings[count - 1]
+        return variant
+
+    def has_room(self, step: Step) -> bool:
+        """Whether the budget has room for the forwards of a step, each as if it were alone."""
+        base, needed = self._plan.base, 0
+        for kind in step:
+            variant = self._known.get((kind,))
+            if variant is not None and variant.is_known:
+                needed += variant.peak - base
+            elif kind.is_within(self._planned[0]):
+                needed += self._plan.predicted_peak - base
+            else:
+                return False
+        return base + needed <= self._plan.budget
+
+    # --- what is learned --------------------------------------------------------------------------
+
+    def surprised(self, step: Step) -> None:
+        """More forwards than known have begun a step: the next one is traced."""
+        for count in range(1, len(step)):
+            variant = self._known.get(step[:count])
+            if variant is not None:
+                variant.surprised()
+
+    def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
+        """A step was traced: choose what those that follow run by."""
+        forwards = self._forwards(step)
+        if not forwards:
+            return  # they were forgotten since
+        first = forwards[0]
+        is_whole = not graph.units
+        made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
+        ran_by = tuple(each.ran_by for each in forwards)
+        choice = self._choices[step] = Choice(self._plan, graph)
+        if first.expects > 1 and len(step) == 1:
+            first.expects -= 1  # the step that came as a surprise has yet to come again
+        else:
+            self._choose(first)
+        chosen = tuple(each.schedule for each in forwards)
+        later = choice.expected(chosen) or 0
+        # What was traced is known to the byte; on a device the peak itself is watched.
+        ran = choice.simulated(ran_by) or later
+        if max(later, ran) > self._plan.budget:
+            first.warn(ran, made[0], later, len(step))
+        for forward, size in zip(forwards, made, strict=True):
+            forward.learn(size)
+        if len(step) == 1:
+            self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
+
+    def failed(self, step: Step) -> None:
+        """A step was traced in vain: its backward did not come."""
+        variant = self._known.get(step[:1])
+        if variant is not None:
+            variant.failed()
+
+    def exceeded(self, step: Step, measured: int) -> bool:
+        """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
+        plan, forwards = self._plan, self._forwards(step)
+        before = tuple(each.schedule for each in forwards)
+        choice = self._choice_of(step)
+        if choice is None:
+            for each in forwards:
+                each.choose(plan.least, each.peak)
+        elif forwards:
+            choice.measured(before, measured)
+            self._choose(forwards[0])
+        return before != tuple(each.schedule for each in forwards)
+
+    def tighten(self, step: Step) -> int:
+        """A step ran out of memory: have later ones take less. Returns by how many bytes."""
+        before = tuple(each.schedule for each in self._forwards(step))
+        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self._plan.budget)):
+            return 0
+        after, choice = self._forwards(step), self._choices.get(step)
+        if choice is None or choice.expected(before) is None:
+            return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
+        return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
+
+    def _choice_of(self, step: Step) -> Choice | None:
+        """What was chosen for a step from; None if its graph is not known."""
+        if step == self._planned and step not in self._choices and self._plan.graph is not None:
+            self._choices[step] = Choice(self._plan, self._plan.graph)
+        return self._choices.get(step)
+
+    def _forwards(self, step: Step) -> list[Variant]:
+        """The forwards of a step; none if one of them is not known."""
+        found = [self._known.get(step[: n + 1]) for n in range(len(step))]
+        return [] if None in found else [each for each in found if each is not None]
+
+    def _choose(self, first: Variant) -> None:
+        """Choose for all steps that begin with a forward. Shorter ones are part of longer ones."""
+        steps = [step for step in self._choices if self._known.get(step[:1]) is first]
+        steps = [s for s in steps if not any(s == e[: len(s)] for e in steps if e != s)]
+        choices = [self._choices[step] for step in steps]
+        for step, choice, schedules in zip(steps, choices, choose(choices), strict=True):
+            peak = choice.expected(schedules) or 0
+            for count, schedule in enumerate(schedules, 1):
+                variant = self._known.get(step[:count])
+                if variant is not None:
+                    variant.choose(schedule, peak)
+
+
+def _are_within(step: Step, other: Step) -> bool:
+    pairs = zip(step, other, strict=False)
+    return len(step) == len(other) and all(a.is_within(b) for a, b in pairs)
+
+
+def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether a batch has the tensors of another, none of them larger."""
+    return is_alike(signature, other) and is_smaller(signature, other)
+
+
+def _numbers_in(kind: Kind) -> int:
+    """How many numbers are in a batch."""
+    return sum(math.prod(each[0]) for each in kind.signature if isinstance(each, tuple))
+
+
+def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
+    """Say how a call differs from the planned ones, and how to plan for it."""
+    signature, other, more = kind
+    texts = [] if other is None else [*other.texts]
+    cures = [] if other is None else [*other.cures]
+    if not is_alike(signature, plan.signature):
+        texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
+        cures.append("recollect.plan(...) with such a batch")
+    elif not is_smaller(signature, plan.signature):
+        texts.append("the batch is larger")
+        cures.append("recollect.plan(...) with the largest batch")
+    gradients = more - (0 if other is None else other.nbytes)
+    if gradients:
+        texts.append(
+            f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
+            "accumulate, or after zero_grad(set_to_none=False)"
+        )
+        cures.append(
+            "recollect.plan(...) after a backward, while gradients are there: it counts "
+            "them; or set them to None before each forward"
+        )
+    return Differences(tuple(texts), tuple(cures), more)

@@ -1,0 +1,298 @@
+"""Traces a training step while the user's loop runs it (P8).
+
+Nothing runs twice, and none of the user's code sees an extra call: forward is recorded with little
+kept, and a `TraceMode` stays on this thread's stack while the loop computes its loss and runs
+backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet, finalize, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
+from recollect._torch.fsdp import shards_of
+from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import local_tensors
+from recollect.graph.graph import Graph, Link
+from recollect.planning.loop.watch import Waiting
+from recollect.planning.recording.build import build_graph
+from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.observe import observe_forward
+from recollect.planning.recording.prices import Prices
+from recollect.planning.recording.step import device_of, storage_sizes
+from recollect.planning.recording.trace import TraceMode
+from recollect.planning.regions.sharded import units_of
+from recollect.replay.engine import obstacle_around
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
+
+__all__ = ["LiveStep", "obstacle_to_tracing"]
+
+#: After how many backwards elsewhere a step is given up whose output somebody just keeps.
+_PATIENCE = 3
+
+
+class _Active(threading.local):
+    #: The step that this thread traces: one at a time, or they would see each other.
+    step: LiveStep | None = None
+
+
+_active = _Active()
+
+
+def obstacle_to_tracing() -> str | None:
+    """Why no step can be traced now, if so.
+
+    The trace outlives the call of forward. A mode that is on the stack now may be left before, and
+    would then take the trace for itself.
+    """
+    step = _active.step
+    if step is not None and not step.is_open:
+        step.close()  # in another thread it was closed, whose stack of modes is another
+    if dispatch_modes_active():
+        return "it is inside of a dispatch mode"
+    if _active.step is not None:
+        return "a step of another model is being traced"
+    return obstacle_around()
+
+
+class LiveStep:
+    """One training step of the user's loop: forwards of a model, up to the end of their backward.
+
+    A loop may call the model several times before it goes backward. All of these forwards are
+    traced together.
+
+    Args:
+        model: The model whose forwards they are.
+        base: The bytes that are allocated before it, which CUDA's allocator knows better.
+        link: The link to the host, if results may be offloaded.
+        on_end: Called when backward has ended.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: int = 0,
+        link: Link | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.device = device_of(model)
+        self._parameters = {id(parameter) for parameter in parameters_of(model)}
+        #: The bytes of gradients that are there before it.
+        self.gradients = sum(storage_sizes(gradients_of(model)))
+        self._base = base
+        if self.device.type == "cuda":
+            self._base = torch.cuda.memory_allocated(self.device)
+        self._link = link
+        self._on_end = on_end
+        self._prices = Prices(self.device, once=True)
+        self._trace = TraceMode(self._prices, shards_of(model))
+        #: The modules that are recorded each by itself; see `Graph`.
+        self.units = units_of(model)
+        self._thread = threading.get_ident()
+        #: What its forwards did, and whether their backward has come.
+        self.recordings: list[Recording] = []
+        self._waiting: list[Waiting] = []
+        #: Whether it is being traced, and whether its backward has ended.
+        self.is_open = False
+        self.is_over = False
+        #: Whether it has exchanged messages with another process, once there is a graph.
+        self.has_messages = False
+        #: The optimizers that have made a step since its forward, and whether one has.
+        self.has_updated = False
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        #: Whether backward has reached it, and whether one has that did not end.
+        self._is_reached = self._is_running = False
+        #: How many backwards have ended that were not its own.
+        self._missed = 0
+        self._stop_waiting: Callable[[], None] = lambda: None
+
+    def can_join(self) -> bool:
+        """Whether another forward that begins now is part of it, and can be traced with it."""
+        modes = dispatch_modes()
+        is_mine = len(modes) == 1 and modes[0] is self._trace and not self._trace.is_paused
+        return self.is_pending and is_mine and obstacle_around() is None
+
+    def forward(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        by: NamedSchedule | None = None,
+        blocks: Iterable[nn.Module] = (),
+    ) -> tuple[Any, Waiting]:
+        """Call the forward of the model, with results kept by a schedule, or at ``blocks``.
+
+        Returns what it returns, and what tells whether its backward has come.
+        """
+        if not self.is_open:
+            self._open()
+        try:
+            output, recording, remat = observe_forward(
+                self._trace, function, args, kwargs, by=by, blocks=blocks, units=self.units
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.recordings.append(recording)
+        weak = ref(self)
+        reached = partial(_call, weak, LiveStep.reached)
+        dropped = partial(_call, weak, LiveStep.dropped)
+        waiting = Waiting(output, remat, reached, dropped)
+        self._waiting.append(waiting)
+        return output, waiting
+
+    def _open(self) -> None:
+        """Begin to trace."""
+        self.is_open = True
+        _active.step = self
+        _watched_by_optimizers(self)
+        self._trace.__enter__()
+        # Nothing of the process may hold this object: its thread or its model may be gone first.
+        weak = ref(self)
+        self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
+        finalize(self, self._stop_waiting)
+
+    def dropped(self) -> None:
+        """Nothing leads to the output of one of its forwards any more."""
+        if self.is_pending or self._is_running or current_graph_task() != -1:
+            return  # inside of backward modes cannot be left: `_after_backward` does it
+        # If backward went through others, that was the step, and this one was not part of it.
+        self.is_over |= self._is_reached
+        self.close()
+
+    def reached(self) -> None:
+        """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
+        if any(mode is self._trace for mode in dispatch_modes()):
+            self._is_reached = self._is_running = True
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """A backward has ended that went through a forward. Others may follow."""
+        self._is_running = False
+        if not any(each.is_waiting() for each in self._waiting):
+            self.is_over = self._trace.is_paused = True
+
+    def _after_backward(self) -> None:
+        """A backward is over, or has failed: perhaps that of this step."""
+        is_inside = current_graph_task() != -1  # of another one
+        if is_inside or threading.get_ident() != self._thread or not self.is_open:
+            return
+        if not self._is_reached:
+            self._missed += 1
+            if self._missed >= _PATIENCE or not self.is_pending:
+                self.close()
+            return
+        if self.is_over or self._is_running or not self.is_pending:
+            self.is_over |= not self._is_running  # else it has failed
+            self._finish()
+
+    def _finish(self) -> None:
+        on_end, is_over = self._on_end, self.is_over
+        self.close()
+        if is_over and on_end is not None:
+            on_end()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward through it may still come."""
+        return self.is_open and not self.is_over and any(e.is_waiting() for e in self._waiting)
+
+    def end_if_retained(self) -> None:
+        """Another forward begins: the step is over if just its graph is still there.
+
+        Backward has gone through all of it, and an optimizer has made its step.
+        """
+        if self.has_updated and self.is_pending and all(e.is_reached for e in self._waiting):
+            self.is_over = True
+            self._finish()
+
+    def close(self) -> None:
+        """Stop tracing. In another thread than it began in, its mode stays, and sees nothing."""
+        self._trace.is_paused = True
+        self._stop_waiting()
+        self.is_open, self._is_reached, self._on_end = False, False, None
+        self._waiting.clear()
+        if threading.get_ident() == self._thread:
+            leave_dispatch_mode(self._trace)
+        if _active.step is self:
+            _active.step = None
+
+    # --- the result -------------------------------------------------------------------------------
+
+    def graph(self) -> Graph:
+        """The graph of the step, once it is over."""
+        self._prices.settle()
+        trace = self._trace.finish()
+        self.has_messages = trace.has_messages
+        graph = build_graph(
+            trace,
+            self.recordings,
+            base=self._base,
+            on_device=self.device.type == "cuda",
+            link=self._link if len(self.recordings) == 1 else None,
+        )
+        return replace(graph, units=self.units)
+
+    def later_base(self, model: nn.Module) -> int:
+        """The bytes that are allocated before a later step like it, which may begin now."""
+        gradients = sum(storage_sizes(gradients_of(model)))
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
+        states = [state for each in self._optimizers for state in each.state.values()]
+        leaves = [leaf for state in states for leaf in tree_leaves(state)]
+        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shards = shards_of(model)
+        late = 0 if shards is None else shards.in_flight_bytes()
+        return (
+            _local_bytes([*parameters_of(model), *model.buffers(), *held]) + self.gradients + late
+        )
+
+    def noticed(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        groups = optimizer.param_groups
+        if any(id(each) in self._parameters for group in groups for each in group["params"]):
+            self.has_updated = True
+            self._optimizers.add(optimizer)
+
+
+#: The steps that want to know of optimizers.
+_watching: WeakSet[LiveStep] = WeakSet()
+_is_registered = False
+
+
+def _watched_by_optimizers(step: LiveStep) -> None:
+    """Have ``step`` notice the steps of optimizers."""
+    # One hook, which stays: torch goes through all hooks while one is called, and none may leave.
+    global _is_registered  # noqa: PLW0603 - once in a process
+    if not _is_registered:
+        _is_registered = True
+        register_optimizer_step_post_hook(_after_update)
+    _watching.add(step)
+
+
+def _after_update(optimizer: Optimizer, *_: Any) -> None:
+    for step in [*_watching]:
+        step.noticed(optimizer)
+
+
+def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:
+    step = weak()
+    if step is not None:
+        method(step)
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of ``tensors``, in the parts that this process has."""
+    return sum(storage_sizes(each for tensor in tensors for each in local_tensors(tensor)))

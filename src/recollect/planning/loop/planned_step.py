@@ -1,0 +1,146 @@
+"""The planned step: what steps that the loop runs are compared with, and run by (P6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from recollect.graph.graph import Graph, Link
+from recollect.graph.simulate import simulate
+from recollect.planning.recording.model_state import ModelState
+from recollect.replay.named_schedule import NamedSchedule
+
+__all__ = [
+    "COSTS",
+    "PlannedForward",
+    "PlannedStep",
+    "SeenForward",
+    "with_gradients",
+    "with_larger_batch",
+]
+
+#: The fields of a graph with what the engine costs.
+COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
+
+
+class PlannedForward(NamedTuple):
+    """One of the forwards of a step."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    schedule: NamedSchedule  #: what it runs by
+    made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
+    more: int = 0  #: the bytes of gradients that are there since the first forward
+
+
+class SeenForward(NamedTuple):
+    """A forward after the first one in a step that was traced."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    made: Mapping[str, int]  #: the bytes that it made, by module
+    more: int  #: the bytes of gradients that were there since the first forward
+
+    def planned(self, schedule: NamedSchedule) -> PlannedForward:
+        """The same with what it runs by from now on."""
+        return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.more)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlannedStep:
+    """The schedules of a plan, and the step that they are for; see `Plan`."""
+
+    budget: int
+    predicted_peak: int
+    predicted_time: float
+    plain_peak: int
+    schedule: NamedSchedule
+    state: ModelState
+    signature: tuple[Any, ...]
+    base: int
+    made: tuple[tuple[str, int], ...]
+    alternatives: tuple[NamedSchedule, ...] = ()
+    #: How many ops of each name each module has, to find similar ones for those of other steps.
+    op_counts: tuple[tuple[str, int], ...] = ()
+    stopped: str | None = None
+    excess: float = 0.0
+    measured_peak: int | None = None
+    output_bytes: int | None = None
+    gradients: int = 0
+    #: The forwards after the first, if the step calls the model several times.
+    others: tuple[PlannedForward, ...] = ()
+    #: Other schedules within the budget that may be faster: the loop finds out.
+    rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
+    #: Whether it was made from a step of the loop, by a fit without a batch.
+    from_loop: bool = False
+    #: The recorded step; None if the plan was loaded or copied.
+    graph: Graph | None = field(default=None, compare=False)
+
+    @property
+    def needed_schedule(self) -> NamedSchedule | None:
+        """What the planned step runs by; None if it fits without."""
+        return None if self.plain_peak <= self.budget else self.schedule
+
+    @property
+    def forwards(self) -> tuple[PlannedForward, ...]:
+        """All forwards of the step."""
+        return PlannedForward(self.signature, self.schedule, self.made), *self.others
+
+    @property
+    def least(self) -> NamedSchedule:
+        """The schedule of the least peak, for steps of which nothing is known."""
+        return self.alternatives[-1] if self.alternatives else self.schedule
+
+    def least_with(self, gradients: int) -> NamedSchedule:
+        """The same, for the planned step with so many bytes of gradients there before it."""
+        if self.graph is None or not self.alternatives:
+            return self.least
+        graph = with_gradients(self.graph, gradients)
+        return min(self.alternatives, key=lambda e: simulate(graph, e.schedule_in(graph)).peak)
+
+    @property
+    def link(self) -> Link | None:
+        """The link to the host, if results may be offloaded."""
+        return None if self.graph is None else self.graph.link
+
+    def with_costs(self, graph: Graph) -> Graph:
+        """The graph of another step, with the costs of the engine as they were measured."""
+        if self.graph is None:
+            return graph
+        return replace(graph, **{name: getattr(self.graph, name) for name in COSTS})
+
+
+# --- the graph of other steps, roughly ------------------------------------------------------------
+
+
+def with_gradients(graph: Graph, nbytes: int) -> Graph:
+    """The graph of a step that adds its gradients to ``nbytes`` of them that are there before."""
+    events = [
+        replace(event, before=event.before - kept, during=event.during - kept)
+        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+    ]
+    return replace(graph, events=events, base=graph.base + nbytes)
+
+
+def with_larger_batch(graph: Graph, times: int) -> Graph:
+    """The graph of a step whose activations, and their gradients, are larger."""
+    events = [
+        replace(
+            event,
+            before=kept + times * (event.before - kept),
+            during=kept + times * (event.during - kept),
+        )
+        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+    ]
+    return replace(
+        graph,
+        values=[replace(value, nbytes=times * value.nbytes) for value in graph.values],
+        storages=[replace(each, nbytes=times * each.nbytes) for each in graph.storages],
+        events=events,
+    )
+
+
+def _kept_to_the_end(graph: Graph) -> list[int]:
+    """By event: the fixed bytes before it that stay until the end of the step: gradients."""
+    befores = [event.before for event in reversed(graph.events)]
+    return [*accumulate(befores, min)][::-1]

@@ -1,0 +1,453 @@
+"""Running the forward of a model under a plan (P7).
+
+Each call is one of a kind: calls with batches of one shape, of the model in one state, at one place
+in a step (`kinds`). One that is not known runs with little memory, its step is traced as the loop
+runs it (`live`), and later ones run by a schedule that suits them (P8).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+
+from recollect._torch.autograd import after_each_backward
+from recollect._torch.dynamo import (
+    dynamo_callback,
+    hide_from_dynamo,
+    never_traced,
+    run_without_dynamo,
+)
+from recollect._torch.modes import forward_ad_active, is_transforming
+from recollect.planning.distributed import obstacle_in
+from recollect.planning.loop.attempt import Attempt
+from recollect.planning.loop.forwards import Forwards
+from recollect.planning.loop.kinds import Kind, Kinds, Step
+from recollect.planning.loop.live import LiveStep, obstacle_to_tracing
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.variant import Variant
+from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
+from recollect.planning.recording.batch import signature_of_batch
+from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
+from recollect.planning.recording.record import find_blocks
+from recollect.planning.recording.step import is_out_of_memory
+from recollect.planning.regions.module_regions import run_modules, unwrap_modules, wrap_modules
+from recollect.planning.regions.sharded import play_units, units_of, warn_not_in_effect
+from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import (
+    CallReport,
+    LeftToRerun,
+    observe_region,
+    obstacle_around,
+    replay_region,
+)
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
+from recollect.report.units import bytes_text
+from recollect.store.offload_batch import OffloadBatch
+
+__all__ = ["MakePlan", "Runner", "run_planned"]
+
+
+#: Makes a plan from a model, a traced step of it, the kinds of its forwards and the state of the
+#: model; None if there can be none.
+MakePlan = Callable[[nn.Module, LiveStep, Step, ModelState], PlannedStep | None]
+#: How many forwards may come before the first step of an optimizer.
+_UPDATE = 64
+#: After how many forwards without a plan a warning says so.
+_FUTILE = 8
+_PLAN_AS_TRAINED = (
+    ": make the plan with the loss, the optimizer and the largest batch of the training, "
+    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
+)
+#: In how many steps it is checked whether the loop holds the output of the model.
+_CHECKS = 3
+
+
+def run_planned(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    by: NamedSchedule,
+    warnings: WarnOnce,
+    report: CallReport | None = None,
+    known: Recording | None = None,
+    *,
+    is_checked: bool = False,
+) -> Any:
+    """Call ``function`` with its results kept, offloaded or dropped as decided.
+
+    ``known``: a recording of such a call under another schedule, if there is one: of the whole
+    forward, so it is of no use if units are recorded each by itself.
+    ``is_checked``: compare what modules recompute with forward, by its values.
+    """
+    if by.modules:
+        if is_transforming() or forward_ad_active():
+            warn_not_in_effect(warnings, "it is called by a transform of torch.func")
+            return function(*args, **kwargs)
+        return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
+    report = CallReport() if report is None else report
+    if by.units:
+        return play_units(function, args, kwargs, by, warnings, report)
+    offload_batch = OffloadBatch(host=by.store, last_first=True)
+    result = replay_region(function, args, kwargs, by, offload_batch, False, report, known)
+    if type(result) is LeftToRerun:
+        warn_not_in_effect(warnings, result.reason)
+        return function(*args, **kwargs)
+    if by.away:
+        offload_batch.release()  # forward is over: what is leaving would only be in the way
+    return result
+
+
+class Runner:
+    """Called in the place of the forward of a model under ``plan``.
+
+    Without a plan the first step is traced, as the loop runs it, and ``make_plan`` makes the plan.
+    """
+
+    def __init__(self, plan: PlannedStep | None, make_plan: MakePlan | None = None) -> None:
+        self._make_plan = make_plan
+        self._warnings = WarnOnce()
+        self._forwards = Forwards()
+        self._is_watching = False
+        self._set_plan(plan)
+
+    def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
+        self.plan = plan
+        self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
+        self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
+        #: In how many calls as planned it is still to be checked who holds the output.
+        self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
+        #: The last step whose peak was compared with the budget.
+        self._watched: Step = ()
+
+    def unwrapped(self, model: nn.Module) -> None:
+        """The model runs as it did before."""
+        if self._forwards.live is not None:
+            self._forwards.live.close()
+            self._forwards.live = None
+        unwrap_modules(model)
+
+    def __reduce__(self) -> Any:
+        return Runner, (self.plan, self._make_plan)
+
+    def __deepcopy__(self, memo: Any) -> Runner:
+        return Runner(self.plan, self._make_plan)
+
+    def __call__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _run_uncompiled(self, function, args, kwargs)
+        if dynamo_callback() is not None:
+            self._warn_of_compiler()
+            return run_without_dynamo(self, _bound(function), args, kwargs)
+        model = getattr(function, "__self__", None)
+        self._forwards.begin(model)
+        self._end_trace(model)
+        if self._kinds is None and self._make_plan is None:
+            return function(*args, **kwargs)  # there can be none
+        if self._kinds is None or self.plan is None:
+            return self._run_first(model, function, args, kwargs)
+        return self._run(self.plan, self._kinds, model, function, args, kwargs)
+
+    def _run(
+        self,
+        plan: PlannedStep,
+        kinds: Kinds,
+        model: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self._act_on_last_step(kinds)
+        before, forwards = self._peaks.read(model), self._forwards
+        kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
+        step = (*forwards.step, kind)
+        live = forwards.live
+        if live is None and kinds.is_surprise(step) and not kinds.has_room(step):
+            kinds.surprised(step)
+            self._warn_of_more()
+        variant = kinds.find(step)
+        schedule = variant.schedule
+        if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
+            end = partial(self._end_trace, model)
+            live = forwards.live = LiveStep(model, plan.base + kind.more, plan.link, on_end=end)
+        if live is not None:
+            forwards.traced = step
+            result, waiting = live.forward(function, args, kwargs, schedule)
+            forwards.add(kind, waiting)
+            return result
+        attempt = None if before is None else Attempt(model)
+        try:
+            result, report = self._run_by(variant, function, args, kwargs)
+        except RuntimeError as error:
+            if attempt is None or not is_out_of_memory(error):
+                raise
+            if not self._tighten(kinds, step, error) or not attempt.undo():
+                raise
+            is_retried = True
+        else:
+            is_retried = False
+        if is_retried:  # when nothing holds the frames of the first attempt any more
+            torch.cuda.empty_cache()
+            schedule = variant.schedule
+            result, report = self._run_by(variant, function, args, kwargs)
+        forwards.add(kind, Waiting(result, report.remat))
+        if schedule is not None:
+            if report.recording is not None or report.is_unrecorded:
+                kinds.judge(step, report)
+            if self._checks > 0 and kinds.is_planned(step):
+                self._checks -= 1
+                watch_output(result, self._check_output)
+        if before is not None and (schedule is not None or variant.is_predicted):
+            self._watch_backward()
+            self._watched = step
+            self._peaks.compare(result, before)
+        return result
+
+    def _run_by(
+        self,
+        variant: Variant,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, CallReport]:
+        report, schedule, known = CallReport(), variant.schedule, variant.recording
+        if schedule is None:
+            return function(*args, **kwargs), report
+        result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
+        if variant.contest is not None:
+            variant.contest.watch(result)
+        return result, report
+
+    # --- memory that has run out ------------------------------------------------------------------
+
+    def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
+        """Have steps take less memory after one that ran out of it. Whether they do."""
+        less = kinds.tighten(step)
+        note = (
+            f"recollect: steps like this one take {bytes_text(less)} less from now on: they keep "
+            "less and recompute more. This one cannot be run again: backward had begun, or forward "
+            "had changed buffers or other state of the model"
+            if less
+            else "recollect: this step runs by the plan of the least memory already"
+        )
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            self._warnings.warn("out of memory", note)
+        return less > 0
+
+    def _watch_backward(self) -> None:
+        """Notice backwards that run out of memory."""
+        if not self._is_watching:
+            self._is_watching, weak = True, ref(self)
+            finalize(self, after_each_backward(lambda: _backward_is_over(weak)))
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward ran out of memory: perhaps that of this model."""
+        forwards = self._forwards
+        if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
+            self._tighten(self._kinds, forwards.step, error)
+
+    # --- steps that are traced --------------------------------------------------------------------
+
+    def _run_first(
+        self, model: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
+        assert isinstance(model, nn.Module)
+        if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
+            self._warn_of_compiled_parts(compiled[0])
+            self._make_plan = None
+            return function(*args, **kwargs)
+        blocks, forwards = find_blocks(model), self._forwards
+        obstacle = obstacle_to_tracing()
+        live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        if live is None and (unsupported := obstacle_in(model)) is not None:
+            self._make_plan = None
+            self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
+            return function(*args, **kwargs)
+        if live is None and obstacle is not None:
+            self._tried_in_vain(obstacle)
+        elif live is None:
+            live = forwards.live = LiveStep(model)
+            forwards.kinds, forwards.state = (), ModelState.of(model)
+        if live is not None and not live.is_over:
+            more = gradient_bytes(model, parameters_of(model), live.gradients)
+            kind = kind._replace(more=more)
+            forwards.kinds += (kind,)
+            result, waiting = live.forward(function, args, kwargs, blocks=blocks)
+        else:
+            result = self._run_untraced(model, function, args, kwargs, blocks)
+            waiting = Waiting(result)
+        forwards.add(kind, waiting)
+        forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
+        return result
+
+    def _run_untraced(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        blocks: Iterable[nn.Module],
+    ) -> Any:
+        """Run a forward before there is a plan with little kept, if possible."""
+        if obstacle_around() is not None:
+            return function(*args, **kwargs)
+        units = units_of(model)
+        if units:
+            wrap_modules(model, units)
+            by = NamedSchedule(units=units)
+            return run_planned(function, args, kwargs, by, self._warnings)
+        return run_blocks(function, args, kwargs, blocks)
+
+    def _can_trace(self, model: Any) -> bool:
+        is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
+        return is_free and obstacle_in(model) is None
+
+    def _tried_in_vain(self, reason: str) -> None:
+        """No step could be traced to make the plan from. If that goes on, say so."""
+        self._forwards.futile += 1
+        if self._forwards.futile == _FUTILE:
+            self._warnings.warn(
+                "no plan",
+                f"there is no plan after {_FUTILE} forwards, and steps may exceed the budget, "
+                f"since none could be traced: {reason}. Make a plan with a batch: "
+                "recollect.fit(model, batch, budget)",
+            )
+
+    def _end_trace(self, model: Any) -> None:
+        """Choose schedules, or make the plan, if a step that this thread traced is over."""
+        forwards = self._forwards
+        live = forwards.live
+        if live is None:
+            return
+        live.end_if_retained()
+        if forwards.waiting and live.can_join():
+            return  # another forward of the same step
+        forwards.waited += 1
+        is_first = self.plan is None
+        if is_first and forwards.is_outgrown and not forwards.waiting:
+            # As after a pipeline has tried its stages with one batch: the next one is traced.
+            live.close()
+            forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
+            return
+        if is_first and live.is_over and not live.has_updated and forwards.waited < _UPDATE:
+            return  # gradients accumulate: the optimizer may have no state yet, which counts
+        live.close()
+        forwards.live, forwards.waited = None, 0
+        if not is_first and self._kinds is not None:
+            if live.is_over:
+                self._kinds.traced(forwards.traced, live.graph(), live.recordings)
+            else:
+                self._kinds.failed(forwards.traced)
+        elif not live.is_over:
+            self._tried_in_vain(
+                "no backward went through what the model returned, in the thread that called it"
+            )
+        elif self._make_plan is not None:
+            assert forwards.state is not None
+            make_plan, self._make_plan = self._make_plan, None
+            plan = make_plan(model, live, forwards.kinds, forwards.state)
+            self._set_plan(plan, () if live.units else live.recordings)
+
+    def _check_output(self, alive: int, _: int) -> None:
+        """Backward has reached the output; ``alive`` bytes of it are in memory."""
+        plan = self.plan
+        if self._checks >= 0 and plan is not None and plan.output_bytes is not None:
+            has_warned = report_output(alive, plan.output_bytes, plan.budget)
+            self._checks = -1 if has_warned else self._checks
+
+    # --- warnings ---------------------------------------------------------------------------------
+
+    def _act_on_last_step(self, kinds: Kinds) -> None:
+        """After a step that exceeded the budget: keep less, and warn where users see it."""
+        over, self._peaks.over = self._peaks.over, None
+        if over is None or self.plan is None or not self._watched:
+            return
+        budget = self.plan.budget
+        keeps_less = kinds.exceeded(self._watched, over)
+        self._warnings.warn(
+            "measured",
+            f"the last step under the plan took {bytes_text(over)} on the device, "
+            f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
+            + ("Those that follow keep less and recompute more. " if keeps_less else "")
+            + "Either something else is in memory beside the step, or the step is another one "
+            "than was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
+        )
+
+    def _warn_of_compiler(self) -> None:
+        self._warnings.warn(
+            "compiled",
+            "this model is called by compiled code, and runs under a plan: torch.compile leaves "
+            "its forward as it is, and compiles what is around it. To have it compiled, "
+            "plan.remove(model); or compile parts of it before recollect.plan(...)",
+        )
+
+    def _warn_of_compiled_parts(self, name: str) -> None:
+        self._warnings.warn(
+            "compiled parts",
+            f"parts of the model are compiled ({name}), and a step that is traced as the loop runs "
+            "it does not show what compiled code does: there is no plan, and steps may exceed the "
+            "budget. Pass the batch: recollect.fit(model, batch, budget)",
+        )
+
+    def _warn_of_more(self) -> None:
+        self._warnings.warn(
+            "several forwards",
+            "a forward under the plan begins while an earlier one still waits for its backward: "
+            "what both hold is in memory at once, and this step may exceed its budget. The next "
+            "one like it is traced, and those that follow are planned as a whole. If no backward "
+            "is to come: let go of the output, or call the model under torch.no_grad()",
+        )
+
+
+def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
+    runner, error = weak(), sys.exc_info()[1]
+    if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
+        runner.backward_failed(error)
+
+
+def run_blocks(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    blocks: Iterable[nn.Module],
+) -> Any:
+    """Call the forward of a model with nothing kept but what ``blocks`` return."""
+    return observe_region(
+        function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), None, blocks
+    )[0]
+
+
+def _run_uncompiled(
+    runner: Runner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run by the plan from within code that is compiled."""
+    return runner(_bound(function), args, kwargs)
+
+
+def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model as a method, which dynamo turns into a partial."""
+    if isinstance(function, partial) and isinstance(function.args[0], nn.Module):
+        return MethodType(function.func, function.args[0])
+    return function
+
+
+never_traced(
+    _run_uncompiled,
+    "the model runs under a plan of recollect, which a compiler cannot look into: leave out "
+    "fullgraph=True, or plan.remove(model)",
+)
+hide_from_dynamo(Runner.__call__)

@@ -1,0 +1,227 @@
+"""One kind of forwards under a plan: what it runs by, and a warning if that does not fit (P8).
+
+A forward of a kind that is not known runs with the least memory, and its step is traced as the loop
+runs it. Then a schedule is chosen for it (`choice`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from recollect.planning.loop.contest import Contest
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.recording.model_state import Differences
+from recollect.planning.recording.record import bytes_by_module, bytes_made
+from recollect.planning.warn_once import WarnOnce
+from recollect.replay.engine import CallReport
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.recording import Recording
+from recollect.report.units import bytes_text
+
+__all__ = ["Variant"]
+
+#: A forward that makes this fraction more bytes than the known one still counts as that one.
+_TOLERANCE = 0.01
+#: A kind that a larger one allows for is traced for itself when it comes so often.
+_RECURS = 3
+#: How often a step is traced in vain before its kind is given up; and for how many steps more
+#: forwards are expected after they came as a surprise, times as many for each further surprise.
+_TRIES = 3
+
+
+class Variant:
+    """Forwards with batches of one shape, of a model in one state, at one place in a step.
+
+    Args:
+        plan: The plan that is applied.
+        warnings: Warns the user, once for each cause.
+        schedule: What they run by; None: plain.
+        made: The bytes that they make, by module, if that is known.
+        differences: How they differ from the planned ones.
+        first: The first forward of such steps; None: it is this one.
+    """
+
+    def __init__(
+        self,
+        plan: PlannedStep,
+        warnings: WarnOnce,
+        schedule: NamedSchedule | None,
+        made: Mapping[str, int] | None = None,
+        differences: Differences | None = None,
+        first: Variant | None = None,
+    ) -> None:
+        self._plan = plan
+        self._warnings = warnings
+        self._differences = differences
+        self.first = first or self
+        self.schedule = schedule
+        self._made = made
+        #: A recording of such a forward, under this schedule or another one.
+        self.recording: Recording | None = None
+        #: The peak to expect of the step.
+        self.peak = plan.predicted_peak
+        #: Whether it is a kind of its own, for which a schedule was chosen.
+        self.is_known = made is not None
+        #: Of a first forward: whether the next step is traced, and how often that was in vain.
+        self.wants_trace = False
+        self._tries = 0
+        #: For how many more steps further forwards are expected which are not known, and how often
+        #: they came as a surprise.
+        self.expects = self._surprises = 0
+        #: What a forward ran by which made more than was known.
+        self._outgrown: NamedSchedule | None = None
+        self._has_outgrown = False
+        self._uses = 0
+        #: Schedules that take turns, until the fastest is known.
+        self.contest: Contest | None = None
+        #: Whether its step was predicted and not traced; and what was known when it could not be.
+        self.is_predicted = False
+        self.version = -1
+        #: The bytes that the last forward made which was recorded, as a multiple of the known ones.
+        self.ratio = 1.0
+        if not self.is_known:
+            self.first.wants_trace = True
+
+    @classmethod
+    def within(cls, other: Variant, first: Variant | None) -> Variant:
+        """A variant that takes no more memory than ``other``."""
+        found = cls(
+            other._plan, other._warnings, other.schedule, other._made, other._differences, first
+        )
+        found.is_known, found.peak = False, other.peak
+        return found
+
+    def count(self) -> None:
+        """Count a call. One that recurs gets a schedule of its own, if it runs by another's."""
+        self._uses += 1
+        if self.contest is not None:
+            winner = self.contest.winner()
+            self.schedule = winner or self.contest.next()
+            self.contest = self.contest if winner is None else None
+        if not self.is_known and self._uses == _RECURS and self.schedule is not None:
+            self.first.wants_trace = True
+
+    def failed(self) -> None:
+        """A step was traced in vain: its backward did not come."""
+        self._tries += 1
+        self.wants_trace = self._tries < _TRIES
+
+    def surprised(self) -> None:
+        """More forwards followed than are known: from now on it takes little memory for a while."""
+        self._surprises += 1
+        self.expects = _TRIES**self._surprises
+        self.schedule, self.first.wants_trace = self._plan.least, True
+        self.contest = None
+
+    @property
+    def ran_by(self) -> NamedSchedule | None:
+        """What the last forward ran by that was not traced with less."""
+        return self._outgrown if self._has_outgrown else self.schedule
+
+    def judge(self, report: CallReport) -> bool:
+        """Compare a call that was recorded, as a whole or from some op on, with the known one.
+
+        Whether it made no more than that.
+        """
+        recording = report.recording
+        if report.is_unrecorded:
+            self._warn_unrecorded(str(report.difference))
+        elif report.difference is None and recording is not None and recording.reason is not None:
+            self._warn_unrecorded(str(recording.reason))
+        if recording is None or self._made is None:
+            return False
+        made = bytes_made(report, self._made)
+        known = max(1, sum(self._made.values()))
+        # Where shapes depend on data, what one module makes more another makes less.
+        added = sum(made.values()) - known
+        grown = sum(now - was for _, now, was in _growth(self._made, made))
+        self.ratio = 1 + added / known
+        if (added if recording.shapes else grown) <= _TOLERANCE * known:
+            return True
+        # Roughly: as if all that is new were there at once, or in proportion. The trace will tell.
+        share = added / known * (self.peak - self._plan.base)
+        peak = self.peak + (min(share, added) if recording.shapes else grown)
+        if peak > self._plan.budget:
+            self.warn(round(peak), made)
+        elif recording.shapes:
+            return True  # the margin is there for that
+        self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
+        self.schedule, self.first.wants_trace = self._plan.least, True
+        return False
+
+    def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
+        """A step was traced. Returns the bytes that the forward made, by module.
+
+        ``is_whole``: whether it is recorded as a whole, and not merged from its units.
+        """
+        self.recording = recording if is_whole else None
+        if recording.reason is not None:
+            self._warn_unrecorded(str(recording.reason))
+        return bytes_by_module(recording)
+
+    def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
+        """Run by ``schedule`` from now on, in steps that are expected to take ``peak`` bytes."""
+        self.schedule, self.peak, self.contest = schedule, peak, None
+        self.is_known, self.wants_trace, self._has_outgrown = True, False, False
+        self.expects = 0
+
+    def learn(self, made: Mapping[str, int]) -> None:
+        """Remember what a forward made; the most that was seen."""
+        if self._made is not None:
+            made = {path: max(size, self._made.get(path, 0)) for path, size in made.items()}
+        self._made = made
+
+    # --- warnings ---------------------------------------------------------------------------------
+
+    def _warn_unrecorded(self, reason: str) -> None:
+        if self._plan.stopped is not None:
+            return  # as when it was planned
+        self._warnings.warn(
+            reason,
+            "the plan is not in effect for a part of the step, which may exceed its budget: from "
+            f"some op on forward could not be recorded ({reason}), and all that autograd saves "
+            "after it stays in memory",
+        )
+
+    def warn(self, peak: int, made: Mapping[str, int], later: int = 0, forwards: int = 1) -> None:
+        """Warn of a step that takes ``peak`` bytes; those that follow take ``later``.
+
+        ``made``: what this forward made, of so many in the step.
+        """
+        plan = self._plan
+        texts: list[str] = []
+        cures: tuple[str, ...] = ("make the plan with the largest step that there is",)
+        if self._differences is not None:
+            texts, cures = [*self._differences.texts], self._differences.cures or cures
+        if forwards > 1:
+            texts.insert(0, f"it calls the model {forwards} times before it goes backward")
+            cures = ("smaller batches, or a budget that has room for all of them",)
+        if plan.from_loop:  # there was no batch to plan with
+            cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
+        grown = _growth(self._made or dict(plan.made), made)
+        cause = "; ".join(texts)
+        if grown:
+            path, now, before = grown[0]
+            cause = cause or re.sub(r"\d+", "*", path)
+            texts.append(
+                f"in {path or 'the model'} forward makes {bytes_text(now)}, and made "
+                f"{bytes_text(before)}"
+            )
+        texts = texts or ["what it keeps in memory is not what was planned"]
+        still = f", and take about {bytes_text(later)} still" if later > plan.budget else ""
+        self._warnings.warn(
+            cause,
+            f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
+            f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. The "
+            f"steps like it that follow keep less and recompute more{still}. "
+            + ("" if plan.from_loop and not still else f"To have room for it: {'; '.join(cures)}"),
+        )
+
+
+def _growth(known: Mapping[str, int], made: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The modules whose results are larger than known: path, bytes now and before."""
+    modules = [(path, size, known.get(path, 0)) for path, size in made.items()]
+    return sorted(
+        (each for each in modules if each[1] > each[2]), key=lambda each: each[2] - each[1]
+    )

@@ -1,0 +1,1 @@
+"""One plan for all processes of a distributed run (P5)."""

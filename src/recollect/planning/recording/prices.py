@@ -1,0 +1,497 @@
+"""What ops and copies cost: seconds, and the memory that an op needs beside its results (P3).
+
+An op is priced once for each kind of arguments: it is timed until samples agree, and its price is
+valid for some minutes. An op that must not run twice is timed in each of its runs in the step, as
+are all ops of a step that is traced in the user's loop. An op that cannot run at all costs what
+simple ops need to move as many bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler import profile
+
+from recollect._torch.devices import keep_device_busy, profiler_is_on, stderr_hushed
+from recollect._torch.modes import no_dispatch_modes
+from recollect._torch.ops import OpOverload, op_name
+from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.tensors import storage_key
+from recollect.graph.graph import Link
+from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
+from recollect.policy.op_info import OpInfo, op_info
+
+__all__ = [
+    "OpPrice",
+    "Prices",
+    "allocated_by",
+    "limit_single_runs",
+    "measured_link",
+    "profiled_events",
+]
+
+_Tensor = torch.Tensor
+_MEMORY_EVENT = "[memory]"
+#: On a device: how often work is issued before its times are read, and the quantile that counts.
+#: The lowest sample may be of a clock rate that had just changed.
+_ISSUED = 5
+_LOW = 0.25
+#: Bytes by which the rate of simple ops is measured; bytes a second, if there is no room for them.
+_PROBE = 32 << 20
+_SLOW = 5e9
+#: What a simple op may take at most if its samples do not agree: as a multiple of what it takes to
+#: move its bytes, and of the seconds that it takes to run any op.
+_GENEROUS = 50.0
+_ANY_OP = 20e-6
+#: How many times as long as others an op may take for its bytes, if it ran once; and how many bytes
+#: those others move.
+_OUTLIER = 4.0
+_LARGE = 1 << 20
+#: Bytes by which the link to the host is measured, and the part of its rate that is left while
+#: kernels use the memory too.
+_COPIED = 64 << 20
+_SHARE = 0.97
+
+
+@dataclass(slots=True)
+class OpPrice:
+    """What an op costs on arguments of certain shapes."""
+
+    name: str  #: such as ``aten::mm``
+    is_simple: bool = False  #: whether it takes about as long as it takes to move its bytes
+    moved: int = 0  #: the bytes of its arguments
+    seconds: float = 0.0  #: what it takes
+    workspace: int = 0  #: bytes that it allocates beside its results, while it runs
+    spread: float = 0.0  #: by how much ``seconds`` may be off, as a fraction
+    timing: Timing | None = None  #: what was measured; None if nothing could be
+    #: Of an op that must not run twice: its runs, in seconds or as pairs of CUDA events.
+    runs: list[Any] | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it need not be measured again."""
+        return self.timing is not None and self.timing.is_good
+
+
+#: The prices of this process, and those of copies to the host and back.
+_known: dict[Any, OpPrice] = {}
+#: Held by a thread that profiles single ops of the user's loop.
+_profiling = threading.Lock()
+_known_links: dict[torch.device, tuple[Timing, Timing]] = {}
+
+
+class Prices:
+    """Runs ops, and prices those that it has not met before.
+
+    Args:
+        device: Where the step computes.
+        fakes: Whether ops run on fake tensors, and are priced on real ones made for that.
+        once: Whether no op may run twice: there may be neither memory nor time for it.
+    """
+
+    def __init__(self, device: torch.device, *, fakes: bool = False, once: bool = False) -> None:
+        self.device = device
+        self._on_cuda = device.type == "cuda"
+        self._fakes = fakes
+        self._once = once
+        #: The price of each kind of call, and of each call.
+        self._prices: dict[Any, OpPrice] = {}
+        self._ran: list[OpPrice] = []
+
+    @property
+    def spread(self) -> float:
+        """By how much the times of all calls may be off, as a fraction."""
+        total = sum(price.seconds for price in self._ran)
+        return sum(p.seconds * p.spread for p in self._ran) / total if total else 0.0
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[OpPrice | None, Any]:
+        """Run an op. Returns its price, None if it only makes a view, and its result."""
+        info = op_info(func)
+        if (info.runs_no_kernel and not info.writes) or info.sets_storage:
+            return None, func(*args, **kwargs)
+        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self._priced(key, info, func, args, kwargs)
+        if price.runs is None:
+            result = func(*args, **kwargs)
+        else:
+            with no_dispatch_modes():
+                result = self._timed_run(price, func, args, kwargs)
+        self._ran.append(price)
+        return price, result
+
+    def price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPrice:
+        """The price of an op that is not run: with ``fakes``, on tensors like its arguments."""
+        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
+        if key not in self._prices:
+            self._prices[key] = self._priced(key, op_info(func), func, args, kwargs)
+        self._ran.append(self._prices[key])
+        return self._prices[key]
+
+    def moving(self, nbytes: int) -> float:
+        """The seconds that a simple op takes to read and write so many bytes."""
+        return nbytes / self._bandwidth
+
+    def _priced(
+        self, key: Any, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpPrice:
+        known = _known.get(key)
+        if known is not None and known.is_good:
+            return known
+        moved = _bytes_of((args, kwargs))
+        price = OpPrice(op_name(func), _is_simple(func), moved)
+        with no_dispatch_modes():
+            if self._fakes:
+                self._price_on_others(price, info, func, args, kwargs)
+            else:
+                repeat = None if self._once else _repeatable(info, func, args, kwargs)
+                if repeat is not None:
+                    self._measure(price, repeat)
+                else:
+                    price.runs = []
+        return price
+
+    def settle(self) -> None:
+        """The step is over: price what must not run twice, and remember all prices."""
+        if self._on_cuda:
+            torch.accelerator.synchronize(self.device)
+        single: list[OpPrice] = []
+        for key, price in self._prices.items():
+            if price.runs:
+                runs = _seconds_of(price.runs) if self._on_cuda else price.runs
+                self._set(price, timing_of(runs, _LOW if self._on_cuda else 0.0))
+                single += [price] if len(runs) == 1 else []
+                price.runs = None
+            known = _known.get(key)
+            if not self._once and (known is None or not known.is_good):
+                _known[key] = price
+        if self._once and self._on_cuda:
+            limit_single_runs(single, self._prices.values())
+
+    def forget(self) -> None:
+        """Have all that was met here measured again."""
+        for key in self._prices:
+            _known.pop(key, None)
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    def _timed_run(
+        self, price: OpPrice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        runs = price.runs
+        assert runs is not None
+        if not self._once or runs:
+            return self._time_run(runs, func, args, kwargs)
+        # The first run of its kind: measure its memory as well.
+        out: list[Any] = []
+        run = partial(self._time_run, runs, func, args, kwargs)
+        if self._on_cuda:  # without a reset of the peak, which is the user's to reset
+            before = _total_allocated(self.device)
+            out.append(run())
+            left = _bytes_of(_new_tensors(out, (args, kwargs)))
+            peak = _total_allocated(self.device) - before
+        elif _may_communicate() or profiler_is_on() or not _profiling.acquire(False):
+            # A collective goes on in a thread of its own, and writes to the profiler that saw it
+            # begin, though that may be gone: memory was corrupted, and sharded models got wrong
+            # parameters. And there can be only one profiler: it may be the user's, or another
+            # thread's.
+            out.append(run())
+            peak, left = _likely_workspace(price), 0
+        else:
+            try:
+                peak, left = allocated_by(lambda: out.append(run()), self.device)
+            finally:
+                _profiling.release()
+        price.workspace = max(0, peak - max(left, 0))
+        return out[0]
+
+    def _time_run(
+        self, runs: list[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._on_cuda:
+            begin, end = _timing_events()
+            if self._once:
+                # A step that is traced is slow to issue work. While the device waits for that, time
+                # would pass between the two events: give it something to do.
+                keep_device_busy()
+            begin.record()
+            result = func(*args, **kwargs)
+            end.record()
+            runs.append((begin, end))
+        else:
+            start = now()
+            result = func(*args, **kwargs)
+            runs.append(now() - start)
+        return result
+
+    def _price_on_others(
+        self, price: OpPrice, info: OpInfo, func: Any, args: Any, kwargs: Any
+    ) -> None:
+        """Price an op of fake tensors on real ones like them."""
+        if "_rnn" in price.name:  # only its library knows how large its workspace is
+            raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
+        make = partial(_real, device=self.device)
+        try:
+            args, kwargs = tree_map_only(_Tensor, make, (args, kwargs))
+            repeat = _repeatable(info, func, args, kwargs)
+            if repeat is not None:
+                repeat()
+                self._measure(price, repeat)
+                return
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            pass  # it does not run on such values, or there is no room for it
+        price.seconds = price.moved / self._bandwidth
+
+    def _measure(self, price: OpPrice, repeat: Callable[[], Any]) -> None:
+        try:
+            price.workspace = self._workspace(repeat)
+            self._set(price, self._timing(repeat))
+        except torch.OutOfMemoryError:  # there was room for the op once, but not for it again
+            price.seconds = price.moved / self._bandwidth
+
+    def _set(self, price: OpPrice, timing: Timing) -> None:
+        price.timing, price.seconds, price.spread = timing, timing.seconds, timing.spread
+        if price.is_simple and not timing.is_steady:
+            # It reads, computes a little and writes: if it took much longer, it was disturbed.
+            most = _GENEROUS * (_ANY_OP + price.moved / self._bandwidth)
+            price.seconds = min(price.seconds, most)
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        """Bytes that a simple op reads and writes in a second."""
+        if self._once:
+            return _SLOW
+        try:
+            here = torch.empty(_PROBE // 4, device=self.device)
+            seconds = self._timing(lambda: here.mul_(1.0)).seconds
+        except torch.OutOfMemoryError:
+            return _SLOW
+        return 2 * _PROBE / max(seconds, 1e-9)
+
+    def _timing(self, run: Callable[[], Any]) -> Timing:
+        """What ``run`` takes."""
+        if self._on_cuda:
+            return _timing_on_cuda(run, self.device)
+
+        def once() -> list[float]:
+            start = now()
+            run()
+            return [now() - start]
+
+        return sampled(once)
+
+    def _workspace(self, run: Callable[[], Any]) -> int:
+        """The most that ``run`` allocates, beside what it returns."""
+        out: list[Any] = []
+        peak, left = allocated_by(lambda: out.append(run()), self.device)
+        return peak - max(left, 0)
+
+
+def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> None:
+    """Limit the prices of ops that ran once to what others of the step let expect.
+
+    The first run of an op in a process loads its kernels, or starts a library: that took a
+    hundred times as long as the op itself. No later step pays for it.
+    """
+    once = {id(price): price for price in single}
+    others = [each for each in prices if id(each) not in once and each.moved >= _LARGE]
+    for price in once.values():
+        alike = [each for each in others if each.is_simple is price.is_simple] or others
+        if alike:
+            rate = sum(each.seconds for each in alike) / sum(each.moved for each in alike)
+            most = _OUTLIER * (_ANY_OP + price.moved * rate)
+            price.seconds = min(price.seconds, most)
+
+
+def _may_communicate() -> bool:
+    """Whether this process may exchange tensors with others at any time."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _likely_workspace(price: OpPrice) -> int:
+    """The workspace of an op, by what is known of it on other arguments."""
+    known = [each for each in _known.values() if each.name == price.name and each.moved]
+    if not known or not price.moved:
+        return 0
+    nearest = min(known, key=lambda each: abs(math.log(each.moved / price.moved)))
+    return math.ceil(nearest.workspace * max(1.0, price.moved / nearest.moved))
+
+
+def _timing_events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _seconds_of(events: list[tuple[Any, Any]]) -> list[float]:
+    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+
+def _timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
+    def issue() -> list[float]:
+        """Run several times one after the other; read the times afterwards."""
+        pairs = [_timing_events() for _ in range(_ISSUED)]
+        for begin, end in pairs:
+            begin.record()
+            run()
+            end.record()
+        torch.accelerator.synchronize(device)
+        return _seconds_of(pairs)
+
+    return sampled(issue, low=_LOW, least=_ISSUED)
+
+
+def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """The most bytes that ``run`` allocates at once, and the bytes that are left after it."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        left = torch.cuda.memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - before, left
+    profiled = profiled_events(run)
+    if profiled is None:
+        return 0, 0
+    events = [
+        event
+        for event in profiled
+        if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
+    ]
+    peak = total = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak, total
+
+
+def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
+    """Run with a profiler of memory, and return its events; None if another one is at work."""
+    profiler = _started_profiler()
+    if profiler is None:
+        run()
+        return None
+    try:
+        run()
+    finally:
+        with stderr_hushed():
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    return list(profiler.kineto_results.events())
+
+
+def _started_profiler() -> profile | None:
+    """A profiler of memory; None if another one is at work, which this would end.
+
+    Not `torch.profiler`, which spends most of its time on events that are not read here.
+    """
+    if profiler_is_on():
+        return None
+    profiler = profile(profile_memory=True)
+    try:
+        with stderr_hushed():
+            profiler.__enter__()
+    except RuntimeError:
+        return None
+    return profiler
+
+
+# --- one op ---------------------------------------------------------------------------------------
+
+
+def _is_simple(func: Any) -> bool:
+    name = op_name(func)
+    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
+    return is_pointwise or "norm" in name or "softmax" in name
+
+
+def _repeatable(
+    info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """A function that runs the op once more and changes nothing; None if there is none."""
+    if type(func) is not OpOverload or func.namespace not in ("aten", "prims"):
+        return None
+    if info.writes or info.updates_statistics:
+        written = {id(tensor) for tensor in info.written(args, kwargs)}
+        args, kwargs = tree_map_only(
+            _Tensor, lambda leaf: leaf.clone() if id(leaf) in written else leaf, (args, kwargs)
+        )
+    if not info.is_random:
+        return lambda: func(*args, **kwargs)
+
+    def draw() -> Any:
+        with torch.random.fork_rng():
+            return func(*args, **kwargs)
+
+    return None if info.generator(args, kwargs) is not None else draw
+
+
+def _real(fake: _Tensor, device: torch.device) -> _Tensor:
+    """A real tensor like a fake one."""
+    where = device if fake.device.type == "meta" else fake.device
+    size, stride = tuple(fake.shape), fake.stride()
+    tensor = torch.empty_strided(size, stride, dtype=fake.dtype, device=where)
+    # Zeros are values that most ops can take, as indices among others.
+    return tensor.fill_(0.5) if fake.dtype.is_floating_point else tensor.zero_()
+
+
+def _total_allocated(device: torch.device) -> int:
+    """The bytes of all allocations on a CUDA device so far."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    total: int = stats["allocated_bytes"]["all"]["allocated"]
+    return total
+
+
+def _new_tensors(result: Any, values: Any) -> list[_Tensor]:
+    """The tensors of a result, each storage once, that are not on a storage of ``values``."""
+    known = {storage_key(leaf) for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)}
+    made = {storage_key(each): each for each in tree_leaves(result) if isinstance(each, _Tensor)}
+    return [tensor for key, tensor in made.items() if key not in known]
+
+
+def _bytes_of(values: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)]
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _described(values: Any) -> tuple[Any, ...]:
+    """What tells calls apart that cost differently."""
+    return tuple(_description(leaf) for leaf in tree_leaves(values))
+
+
+def _description(leaf: Any) -> Any:
+    if isinstance(leaf, _Tensor):
+        if leaf.layout is not torch.strided:
+            return leaf.shape, leaf.dtype, str(leaf.layout)
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if isinstance(leaf, torch.UntypedStorage):  # whose text is all that it holds
+        return leaf.nbytes()
+    return repr(leaf)
+
+
+# --- the link to the host -------------------------------------------------------------------------
+
+
+def measured_link(device: torch.device) -> Link | None:
+    """The rates of copies to the host and back; None if they cannot run beside the computation."""
+    if device.type != "cuda":
+        return None
+    known = _known_links.get(device)
+    if known is None or not all(timing.is_good for timing in known):
+        here = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+        there = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        known = _copying(there, here, device), _copying(here, there, device)
+        _known_links[device] = known
+    return Link(*(_SHARE * _COPIED / timing.seconds for timing in known))
+
+
+def _copying(to: _Tensor, source: _Tensor, device: torch.device) -> Timing:
+    with torch.cuda.device(device):
+        return _timing_on_cuda(lambda: to.copy_(source, non_blocking=True), device)

@@ -1,0 +1,214 @@
+"""Predicts steps at sizes that were not recorded: their peaks, and their times within a budget.
+
+If the recordings are of the same step (`growth`), its graph at another size is known. Schedules
+that were solved for one size are simulated at others, which takes a fraction of the time of
+solving. If not, peaks are taken to lie on a line.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from recollect.graph.graph import Graph
+from recollect.graph.growth import Growth
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.planning.recording.record import Profile, simulated_profile
+from recollect.planning.solving.solve import Solver
+
+__all__ = ["Forecast", "GraphForecast", "TrendForecast", "find_largest", "forecast_of"]
+
+#: How many schedules of a solved size are simulated at others.
+_SCHEDULES = 24
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step that was not run, under a plan."""
+
+    peak: int
+    seconds: float | None
+
+
+class Forecast(ABC):
+    """Predicts steps. All peaks are in bytes."""
+
+    @abstractmethod
+    def plain_peak(self, size: int) -> int:
+        """The peak without a plan."""
+
+    @abstractmethod
+    def least(self, size: int) -> int:
+        """The least peak of any plan."""
+
+    @abstractmethod
+    def fastest(self, size: int, budget: int) -> Predicted | None:
+        """The fastest plan within a budget; None if there is none."""
+
+
+class GraphForecast(Forecast):
+    """By the graph of the step at each size.
+
+    Args:
+        growth: How it grows.
+        profiles: The recordings, by size; those of ``growth.sizes`` at least.
+        offload: Whether results may be offloaded.
+        progress: Called with what is being done.
+    """
+
+    def __init__(
+        self,
+        growth: Growth,
+        profiles: Mapping[int, Profile],
+        *,
+        offload: bool,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self.growth = growth
+        self._profiles = [profiles[size] for (size,) in growth.sizes]
+        self._offload = offload
+        self._progress = progress
+        self._solvers: dict[int, Solver] = {}
+        #: Schedules, each with the size that it was solved for.
+        self._known: dict[Schedule, int] = {}
+        last = self._profiles[-1]
+        self._plain_excess = max(1.0, last.plain_peak / simulate_plain(last.graph).peak)
+        self.graph_at = cache(self._graph_at)
+        self._outcomes_at = cache(self._simulated)
+
+    def _graph_at(self, size: int) -> Graph:
+        return self.growth.graph_at((size,))
+
+    def profile_at(self, size: int) -> Profile:
+        """The profile of the step at a size, as if it had been recorded."""
+        number, last = self.growth.number_at((size,)), self._profiles[-1]
+        made = {
+            path: number(*(profile.made.get(path, 0) for profile in self._profiles))
+            for path in last.made
+        }
+        graph = self.graph_at(size)
+        profile = simulated_profile(graph, made, last.stopped, can_run=last.can_run)
+        return replace(profile, plain_peak=self.plain_peak(size))
+
+    def plain_peak(self, size: int) -> int:
+        return int(simulate_plain(self.graph_at(size)).peak * self._plain_excess)
+
+    def least(self, size: int) -> int:
+        return min(outcome.peak for outcome in self._outcomes(size))
+
+    def fastest(self, size: int, budget: int) -> Predicted | None:
+        found = [each for each in self._outcomes(size) if each.peak <= budget]
+        best = min(found, key=lambda each: each.seconds, default=None)
+        return None if best is None else Predicted(best.peak, best.seconds)
+
+    # --- schedules --------------------------------------------------------------------------------
+
+    def solver(self, size: int) -> Solver:
+        """The solver for a size. What it finds is tried for others too."""
+        if size not in self._solvers:
+
+            def progress(done: float) -> None:
+                self._progress(f"size {size}: solving", done)
+
+            solver = Solver(self.graph_at(size), offload=self._offload, progress=progress)
+            self._solvers[size] = solver
+            frontier = solver.frontier()
+            stride = max(1, (len(frontier) - 1) // _SCHEDULES)
+            for each in (*frontier[::stride], frontier[-1]):
+                self._known.setdefault(each.schedule, size)
+        return self._solvers[size]
+
+    def is_solved(self, size: int) -> bool:
+        """Whether the solver was run for a size."""
+        return size in self._solvers
+
+    def _outcomes(self, size: int) -> tuple[Outcome, ...]:
+        if not self._known:
+            self.solver(self.growth.sizes[-1][0])
+        found = self._outcomes_at(size, len(self._known))
+        if size in self._solvers:
+            found += tuple(each.outcome for each in self._solvers[size].frontier())
+        return found
+
+    def _simulated(self, size: int, _known: int) -> tuple[Outcome, ...]:
+        """``_known``: how many schedules there are to simulate, for the cache."""
+        graph = self.graph_at(size)
+        return tuple(
+            simulate(graph, _resized(schedule, size / solved))
+            for schedule, solved in self._known.items()
+        )
+
+
+def _resized(schedule: Schedule, times: float) -> Schedule:
+    """The same decisions for a step that is ``times`` as large."""
+    if not schedule.away:
+        return schedule
+    ahead = None if schedule.ahead is None else int(schedule.ahead * times)
+    return replace(schedule, limit=int(schedule.limit * times), ahead=ahead)
+
+
+@dataclass
+class TrendForecast(Forecast):
+    """By lines through what was measured.
+
+    Args:
+        base: What is allocated throughout: the peak at size 0.
+        plain_peaks: By size: the peak without a plan.
+        leasts: By size: the least peak of a plan.
+    """
+
+    base: int
+    plain_peaks: Mapping[int, int]
+    leasts: Mapping[int, int]
+
+    def plain_peak(self, size: int) -> int:
+        return self._on_line(self.plain_peaks, size)
+
+    def least(self, size: int) -> int:
+        return self._on_line(self.leasts or self.plain_peaks, size)
+
+    def fastest(self, size: int, budget: int) -> Predicted | None:
+        peak = self.least(size)
+        return Predicted(peak, None) if peak <= budget else None
+
+    def _on_line(self, known: Mapping[int, int], size: int) -> int:
+        """The number at ``size`` on the line through the last two that are known."""
+        (before, small), (last, large) = [(0, self.base), *sorted(known.items())][-2:]
+        return large + max(0, -(-(large - small) * (size - last) // (last - before)))
+
+
+def forecast_of(
+    profiles: Mapping[int, Profile],
+    leasts: Mapping[int, int],
+    *,
+    offload: bool,
+    progress: Callable[[str, float], None],
+) -> Forecast:
+    """The best forecast that recordings allow. ``leasts``: least peaks, by size, if measured."""
+    growth = Growth.of(((size,), profile.graph) for size, profile in profiles.items())
+    if growth is not None:
+        return GraphForecast(growth, profiles, offload=offload, progress=progress)
+    base = min(profile.graph.base for profile in profiles.values())
+    return TrendForecast(base, {size: each.plain_peak for size, each in profiles.items()}, leasts)
+
+
+def find_largest(fits: Callable[[int], bool], low: int, high: int, unit: int) -> int:
+    """The largest multiple of ``unit`` between ``low`` and ``high`` that ``fits``; ``low`` if none.
+
+    ``low`` fits and ``high`` does not, whatever ``fits`` says of them. Both are multiples.
+    """
+    stride = unit
+    while low + stride < high and fits(low + stride):
+        low += stride
+        stride *= 2
+    high = min(high, low + stride)
+    while high - low > unit:
+        middle = low + (high - low) // (2 * unit) * unit
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,429 @@
+"""Finds the largest batch for which a plan fits: ``recollect.largest_batch``.
+
+1. The plain step is recorded at a few sizes, small ones first, each predicted to fit from those
+   before it. The last is the largest that fits without a plan.
+2. From how its numbers grow (`growth`), the graph of the step at every other size is known. The
+   solver works on that, and a bisection finds the largest size that is predicted to fit.
+3. The plan for it is made, which runs and measures the step. If it does not hold, or takes longer
+   than allowed, the prediction is corrected by what was measured, and a smaller size is tried.
+
+No step is run that is predicted to exceed the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from recollect.errors import InfeasibleBudget
+from recollect.graph.simulate import simulate_plain
+from recollect.planning.loop.planned_step import with_larger_batch
+from recollect.planning.plan import Plan
+from recollect.planning.planner import Planner, Record
+from recollect.planning.recording.record import (
+    CannotPredict,
+    Profile,
+    record_step,
+    record_under,
+    record_unrun,
+)
+from recollect.planning.recording.step import is_out_of_memory
+from recollect.planning.sizes.forecast import (
+    Forecast,
+    GraphForecast,
+    TrendForecast,
+    find_largest,
+    forecast_of,
+)
+from recollect.planning.sizes.sized_steps import SizedSteps
+from recollect.planning.trial import Progress
+from recollect.replay.named_schedule import NamedSchedule
+from recollect.report.sizes import SizePoint
+
+__all__ = ["Found", "LargestSearch", "Limit"]
+
+#: How many times as large as the last one the next recording is: before a prediction was right, and
+#: from then on; and how close one has to be for that.
+_FIRST_JUMP, _JUMP = 2, 8
+_CLOSE = 0.01
+#: Sizes that differ by less than this part are alike, as far as times can tell.
+_CLOSE_TIME = 0.02
+#: How many recordings there should be, to know how a step grows.
+_RECORDINGS = 3
+#: How many sizes are planned for at most, to confirm what was predicted.
+_CONFIRMATIONS = 10
+#: How many sizes are solved for at most, before one is confirmed.
+_SOLVES = 6
+#: How many sizes between those that were run are shown as predicted.
+_PREDICTED = 8
+
+
+#: Why there is no larger size.
+Limit = Literal["memory", "time", "most"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search."""
+
+    size: int
+    plan: Plan
+    plain_size: int
+    #: Seconds for a sample: under the plan; plain, and the size at which that was measured.
+    time_per_sample: float
+    plain_time_per_sample: float
+    points: tuple[SizePoint, ...]
+    limited_by: Limit
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    """A size for which the plan was made, and whether it takes no longer than allowed."""
+
+    size: int
+    plan: Plan
+    seconds: float
+    plain_per_sample: float
+    is_fast: bool
+
+    @property
+    def per_sample(self) -> float:
+        return self.seconds / self.size
+
+
+class LargestSearch:
+    """One search.
+
+    Args:
+        steps: The step at every size.
+        budget: The highest peak that is allowed.
+        time: How many times as long as plain a sample may take; None: as long as it likes.
+        unit: Sizes are multiples of it.
+        most: The largest size to consider.
+        progress: Called with what is being done.
+    """
+
+    def __init__(
+        self,
+        steps: SizedSteps,
+        budget: int,
+        time: float | None,
+        unit: int,
+        most: int,
+        progress: Progress,
+    ) -> None:
+        self._steps = steps
+        self._budget = budget
+        self._time = time
+        self._unit = unit
+        self._end = (most // unit + 1) * unit
+        self._progress = progress
+        self._offload = False
+        #: By size: what was recorded; the least peak of a plan, as far as it was measured.
+        self._profiles: dict[int, Profile] = {}
+        self._leasts: dict[int, int] = {}
+        self._points: dict[int, SizePoint] = {}
+        self._plain_size = 0
+        self._forecast: Forecast | None = None
+        #: By how much peaks and times were higher than predicted.
+        self._excess = 1.0
+        self._slowness = 1.0
+        #: Plain seconds for each sample: when its recording was timed, and when it was last timed.
+        self._plain_per_sample = 0.0
+        self._plain_now = 0.0
+        #: The sizes whose plans fit and take longer than allowed.
+        self._slow: set[int] = set()
+        #: What is kept in steps that are recorded without being run plain.
+        self._by: NamedSchedule | None = None
+
+    def run(self) -> Found:
+        """Find it."""
+        best = self._find_plain_size()
+        best = self._search(best)
+        if best is None:
+            best = self._confirm_plain()
+        self._add_predictions(best.size)
+        return Found(
+            size=best.size,
+            plan=best.plan,
+            plain_size=self._plain_size,
+            time_per_sample=best.per_sample,
+            plain_time_per_sample=best.plain_per_sample,
+            points=tuple(self._points[size] for size in sorted(self._points)),
+            limited_by=self._reason(best.size),
+        )
+
+    def _reason(self, size: int) -> Limit:
+        after = size + self._unit
+        if after >= self._end:
+            return "most"
+        if after in self._slow:
+            return "time"
+        fits = self._time is not None and self._forecasted().fastest(after, self._room) is not None
+        return "time" if fits else "memory"
+
+    # --- without a plan ---------------------------------------------------------------------------
+
+    def _find_plain_size(self) -> _Confirmed | None:
+        """Find the largest size that fits without a plan.
+
+        Returns the plan for the smallest size, if that needs one.
+        """
+        low, high, size = 0, self._end, self._unit
+        jump = _FIRST_JUMP
+        while size > low:
+            expected = None if len(self._profiles) < 2 else self._forecasted().plain_peak(size)
+            planner = self._record(size)
+            profile = planner.trials.profile
+            if expected and abs(expected - profile.plain_peak) <= _CLOSE * profile.plain_peak:
+                jump = _JUMP
+            if self._fits_plain(profile):
+                low = size
+            else:
+                high = size
+            self._plain_size = low
+            next_size = low if low == 0 else self._next_plain(low, high, jump)
+            if next_size == low and size == (low or self._unit):
+                # The last one: its batch is there, so all that is left to measure is measured now.
+                self._profiles[size] = self._with_costs(planner)
+                if low == 0:
+                    return self._first_plan(planner)
+            del planner  # with its batch, before there is another one
+            size = next_size
+        return None
+
+    def _record(self, size: int, record: Record = record_step) -> Planner:
+        planner = self._steps.planner(size, record)
+        profile = planner.trials.profile
+        self._profiles[size] = profile
+        self._forecast = None
+        self._offload = self._offload or profile.graph.link is not None
+        if record is record_step:
+            seconds = profile.seconds
+            fits = self._fits_plain(profile)
+            self._points[size] = SizePoint(size, fits, profile.plain_peak, None, seconds, "plain")
+        return planner
+
+    def _fits_plain(self, profile: Profile) -> bool:
+        """Whether a step fits without a plan, and was run so where it can run."""
+        was_run = profile.timing is not None or not profile.can_run
+        return was_run and profile.plain_peak <= self._budget
+
+    def _next_plain(self, low: int, high: int, jump: int) -> int:
+        """The size to record next, which is predicted to fit; ``low`` if there is none."""
+        if len(self._profiles) == 1:
+            larger = with_larger_batch(self._profiles[low].graph, 2)
+            if 2 * low < high and simulate_plain(larger).peak <= self._budget:
+                return 2 * low
+        if not isinstance(self._forecasted(), GraphForecast):
+            self._record_unrun(low)
+        forecast = self._forecasted()
+        limit = min(high, jump * max(self._profiles) + self._unit)
+        return find_largest(
+            lambda size: forecast.plain_peak(size) <= self._budget, low, limit, self._unit
+        )
+
+    def _with_costs(self, planner: Planner) -> Profile:
+        """The profile of a planner, with what the engine costs."""
+        return replace(planner.trials.profile, graph=planner.graph)
+
+    def _record_unrun(self, low: int) -> None:
+        """Record steps without running them, to know how the step grows. They take no memory."""
+        for number in range(1, _RECORDINGS):
+            size = low + number * self._unit
+            if len(self._profiles) >= _RECORDINGS or size >= self._end:
+                return
+            if size not in self._profiles:
+                try:
+                    self._record(size, record_unrun)
+                except CannotPredict:
+                    return
+
+    def _forecasted(self) -> Forecast:
+        if self._forecast is None:
+            self._forecast = forecast_of(
+                self._profiles, self._leasts, offload=self._offload, progress=self._progress
+            )
+        return self._forecast
+
+    # --- with plans -------------------------------------------------------------------------------
+
+    def _first_plan(self, planner: Planner) -> _Confirmed:
+        """The plan for the smallest size, which does not fit without one."""
+        size = self._unit
+        try:
+            plan = planner.plan_for(self._budget)
+        except InfeasibleBudget as error:
+            raise InfeasibleBudget(
+                f"budget: not even a batch of size {size} fits. {error}",
+                budget=error.budget,
+                least=error.least,
+            ) from None
+        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        plain = plan.measured_plain_time or plan.plain_time
+        return self._noted(size, plan, plain / size, is_fast=True)
+
+    def _search(self, best: _Confirmed | None) -> _Confirmed | None:
+        """Find the largest size above the plain one for which a plan holds; None if there is none.
+
+        ``best``: the plan for the smallest size, if that needs one.
+        """
+        low, high = best.size if best else self._plain_size, self._end
+        self._plain_per_sample = self._plain_now = self._profiles[low].seconds / low
+        if len(self._profiles) < _RECORDINGS:
+            self._record_unrun(low)
+        for _ in range(_CONFIRMATIONS):
+            size = self._next_planned(low, high)
+            if size == low:
+                break
+            found = self._confirm(size)
+            if found is not None and found.is_fast:
+                best, low = found, size
+            else:
+                high = size
+        return best
+
+    def _next_planned(self, low: int, high: int) -> int:
+        """The size to plan for next; ``low`` if there is none."""
+        size = self._predict(low, high)
+        if self._time is None or (size > low and len(self._slow) < 2):
+            return size
+        # Predictions of time are rough, and no reason to stop: halve what memory leaves.
+        if high - low <= max(self._unit, int(_CLOSE_TIME * low)):
+            return low
+        fits = lambda size: self._forecasted().fastest(size, self._room) is not None  # noqa: E731
+        size = find_largest(fits, low, high, self._unit)
+        return low + -(-(size - low) // (2 * self._unit)) * self._unit
+
+    def _predict(self, low: int, high: int) -> int:
+        """The largest size between them that is predicted to fit; ``low`` if there is none."""
+        if isinstance(self._forecasted(), TrendForecast):
+            self._learn_least(low)
+            # A line is not to be trusted far from the points that it goes through.
+            high = min(high, _FIRST_JUMP * low + self._unit)
+        forecast, size = self._forecasted(), low
+        for _ in range(_SOLVES):
+            size = find_largest(self._is_expected_to_fit, low, high, self._unit)
+            after = size + self._unit
+            if not isinstance(forecast, GraphForecast) or after >= high:
+                break
+            if forecast.is_solved(after):
+                break
+            forecast.solver(after)  # which may know better schedules than those of other sizes
+        return size
+
+    @property
+    def _room(self) -> int:
+        """What a simulated peak may be for the measured one to be within the budget."""
+        return int(self._budget / self._excess)
+
+    def _is_expected_to_fit(self, size: int) -> bool:
+        expected = self._forecasted().fastest(size, self._room)
+        if expected is None or self._time is None or expected.seconds is None:
+            return expected is not None
+        return expected.seconds * self._slowness <= self._time * self._plain_per_sample * size
+
+    def _learn_least(self, size: int) -> None:
+        """Find the least peak at a size that fits, and at half of it: a line needs both."""
+        half = max(self._unit, size // (2 * self._unit) * self._unit)
+        for each in (half, size):
+            if self._plain_size and each not in self._leasts:
+                plan = self._steps.planner(each).least_plan(self._budget)
+                self._leasts[each] = plan.predicted_peak
+                self._by = plan.schedule
+                self._forecast = None
+
+    def _confirm(self, size: int) -> _Confirmed | None:
+        """Make the plan for a size, which runs the step under it; None if there is none."""
+        expected = self._forecasted().fastest(size, self._room)
+        try:
+            plan = self._plan_for(size)
+        except InfeasibleBudget as error:
+            self._refuse(size, max(error.least, self._budget + 1))
+            return None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refuse(size, self._budget + 1)
+            return None
+        plain = self._plain_per_sample
+        if self._plain_size and plan.measured_time is not None:
+            # Again, and now: machines are not as fast at all times.
+            plain = self._steps.plain_seconds(self._plain_size) / self._plain_size
+            self._plain_now = plain
+        seconds = plan.measured_time or plan.predicted_time
+        is_fast = self._time is None or seconds <= self._time * plain * size
+        if expected is not None and expected.seconds:
+            self._slowness = seconds / expected.seconds * self._plain_per_sample / plain
+        if not is_fast:
+            self._slow.add(size)
+        return self._noted(size, plan, plain, is_fast=is_fast)
+
+    def _plan_for(self, size: int) -> Plan:
+        """The plan for a size: on the predicted graph, or on one that is recorded for it."""
+        forecast = self._forecasted()
+        if isinstance(forecast, GraphForecast):
+            profile = forecast.profile_at(size)
+            # It is known not to fit without a plan.
+            profile = replace(profile, plain_peak=max(profile.plain_peak, self._budget + 1))
+            planner = self._steps.planner(size, lambda *_: profile)
+            planner.solver = forecast.solver(size)
+            plan = planner.plan_for(self._budget)
+            if not planner.trials.has_differed:
+                return plan
+            self._by = plan.schedule  # it runs other ops than were predicted, and fits
+            del planner
+        planner = self._record(size, partial(record_under, by=self._by))
+        plan = planner.plan_for(self._budget)
+        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        self._by = plan.least
+        return plan
+
+    def _refuse(self, size: int, least: int) -> None:
+        """Note that no plan fits, and correct the forecast by that."""
+        forecast = self._forecasted()
+        self._leasts[size] = least
+        if isinstance(forecast, GraphForecast):
+            self._excess = max(self._excess, least / forecast.least(size))
+        plain_peak = forecast.plain_peak(size)
+        self._points[size] = SizePoint(size, False, plain_peak, least, None, "plan")
+
+    def _confirm_plain(self) -> _Confirmed:
+        """The plan for the largest size that fits without one, which keeps everything."""
+        size = self._plain_size
+        plan = self._steps.planner(size).plan_for(self._budget)
+        seconds = plan.measured_time or plan.predicted_time
+        return self._noted(size, plan, seconds / size, is_fast=True)
+
+    def _noted(self, size: int, plan: Plan, plain: float, *, is_fast: bool) -> _Confirmed:
+        """A size that was confirmed. ``plain``: plain seconds for each sample."""
+        seconds = plan.measured_time or plan.predicted_time
+        peak = plan.measured_peak or plan.predicted_peak
+        self._points[size] = SizePoint(size, is_fast, plan.plain_peak, peak, seconds, "plan")
+        return _Confirmed(size, plan, seconds, plain, is_fast)
+
+    # --- for the table and the page ---------------------------------------------------------------
+
+    def _add_predictions(self, size: int) -> None:
+        """Add sizes that were not run: some without a plan, and the first that does not fit."""
+        forecast, after = self._forecasted(), size + self._unit
+        span = (size - self._plain_size) // self._unit
+        pace = self._slowness * self._plain_now / (self._plain_per_sample or 1.0)
+        steps = {n * span // _PREDICTED for n in range(1, _PREDICTED)}
+        is_known = span > 1 and isinstance(forecast, GraphForecast)
+        sizes = {self._plain_size + n * self._unit for n in steps if is_known}
+        for each in sorted(sizes | {after}):
+            if each in self._points or each >= self._end or each <= self._plain_size:
+                continue
+            found = forecast.fastest(each, self._room)
+            peak = forecast.least(each) if found is None else found.peak
+            seconds = None if found is None or found.seconds is None else found.seconds * pace
+            self._points[each] = SizePoint(
+                each,
+                self._is_expected_to_fit(each),
+                forecast.plain_peak(each),
+                int(peak * self._excess),
+                seconds,
+                "predicted",
+            )

@@ -1,0 +1,217 @@
+"""``recollect.largest_batch``: the largest batch that fits into a budget, and how fast it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect._torch.fsdp import shards_of
+from recollect.planning.budget import check_budget, is_fraction, resolve_budget
+from recollect.planning.plan import Plan
+from recollect.planning.prepare import Offload, check_unplanned
+from recollect.planning.progress import reporter
+from recollect.planning.recording.step import Loss, device_of
+from recollect.planning.sizes.largest import LargestSearch, Limit
+from recollect.planning.sizes.sized_steps import SizedSteps
+from recollect.planning.trial import Progress
+from recollect.report.notebook import framed
+from recollect.report.page import sizes_page
+from recollect.report.sizes import SizePoint, SizesReport, sizes_table
+from recollect.report.units import bytes_text, percent_text
+
+__all__ = ["MOST", "LargestBatch", "check_bytes", "check_count", "check_time", "largest_batch"]
+
+#: The largest size that is considered: if memory does not grow, the search has to end somewhere.
+MOST = 2**20
+
+
+@dataclass(frozen=True, repr=False)
+class LargestBatch:
+    """The largest size for which a plan fits. ``str()`` of it is a table.
+
+    Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
+
+    Attributes:
+        size: The largest size: what ``make_batch`` is called with.
+        plan: The plan for it. The step was run under it, if it can run.
+        plain_size: The largest size that fits without a plan; 0 if none does.
+        budget: The highest peak that is allowed.
+        time: The limit on the time per sample, as a multiple of plain's; None if there is none.
+        time_per_sample: The time of a step under the plan, divided by ``size``.
+        plain_time_per_sample: The time of a plain step at ``plain_size``, divided by that. If no
+            size fits without a plan: at the smallest size, predicted if it could not be run.
+        points: The sizes that were tried, and some that were predicted, in ascending order.
+        limited_by: Why there is no larger one: ``"memory"``, ``"time"``, or ``"most"``, the bound
+            on sizes.
+        device: The device, in words.
+    """
+
+    size: int
+    plan: Plan
+    plain_size: int
+    budget: int
+    time: float | None
+    time_per_sample: float
+    plain_time_per_sample: float
+    points: tuple[SizePoint, ...]
+    limited_by: Limit
+    device: str
+
+    @property
+    def samples_per_second(self) -> float:
+        """How many samples a second of training takes in, under the plan."""
+        return 1 / self.time_per_sample
+
+    @property
+    def slowdown(self) -> float:
+        """The time per sample as a multiple of plain's."""
+        return self.time_per_sample / self.plain_time_per_sample
+
+    @property
+    def report(self) -> SizesReport:
+        """The contents of the table and of the page."""
+        names = {field.name for field in fields(SizesReport)} - {"title"}
+        return SizesReport(title=self.plan.model, **{name: getattr(self, name) for name in names})
+
+    def __repr__(self) -> str:
+        return (
+            f"<LargestBatch of {self.plan.model}: size {self.size} in {bytes_text(self.budget)}, "
+            f"{self.plain_size} without a plan, {percent_text(self.slowdown)} of plain's time "
+            "per sample>"
+        )
+
+    def __str__(self) -> str:
+        return sizes_table(self.report)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows throughput against size, for any browser, in one file."""
+        Path(path).write_text(sizes_page(self.report), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(sizes_page(self.report))
+
+
+def largest_batch(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    budget: float | str = "auto",
+    *,
+    time: float | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    offload: Offload = "auto",
+    holds_output: bool = True,
+    multiple_of: int = 1,
+    most: int = MOST,
+    progress: bool | Progress | None = None,
+) -> LargestBatch:
+    """Find the largest batch for which a plan fits into a budget, and how fast it is.
+
+    The plain step is recorded at a few sizes that fit without a plan, small ones first. How its
+    memory grows is learned from these, and the size that fits is predicted. The plan for it is then
+    made and tried, as by `recollect.plan`. No step is run that is predicted to exceed the budget,
+    but the first one. Everything is restored, as by `recollect.plan`; random streams that
+    ``make_batch`` draws from too.
+
+    Args:
+        model: The model to train.
+        make_batch: ``make_batch(n)`` returns a batch of size ``n``, as `recollect.plan` takes it.
+            ``n`` may be the number of samples, or the length of sequences: what is said of samples
+            here is then about elements of a sequence.
+        budget: The highest allowed peak of bytes: a number, ``"12GiB"``, ``"8GB"``, or ``"auto"``:
+            what the device has.
+        time: How many times plain's time per sample a sample may take, such as 1.2. Compared are
+            the measured time of a step under the plan divided by its size, and that of the plain
+            step at the largest size that fits without a plan divided by that size, measured right
+            after it. If time is what limits the size, it is found to within 2%. None: no limit.
+        loss: As in `recollect.plan`.
+        optimizer: Its state and what its step allocates count too.
+        offload: As in `recollect.plan`.
+        holds_output: As in `recollect.plan`.
+        multiple_of: Only multiples of it are considered.
+        most: The largest size that is considered.
+        progress: True: show what is being done, by a bar if tqdm is installed, else in lines; or a
+            function that is called with that and the fraction that is done.
+
+    Raises:
+        InfeasibleBudget: Not even the smallest size fits. Says the least feasible budget for it.
+
+    Example::
+
+        found = recollect.largest_batch(model, lambda n: torch.randn(n, 64), "12GiB", time=1.2)
+        print(found)
+        found.plan.apply(model)
+    """
+    check_bytes(budget)
+    check_count(multiple_of, "multiple_of")
+    check_count(most, "most")
+    check_time(time)
+    if most < multiple_of:
+        raise ValueError(
+            f"most={most} is less than multiple_of={multiple_of}, so there is no size to consider"
+        )
+    report = reporter(progress)
+    steps = SizedSteps(
+        model, make_batch, loss, optimizer, offload, report, holds_output=holds_output
+    )
+    check_unplanned(model, runs_steps=False)
+    if shards_of(model) is not None:
+        raise ValueError(
+            "model: it is sharded by fully_shard, and sizes are looked for in one process. "
+            "recollect.plan(model, batch, budget) on every rank says whether a size fits"
+        )
+    limit = resolve_budget(budget, 0, device_of(model))
+    found = LargestSearch(steps, limit, time, int(multiple_of), int(most), report).run()
+    return LargestBatch(
+        size=found.size,
+        plan=found.plan,
+        plain_size=found.plain_size,
+        budget=limit,
+        time=time,
+        time_per_sample=found.time_per_sample,
+        plain_time_per_sample=found.plain_time_per_sample,
+        points=found.points,
+        limited_by=found.limited_by,
+        device=found.plan.report.device,
+    )
+
+
+def check_bytes(budget: Any) -> None:
+    """Refuse an invalid budget, and one that depends on the size."""
+    check_budget(budget)
+    if is_fraction(budget):
+        raise ValueError(
+            f"budget={budget!r} is a fraction of the plain step's peak, which grows with the size "
+            "that is looked for. Give bytes, as budget='12GiB', or 'auto': what the device has"
+        )
+
+
+def check_count(value: Any, name: str = "it") -> None:
+    """Refuse what is no count from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} should be a whole number, but got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} should be 1 or more, but is {value!r}")
+
+
+def check_time(time: Any) -> None:
+    """Refuse an invalid limit on time."""
+    if time is None:
+        return
+    if isinstance(time, bool) or not isinstance(time, Real):
+        raise TypeError(
+            "time should be a multiple of plain's time per sample, such as 1.2, or None, but got "
+            f"{time!r}"
+        )
+    if not 1 <= float(time) < math.inf:
+        raise ValueError(
+            f"time={time!r} should be 1 or more: it is a multiple of plain's time per sample, such "
+            "as 1.2. A plan is not faster than plain"
+        )

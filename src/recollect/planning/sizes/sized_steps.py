@@ -1,0 +1,118 @@
+"""A training step at several sizes: ``make_batch(size)``, checked, and a planner for it (P1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recollect.planning.planner import Planner, Record
+from recollect.planning.prepare import Offload
+from recollect.planning.recording.batch import check_batch, split_batch, tensors_of_batch
+from recollect.planning.recording.record import record_step
+from recollect.planning.recording.step import Loss, TrainingStep
+from recollect.planning.trial import Progress
+from recollect.report.units import bytes_text
+from recollect.state.rng import read_streams, settle_streams, write_streams
+
+__all__ = ["SizedSteps"]
+
+
+class SizedSteps:
+    """The training steps of a model with batches of several sizes.
+
+    Holds no batch: on a device one would count in the peak of all other sizes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_batch: Callable[[int], Any],
+        loss: Loss | None,
+        optimizer: Optimizer | None,
+        offload: Offload,
+        progress: Progress,
+        *,
+        holds_output: bool,
+    ) -> None:
+        if not callable(make_batch):
+            raise TypeError(
+                "make_batch should be a function of a size that returns a batch of that size, such "
+                f"as lambda n: torch.randn(n, 64), but got {make_batch!r}"
+            )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+        self.model = model
+        self._make_batch = make_batch
+        self._loss = loss
+        self._optimizer = optimizer
+        self._offload = offload
+        self._progress = progress
+        self._holds_output = holds_output
+        #: By size: the bytes of the tensors in its batch.
+        self._nbytes: dict[int, int] = {}
+
+    def planner(self, size: int, record: Record = record_step) -> Planner:
+        """A planner for the step at a size, which is recorded by ``record``."""
+
+        def progress(what: str, done: float) -> None:
+            self._progress(f"size {size}: {what}", done)
+
+        return Planner.of(
+            self.model,
+            self._batch(size),
+            self._loss,
+            self._optimizer,
+            self._offload,
+            progress,
+            holds_output=self._holds_output,
+            record=record,
+        )
+
+    def plain_seconds(self, size: int) -> float:
+        """Time the plain step at a size."""
+        self._progress(f"size {size}: timing the plain step", 0.0)
+        batch = self._batch(size)
+        args, kwargs = split_batch(batch, self.model)
+        step = TrainingStep(
+            *(self.model, args, kwargs, self._loss, self._optimizer),
+            holds_output=self._holds_output,
+            batch=batch,
+        )
+        with step.undone():
+            step.run()
+            return step.measured_seconds().seconds
+
+    def _batch(self, size: int) -> Any:
+        streams = read_streams(())
+        try:
+            batch = self._make_batch(size)
+        finally:
+            write_streams(settle_streams(streams))
+        check_batch(batch, self.model)
+        tensors = tensors_of_batch(*split_batch(batch, self.model))
+        if not tensors:
+            raise TypeError(
+                f"make_batch should return a batch of the size that it is given, with tensors in "
+                f"it, but make_batch({size}) returned {type(batch).__name__} without one. Return "
+                "what the model is called with, such as lambda n: torch.randn(n, 64)"
+            )
+        self._nbytes[size] = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+        self._check_growth()
+        return batch
+
+    def _check_growth(self) -> None:
+        """Refuse batches that do not grow with their size: all sizes would seem to fit."""
+        sizes = sorted(self._nbytes)
+        for smaller, larger in pairwise(sizes):
+            if self._nbytes[larger] <= self._nbytes[smaller]:
+                raise ValueError(
+                    f"make_batch: the tensors of make_batch({larger}) have "
+                    f"{bytes_text(self._nbytes[larger])}, and those of make_batch({smaller}) "
+                    f"{bytes_text(self._nbytes[smaller])}: batches should grow with their size, as "
+                    "by lambda n: torch.randn(n, 64). If it rounds sizes up, as to a multiple of "
+                    "8, say so: multiple_of=8"
+                )
