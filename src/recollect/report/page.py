@@ -291,7 +291,7 @@ def _largest(rows: Sequence[Row]) -> _Fields:
         [row for row in rows if row.bytes],
     )
     groups.sort(key=lambda group: (-group[0].bytes, -len(group)))
-    lines = []
+    lines, has_lines = [], any(row.source for group in groups[:_LARGEST] for row in group)
     for group in groups[:_LARGEST]:
         row = group[0]
         name, count = common_text([each.path for each in group]) or "the model itself", len(group)
@@ -299,10 +299,12 @@ def _largest(rows: Sequence[Row]) -> _Fields:
         lines.append(
             f'<tr><th scope="row"><span class="name">{escape(name)}</span> '
             f'<span class="op">{escape(row.op)}</span></th>'
-            f"<td>{bytes_text(row.bytes)}</td><td>{times}</td>{_source_cell(group)}"
+            f"<td>{bytes_text(row.bytes)}</td><td>{times}</td>"
+            f"{_source_cell(group) if has_lines else ''}"
             f'<td class="{row.fate}"><i class="swatch"></i>{escape(row.fate)}</td></tr>'
         )
-    return {"rows": "\n".join(lines)} if lines else None
+    line = '<th scope="col">line</th>' if has_lines else ""
+    return {"rows": "\n".join(lines), "line": line} if lines else None
 
 
 def _source_cell(group: Sequence[Row]) -> str:

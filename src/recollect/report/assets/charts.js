@@ -50,7 +50,7 @@ class Chart {
     svg.setAttribute("aria-hidden", "true");
     this.place.replaceChildren(svg, this.tip);
     this.hide();
-    this.box = { left: 58, right: width - 14, top: 26, bottom: height - 44, small };
+    this.box = { left: 58, right: width - 14, top: 34, bottom: height - 44, small };
     this.svg = svg;
     this.render(this);
     this.lit = draw(svg, "g", { class: "lights" });
