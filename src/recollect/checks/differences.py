@@ -29,8 +29,6 @@ from recollect.checks.oplog import LoggedOp, OpLog, Prints, Strides
 from recollect.errors import CheckpointError, RecomputeMismatch
 from recollect.policy.op_info import op_info
 
-__all__ = ["align", "explain", "value_difference"]
-
 #: An op of forward and its counterpart; None where an op is in one log only.
 LogRow = tuple[LoggedOp | None, LoggedOp | None]
 

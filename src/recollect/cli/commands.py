@@ -35,8 +35,6 @@ from recollect.planning.sizes.largest_batch import MOST
 from recollect.report.compare import Comparison
 from recollect.report.table import rows_table
 
-__all__ = ["run"]
-
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 #: How errors begin that recollect raises for what a user has passed.

@@ -10,14 +10,6 @@ import recollect
 from recollect.report.compare import Comparison
 from recollect.report.rows import Row, sums_of
 
-__all__ = [
-    "comparison_figures",
-    "explanation_figures",
-    "frontier_figures",
-    "largest_figures",
-    "plan_figures",
-]
-
 _PLAN = (
     "model",
     "budget",

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, TypeVar
 
 from recollect._version import __version__
 
-__all__ = ["closest", "make_parser"]
-
 _T = TypeVar("_T")
 
 _TARGET = """\

@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from recollect.cli.parser import closest
 from recollect.cli.screen import UsageError
 
-__all__ = ["SizedTarget", "Target", "load_sized_target", "load_target"]
-
 #: How many names are listed for somebody who has mistyped one.
 _NAMES = 8
 

@@ -18,8 +18,6 @@ from recollect.replay.hold_reasons import HoldReasons
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["ReplayRegion"]
-
 _COPY = "(copy)"
 
 

@@ -24,8 +24,6 @@ from recollect.state.reachable import Reachable
 from recollect.state.snapshot import Snapshot
 from recollect.store.transfers import Composite, OnDevice, OnHost
 
-__all__ = ["explain"]
-
 _OFFLOAD_INPUTS = "offload_inputs"
 _STAYS = "stays where it is"
 

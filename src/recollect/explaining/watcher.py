@@ -30,8 +30,6 @@ from recollect.rerun.selective.ledger import KeptCall
 from recollect.settings import is_recomputing
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["Watcher"]
-
 _REGIONS: dict[str, Callable[[str, Any], Region]] = {
     "replay": ReplayRegion,
     "reentrant": ReentrantRegion,

@@ -10,8 +10,6 @@ from recollect.policy.rules import Policy
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["HoldReasons"]
-
 _MUST = "must keep: "
 
 #: An op that must not run again, and why.

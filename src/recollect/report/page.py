@@ -48,8 +48,6 @@ from recollect.report.sizes import (
 from recollect.report.table import counted, table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["comparison_page", "explanation_page", "page", "sizes_page"]
-
 _SCRIPTS = ("units.js", "charts.js", "tree.js", "page.js")
 _COLOURS = 7
 #: How many of the largest tensors are listed.

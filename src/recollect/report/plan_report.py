@@ -9,18 +9,6 @@ from typing import NamedTuple
 from recollect.report.rows import Row
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = [
-    "Figure",
-    "Mark",
-    "PlanReport",
-    "Point",
-    "figures",
-    "heading",
-    "longer_text",
-    "point_cells",
-    "summary",
-]
-
 
 @dataclass(frozen=True)
 class Point:

@@ -49,8 +49,6 @@ from recollect.state.restorers import (
 from recollect.state.tensors import are_statistics, is_small
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["ArgumentSnapshot", "Inputs", "check_arguments"]
-
 _Tensor = torch.Tensor
 
 #: How many objects are searched for one call.

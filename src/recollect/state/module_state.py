@@ -37,8 +37,6 @@ from recollect.checks.names import name_in
 from recollect.errors import InputChanged
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
 
-__all__ = ["BARE", "Attributes", "ModuleIndex", "ModuleState", "Writes", "index_of"]
-
 #: Where in a module it is stored.
 _KEY = "_recollect_tree"
 

@@ -27,9 +27,6 @@ from recollect.state.module_state import BARE, Attributes, ModuleIndex, Writes, 
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
 from recollect.state.rng import generator_types
 
-__all__ = ["BufferPlace", "Reachable", "lazy_module"]
-
-
 #: The buffers of a module, the name of one, and how it may be written to.
 BufferPlace = tuple[dict[str, Any], str, Writes]
 

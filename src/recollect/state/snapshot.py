@@ -63,8 +63,6 @@ from recollect.state.rng import generator_types, read_streams, settle_streams, w
 from recollect.state.tensor_snapshot import TensorSnapshot, WriteLog, Written
 from recollect.state.tensors import nbytes
 
-__all__ = ["LIMIT", "Snapshot", "StandIn"]
-
 _Tensor = torch.Tensor
 #: How many objects are visited.
 LIMIT = 200_000

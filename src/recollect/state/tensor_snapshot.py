@@ -29,8 +29,6 @@ from recollect._torch.tensors import (
 from recollect.checks.fingerprint import fingerprint
 from recollect.policy.op_info import op_info
 
-__all__ = ["TensorSnapshot", "WriteLog", "Written"]
-
 _Tensor = torch.Tensor
 
 

@@ -20,8 +20,6 @@ from recollect.policy.rules import CheckpointPolicy, fits, listed
 from recollect.policy.rulings import Ruling
 from recollect.rerun.selective.ledger import Ledger
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """Applies a policy to the ops of a region as they are traced."""
