@@ -35,8 +35,6 @@ _Tensor = torch.Tensor
 class _StorageState:
     """What one storage holds: a copy of it on the host, or its fingerprint."""
 
-    __slots__ = ("copy", "fingerprint", "nbytes", "storage")
-
     fingerprint: _Tensor
 
     def __init__(self, storage: Any) -> None:
@@ -79,11 +77,6 @@ def _bytes(storage: Any) -> _Tensor:
 
 class _TensorState:
     """A tensor as it was: the memory that it shows, and what autograd knows of it."""
-
-    __slots__ = (
-        *("alias", "gradient", "hooks", "is_leaf", "required_grad", "storages", "tensor"),
-        "version",
-    )
 
     def __init__(self, tensor: _Tensor, storages: set[int]) -> None:
         self.tensor = tensor
