@@ -177,17 +177,16 @@ def _load(path: str, name: str) -> Plan:
 
 def _show(result: _Result, arguments: Namespace) -> int:
     """Print the result, and write the files that were named."""
-    figures = json.dumps(result.figures, indent=1)
     tell = (lambda _: None) if arguments.json or arguments.quiet else say
     if arguments.json:
-        say(figures, plain=True)
+        say(json.dumps(result.figures, indent=1), plain=True)
     tell(result.text)
     save = getattr(arguments, "save", None)
     if save is not None and result.plan is not None:
         result.plan.save(save)
         tell(f"\nThe plan is in {save}")
     elif save is not None:
-        save.write_text(figures, encoding="utf-8")
+        save.write_text(json.dumps(result.figures, indent=1), encoding="utf-8")
         tell(f"\nThe points are in {save}")
     if arguments.html is not None:
         result.shown.to_html(arguments.html)
