@@ -18,6 +18,7 @@ from recollect.errors import CheckpointError
 from recollect.modules import OPTIONS
 from recollect.planning import planner
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from tests.planning._models import Custom, Made, made, squares
 
 
@@ -419,7 +420,7 @@ def test_progress_says_what_is_being_done() -> None:
     def progress(what: str, done: float) -> None:
         told.append((what, done))
 
-    made_by = Planner.of(_model(), X, squares, progress=progress)
+    made_by = Planner.of(Request(_model(), X, squares), progress=progress)
     made_by.plan_for(made_by.least())
     assert {what for what, _ in told} == {
         "recording a step",

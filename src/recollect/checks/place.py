@@ -21,8 +21,6 @@ from recollect._torch.modules import MODULE_CALL
 from recollect.checks.names import name_in
 from recollect.errors import RecollectWarning
 
-__all__ = ["Names", "Place", "Stack", "source_line", "warn_user"]
-
 #: File, line and function, the innermost first.
 Stack = tuple[tuple[str, int, str], ...]
 

@@ -11,9 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
@@ -26,10 +23,9 @@ from recollect.graph.simulate import Outcome, simulate
 from recollect.planning.describe import curve_of, marks_of, stack_of
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Solve, silent
-from recollect.planning.prepare import Offload, prepare_step
+from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.step import Loss
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
@@ -51,34 +47,24 @@ class CompiledPlanner(Planner):
     trials: CompiledTrials
 
     @classmethod
-    def of_compiled(
-        cls,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None = None,
-        optimizer: Optimizer | None = None,
-        offload: Offload = "auto",
-        progress: Progress = silent,
-        *,
-        holds_output: bool = True,
-    ) -> CompiledPlanner:
-        """Observe a step. Arguments as of `recollect.plan`."""
-        if offload is True:
+    def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
+        """A planner for the step of a request, which is observed."""
+        if request.offload is True:
             raise ValueError(
                 "offload=True: plans for compiled models do not offload. Leave it out, or plan "
                 "for the model without torch.compile"
             )
-        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+        step = prepare_step(request)
         if step.shards is not None:
             raise ValueError(
                 "model: it is compiled and sharded by fully_shard, and what compiled code saves of "
                 "gathered parameters is not planned. Leave torch.compile out, or checkpoint blocks "
                 "in place of a plan: recollect.checkpointed(block)"
             )
-        sites = find_sites(model)
+        sites = find_sites(request.model)
         if step.on_cuda:
             _warn_of_cuda_graphs(sites)
-        state = ModelState.of(model)
+        state = ModelState.of(request.model)
         progress("compiling the step as torch does", 0.0)
         if step.on_cuda:
             step.free_memory()

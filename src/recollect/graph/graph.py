@@ -19,24 +19,6 @@ from operator import add
 
 from recollect.graph.release import find_needs
 
-__all__ = [
-    "FREE",
-    "OP",
-    "PASS",
-    "UNPACK",
-    "Action",
-    "Event",
-    "Graph",
-    "Link",
-    "Op",
-    "SavedTensor",
-    "Storage",
-    "Tables",
-    "Value",
-    "fixed_bytes",
-]
-
-
 #: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
 #: an op runs, a saved tensor is freed.
 PASS, UNPACK, OP, FREE = range(4)

@@ -14,8 +14,6 @@ from recollect.graph.graph import Graph
 from recollect.graph.playback import Playback
 from recollect.graph.schedule import Schedule
 
-__all__ = ["Copy", "StackedStep", "stacked", "stacked_plain"]
-
 #: Bytes by band; bands without any may be missing.
 _Bands = dict[int, int]
 

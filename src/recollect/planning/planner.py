@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from recollect._torch.groups import has_peers
 from recollect.errors import InfeasibleBudget
@@ -29,10 +28,10 @@ from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, lis
 from recollect.planning.loop.choice import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.prepare import Offload, Prepared, prepare
+from recollect.planning.prepare import Prepared, Request, prepare
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
-from recollect.planning.recording.step import Loss, TrainingStep
+from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
@@ -112,18 +111,13 @@ class Planner:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None = None,
-        optimizer: Optimizer | None = None,
-        offload: Offload = "auto",
+        request: Request,
         progress: Progress = silent,
         *,
-        holds_output: bool = True,
         record: Record = record_step,
     ) -> Planner:
-        """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
-        prepared = prepare(model, batch, loss, optimizer, offload, holds_output=holds_output)
+        """A planner for the step of a request, which is recorded by ``record``."""
+        prepared = prepare(request)
         progress("recording a step", 0.0)
         profile = record(prepared.step, prepared.link)
         return cls.of_recorded(prepared, profile, progress)

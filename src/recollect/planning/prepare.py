@@ -1,4 +1,4 @@
-"""Checks a model and a batch before a step is planned, and makes the step of them (P1)."""
+"""Checks what `recollect.plan` is given, and makes the training step of it (P1)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from recollect.planning.recording.step import Loss, TrainingStep
 __all__ = [
     "Offload",
     "Prepared",
+    "Request",
     "check_offload",
     "check_unplanned",
     "is_gradient_checkpointing",
@@ -33,6 +34,18 @@ __all__ = [
 ]
 
 Offload = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `recollect.plan` is given, but for the budget. See there."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    offload: Offload = "auto"
+    holds_output: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,42 +58,31 @@ class Prepared:
     signature: tuple[Any, ...]
 
 
-def prepare(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss | None,
-    optimizer: Optimizer | None,
-    offload: Offload,
-    *,
-    holds_output: bool,
-) -> Prepared:
-    """The step that `recollect.plan` is given, checked, and what is known before it is recorded."""
-    step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
-    link = _link_for(step, offload)
+def prepare(request: Request) -> Prepared:
+    """The step of a request, checked, and what is known before it is recorded."""
+    step = prepare_step(request)
+    link = _link_for(step, request.offload)
     if step.on_cuda:
         # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
         # would count in the peak of every plan.
         step.free_memory()
-    return Prepared(step, link, ModelState.of(model), signature_of_batch(step.args, step.kwargs))
+    state = ModelState.of(request.model)
+    return Prepared(step, link, state, signature_of_batch(step.args, step.kwargs))
 
 
-def prepare_step(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss | None,
-    optimizer: Optimizer | None,
-    offload: Offload,
-    holds_output: bool,
-) -> TrainingStep:
-    """The step that `recollect.plan` is given, checked. Arguments as there."""
-    check_offload(offload)
+def prepare_step(request: Request) -> TrainingStep:
+    """The step of a request, checked."""
+    model, batch, holds_output = request.model, request.batch, request.holds_output
+    check_offload(request.offload)
     if holds_output not in (True, False):
         raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
     check_unplanned(model)
     check_batch(batch, model)
     args, kwargs = split_batch(batch, model)
     step = TrainingStep(
-        model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
+        *(model, args, kwargs, request.loss, request.optimizer),
+        holds_output=holds_output,
+        batch=batch,
     )
     step.check_call()
     if profiler_is_on():

@@ -57,8 +57,6 @@ from recollect.replay.record import Recorder
 from recollect.replay.recording import ExpectedCall, Recording
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["Checker"]
-
 _Tensor = torch.Tensor
 #: Starts recording the rest of a call after so many ops; see `engine._Call.record_rest`.
 RecordRest = Callable[[int, ExitStack], Recorder | None]

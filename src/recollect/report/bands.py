@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["NO_STACK", "Band", "Stack", "bands_of"]
-
 #: At most so many bands: more cannot be told apart.
 _MOST = 16
 

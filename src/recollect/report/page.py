@@ -29,7 +29,6 @@ from recollect.report.page_data import (
 from recollect.report.plan_report import (
     Figure,
     PlanReport,
-    Point,
     figures,
     heading,
     point_cells,
@@ -47,8 +46,6 @@ from recollect.report.sizes import (
 )
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
-
-__all__ = ["comparison_page", "explanation_page", "page", "sizes_page"]
 
 _SCRIPTS = ("units.js", "charts.js", "stack.js", "tree.js", "page.js")
 _COLOURS = 7
@@ -250,13 +247,8 @@ def _frontier(report: PlanReport) -> _Fields:
         ("peer", "diamond", "other ways", "peer" in kinds),
         ("plain", "box", "plain", "plain" in kinds),
     ]
-    rows = "\n".join(_point_row(point, report) for point in points)
-    return {"legend": _legend(keys), "rows": rows}
-
-
-def _point_row(point: Point, report: PlanReport) -> str:
-    data = "".join(f"<td>{escape(cell)}</td>" for cell in point_cells(point, report))
-    return f'<tr class="{escape(point.kind)}"><th scope="row">{escape(point.name)}</th>{data}</tr>'
+    lines = [(point.name, *point_cells(point, report)) for point in points]
+    return {"legend": _legend(keys), "rows": _body(lines, [point.kind for point in points])}
 
 
 def _parts(report: PlanReport) -> _Fields:
@@ -335,26 +327,23 @@ def _sizes(report: SizesReport) -> _Fields:
         ("plan", "", "under a plan", True),
         ("peer", "diamond", "predicted", "predicted" in kinds),
     ]
-    head = _header(SIZES_HEADER)
-    rows = []
-    for point in report.points:
-        first, *others = size_cells(point, report)
-        data = "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        kind = "chosen" if point.size == report.size else point.kind
-        rows.append(f'<tr class="{kind}"><th scope="row">{escape(first)}</th>{data}</tr>')
-    return {"legend": _legend(keys), "header": head, "rows": "\n".join(rows)}
+    lines = [size_cells(point, report) for point in report.points]
+    classes = ["chosen" if p.size == report.size else p.kind for p in report.points]
+    header, rows = _header(SIZES_HEADER), _body(lines, classes)
+    return {"legend": _legend(keys), "header": header, "rows": rows}
 
 
 def _header(names: Iterable[str]) -> str:
     return "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
 
 
-def _body(lines: Iterable[Sequence[str]]) -> str:
-    """Rows of a table, each with its name first."""
+def _body(lines: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """Rows of a table, each with its name first, and of its kind if these are given."""
+    starts = [f'<tr class="{escape(kind)}">' for kind in kinds] or ["<tr>"] * len(lines)
     return "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
+        f'{start}<th scope="row">{escape(name)}</th>'
         f"{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, *cells in lines
+        for start, (name, *cells) in zip(starts, lines, strict=True)
     )
 
 

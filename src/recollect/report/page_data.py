@@ -13,18 +13,6 @@ from recollect.report.plan_report import Mark, PlanReport, Point
 from recollect.report.rows import Row
 from recollect.report.sizes import SizesReport
 
-__all__ = [
-    "HELD",
-    "PLANNED",
-    "as_json",
-    "comparison_data",
-    "plan_data",
-    "rows_data",
-    "shown_points",
-    "sizes_data",
-    "thinned",
-]
-
 #: The fates that a plan chooses from, and those that a forward ends in, as the page shows them.
 PLANNED = ("kept", "recomputed", "offloaded")
 HELD = ("kept", "input", "recomputed", "offloaded")

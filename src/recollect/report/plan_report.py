@@ -10,19 +10,6 @@ from recollect.report.bands import NO_STACK, Stack
 from recollect.report.rows import Row
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = [
-    "Figure",
-    "Mark",
-    "PlanReport",
-    "Point",
-    "Traffic",
-    "figures",
-    "heading",
-    "longer_text",
-    "point_cells",
-    "summary",
-]
-
 
 @dataclass(frozen=True)
 class Point:

@@ -11,20 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = [
-    "FATES",
-    "Group",
-    "RegionCall",
-    "Row",
-    "Sum",
-    "Totals",
-    "common_text",
-    "grouped",
-    "lists_by",
-    "pattern",
-    "sums_of",
-]
-
 #: What can happen to a result. A plan only keeps, recomputes or offloads.
 FATES = ("kept", "input", "recomputed", "offloaded", "not held")
 
