@@ -288,6 +288,8 @@ class Runner:
             forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
+            if live is not None:
+                live.is_followed = True
             result = self._run_untraced(model, function, args, kwargs, blocks)
             waiting = Waiting(result)
         forwards.add(kind, waiting)
@@ -343,7 +345,7 @@ class Runner:
             live.close()
             forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
             return
-        if is_first and live.is_over and not live.has_updated and forwards.waited < _UPDATE:
+        if is_first and live.is_over and not live.updates.are_there and forwards.waited < _UPDATE:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
