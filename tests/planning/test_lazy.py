@@ -20,6 +20,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import recollect
@@ -742,3 +743,33 @@ def test_an_output_that_is_dropped_in_the_backward_of_others_leaves_no_mode() ->
     other.register_hook(lambda _: held.clear())
     other.sum().backward()
     assert dispatch_modes() == []
+
+
+class Checkpointed(Net):
+    """Checkpoints some of its blocks itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_model_that_checkpoints_parts_of_itself_is_told_to_leave_it_to_the_plan() -> None:
+    models = []
+    for part in (None, 0.9):
+        torch.manual_seed(0)
+        model: nn.Module = Checkpointed(layers=3)
+        if part is not None:
+            recollect.fit(model, budget=part)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(4):
+                usual(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    assert_identical(*(dict(each.state_dict()) for each in models))
+    told = [str(each.message) for each in caught if "leave checkpointing" in str(each.message)]
+    assert len(told) == 1
+    assert " at 0x" not in told[0]

@@ -356,7 +356,8 @@ class Runner:
                 self._kinds.failed(forwards.traced)
         elif not live.is_over:
             self._tried_in_vain(
-                "no backward went through what the model returned, in the thread that called it"
+                "no backward went through what the model returned, in the thread that called it. "
+                "If none is to come, call the model under torch.no_grad()"
             )
         elif self._make_plan is not None:
             assert forwards.state is not None
