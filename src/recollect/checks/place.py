@@ -76,6 +76,21 @@ class Place:
         return " > ".join(_titled(part) for part in parts)
 
 
+def source_line(frame: FrameType | None, caller: str) -> str:
+    """The innermost line of the user's model that is running, as ``file:line``.
+
+    Empty if only modules of torch are running. ``caller``: the file that calls the model.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == caller:
+            return ""
+        if not file.startswith(_HIDDEN):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 def warn_user(message: str, category: type[Warning] = RecollectWarning) -> None:
     """Warn at the user's line that is running."""
     file, line = Place(sys._getframe(1)).line

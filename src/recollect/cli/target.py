@@ -142,7 +142,14 @@ def _function(module: ModuleType, module_name: str, name: str, second: str) -> C
             for each, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        listed = f"It has {', '.join(there[:_NAMES])}" if there else "It has no function"
+        listed = (
+            f"It has {', '.join(there[:_NAMES])}"
+            if there
+            else (
+                "It has no function: write one that returns the model and a batch, "
+                "def build(): return model, batch"
+            )
+        )
         raise UsageError(
             f"FUNCTION: there is no {name} in {module_name}.{closest(name, there)} {listed}"
         )

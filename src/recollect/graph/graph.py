@@ -78,6 +78,7 @@ class Op:
         forced: Whether every plan keeps them: it must not run again.
         last: The number of the last op of its function, after which results are offloaded; -1:
             this op itself is the last.
+        source: The line of the model that called it, as ``file:line``, if that is known.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Op:
     can_send: bool = False
     forced: bool = False
     last: int = -1
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
