@@ -184,6 +184,8 @@ class RegionSchedule:
         stores_all: Whether everything that the policy keeps is offloaded.
     """
 
+    __slots__ = ("away", "caught", "chains", "draws", "kept", "order", "outsides", "uses")
+
     def __init__(
         self, graph: RecordedGraph, calls: list[FunctionCall], *, stores_all: bool
     ) -> None:
