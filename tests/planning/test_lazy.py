@@ -619,6 +619,25 @@ def _task(model: nn.Module, number: int) -> Tensor:
     return squares(model(batch(seed=1)))
 
 
+def test_state_that_is_expected_of_an_optimizer_is_not_counted_twice() -> None:
+    model = net()
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    loop = Loop(model, 1.0)
+    kinds = []
+    for number in range(5):
+        if number == 2:
+            for each in (loop.model, loop.plain):
+                each.requires_grad_(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", recollect.PlanWarning)  # it is another step
+            usual(loop.model, number).backward()
+        loop.optimizers[0].step()
+        loop.optimizers[0].zero_grad()
+        kinds.append(vars(loop.model)[OPTIONS]._forwards.step)
+    assert kinds[2] == kinds[3] == kinds[4]
+
+
 @pytest.mark.parametrize("with_batch", [False, True])
 def test_state_that_an_optimizer_has_later_counts(with_batch: bool) -> None:
     torch.manual_seed(0)
@@ -638,9 +657,8 @@ def test_a_part_in_torchscript() -> None:
     states = []
     for part in (None, 0.9):
         model = net()
-        with warnings.catch_warnings():
-            # TorchScript is deprecated, and runs other ops once it has seen a few calls.
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             model.blocks[2] = torch.jit.script(model.blocks[2])
             if part is not None:
                 recollect.fit(model, budget=part)
@@ -652,6 +670,9 @@ def test_a_part_in_torchscript() -> None:
         states.append(dict(model.state_dict()))
     assert_identical(*states)
     assert vars(model)[OPTIONS].plan is not None
+    told = [str(each.message) for each in caught if "TorchScript, which runs" in str(each.message)]
+    assert len(told) == 1
+    assert told[0].startswith("its blocks.2 and ")
 
 
 class Sparse(nn.Module):

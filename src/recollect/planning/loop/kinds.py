@@ -29,7 +29,7 @@ from recollect.planning.recording.model_state import (
     facts_of,
     gradient_bytes,
     newly_compiled,
-    rounded_growth,
+    scripted_parts,
     with_state,
 )
 from recollect.planning.warn_once import WarnOnce
@@ -103,14 +103,15 @@ class Kinds:
         now, parameters = facts_of(model)
         now.append(self._state_growth(model, parameters))
         if now != facts:
-            found = with_state(compare_state(self._plan.state, model), now[-1])
+            found = compare_state(self._plan.state, model)
+            found = with_state(found, now[-1], self._plan.budget // 256)
             self._seen = now, found
             self._warn_if_compiled(model)
         more = gradient_bytes(model, parameters, self._plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
-        """The bytes of optimizer state that were not there when the plan was made, rounded up.
+        """The bytes of optimizer state that were not there when the plan was made.
 
         An optimizer has state for a parameter from its first update on, as for a head that is not
         used in every step.
@@ -118,8 +119,7 @@ class Kinds:
         nbytes = self._optimizers.nbytes(parameters)
         if self._planned_state is None:
             self._planned_state = self._find_planned_state(model, parameters, nbytes)
-        grown = math.ceil(max(0.0, nbytes - self._planned_state))
-        return rounded_growth(grown, self._plan.budget // 256)
+        return math.ceil(max(0.0, nbytes - self._planned_state))
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
         """The bytes of optimizer state that the plan allows for; infinite if that is not known."""
@@ -138,6 +138,14 @@ class Kinds:
                 "compiled",
                 f"{compiled}. It does not see into compiled code, and the step may exceed its "
                 "budget: compile first, then recollect.plan(model, batch, budget)",
+            )
+        scripted = scripted_parts(model)
+        if scripted is not None:
+            self._warnings.warn(
+                "TorchScript",
+                f"{scripted}, which runs other code once it has seen a few calls than when the "
+                "step was recorded: steps may exceed the budget. Train the module of Python that "
+                "it was made from",
             )
 
     def is_planned(self, step: Step) -> bool:

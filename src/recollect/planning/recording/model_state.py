@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from recollect._torch.fsdp import shards_of
 from recollect._torch.modules import COMPILED_CALL, is_compiled
@@ -26,7 +27,7 @@ __all__ = [
     "gradients_of",
     "newly_compiled",
     "parameters_of",
-    "rounded_growth",
+    "scripted_parts",
     "with_state",
 ]
 
@@ -245,20 +246,27 @@ def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
     return Differences(tuple(texts), tuple(cures), nbytes + for_optimizer, for_optimizer)
 
 
-def with_state(found: Differences | None, grown: int) -> Differences | None:
-    """The same with ``grown`` bytes of optimizer state that were not there when it was planned."""
+def with_state(found: Differences | None, grown: int, unit: int) -> Differences | None:
+    """The same with ``grown`` bytes of optimizer state that were not there when it was planned.
+
+    What is beyond those that were expected is rounded up to an eighth or to ``unit``: close numbers
+    are one case. A few bytes, such as counts of steps, are none.
+    """
     texts, cures, nbytes, guessed = ((), (), 0, 0) if found is None else vars(found).values()
-    if grown <= guessed:
+    more = grown - guessed
+    if more <= unit // 32:
         return found
-    text = f"optimizers have {bytes_text(grown)} more of state"
+    unit = max(1, unit, 1 << max(0, more.bit_length() - 4))
+    more = -(-more // unit) * unit
+    text = f"optimizers have {bytes_text(guessed + more)} more of state"
     cure = "recollect.plan(...) once all parameters have been updated"
-    return Differences((*texts, text), (*cures, cure), nbytes - guessed + grown, grown)
+    return Differences((*texts, text), (*cures, cure), nbytes + more, guessed + more)
 
 
-def rounded_growth(nbytes: int, unit: int) -> int:
-    """``nbytes`` rounded up, to an eighth or to ``unit``: close numbers are one case."""
-    unit = max(1, unit, 1 << max(0, nbytes.bit_length() - 4))
-    return -(-nbytes // unit) * unit
+def scripted_parts(model: nn.Module) -> str | None:
+    """The parts of ``model`` that are TorchScript, in words."""
+    parts = [name for name, each in model.named_modules() if isinstance(each, ScriptModule)]
+    return next(iter(_clause(parts, "is", "are", "TorchScript")), None)
 
 
 def _in_words(autocast: tuple[tuple[str, str], ...]) -> str:
