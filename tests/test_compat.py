@@ -58,6 +58,9 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_are_those_of_torch(name):
+    if name == "SelectiveCheckpointContext" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no op_output: ours is that of torch 2.13")
+
     def find(module):
         return functools.reduce(getattr, name.split("."), module)
 

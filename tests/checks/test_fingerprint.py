@@ -210,7 +210,6 @@ def test_pieces_that_change_places_are_noticed() -> None:
     assert number(x) != number(x[[1, 0, 2, 3]])
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
 def test_scratch_space_is_bounded() -> None:
     def take(x: Tensor) -> int:
         return measure(lambda: fingerprint(x), lambda result: None).peak

@@ -2093,3 +2093,43 @@ def test_data_that_the_region_returns_may_be_changed(rule: Any) -> None:
 
 def _plainly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+# --- kernels that torch chooses by whether a dispatch mode is active ------------------------------
+
+
+class Kernels(nn.Module):
+    """Recomputes what ``function`` made of a constant and the input."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *, casts: bool) -> None:
+        super().__init__()
+        self.function, self.casts = function, casts
+        self.register_buffer("constant", torch.randn(12, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
+            made = self.function(self.constant, x * 2.0)
+        return made.float().sin().exp() * x
+
+
+def nuclear_norm_out(constant: Tensor, x: Tensor) -> Tensor:
+    out = torch.zeros(())
+    torch.norm(constant, "nuc", out=out)
+    return out * x
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    ("function", "casts"),
+    [
+        (lambda c, x: F.bilinear(x, x, c.expand(12, 12, 12)), True),
+        (lambda c, x: torch.linalg.pinv(c).float() * x, True),
+        (lambda c, x: torch.linalg.svdvals(c) * x, False),
+        (lambda c, x: torch.linalg.eigvalsh(c) * x, False),
+        (lambda c, x: torch.norm(c, "nuc") * x, False),
+        (nuclear_norm_out, False),
+    ],
+    ids=["bilinear", "pinv", "svdvals", "eigvalsh", "nuclear norm", "out"],
+)
+def test_kernels_that_torch_chooses_by_the_mode(function: Any, casts: bool, policy: Any) -> None:
+    check(Kernels(function, casts=casts), (12, 12), policy=policy)

@@ -49,6 +49,7 @@ from recollect.replay.function_call import (
     call_mode,
     flatten,
     metadata_of,
+    rounds_differently_in_modes,
     same_constant,
 )
 from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
@@ -198,10 +199,12 @@ class Checker:
         self._start_recording()
         if self._rest is not None:
             return func(*args, **kwargs)
-        if func not in WRONG_IN_MODES and func not in EXPOSING:
+        values = (*args, *kwargs.values())
+        is_other = func in WRONG_IN_MODES or rounds_differently_in_modes(func, values)
+        if not is_other and func not in EXPOSING:
             with _CopyOnWrite(self._remat):
                 return func(*args, **kwargs)
-        for tensor in tensors_in([*args, *kwargs.values()]):
+        for tensor in tensors_in(values):
             self._remat.before_write(tensor)
         return func(*args, **kwargs)
 

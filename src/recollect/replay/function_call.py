@@ -22,6 +22,7 @@ from torch.backends import opt_einsum
 
 from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
 from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
+from recollect.policy.op_info import tensors_in
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
 from recollect.state.rng import HAS_ACCELERATOR
 
@@ -341,3 +342,25 @@ WRONG_IN_MODES: frozenset[Any] = frozenset(
     for name, function in vars(torch).items()
     if name.startswith("_foreach_") and name.endswith("_")
 )
+
+#: Functions with kernels whose own ops autocast casts, but not under a dispatch mode.
+_CASTING_INSIDE: frozenset[Any] = frozenset(
+    {torch.bilinear, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse}
+)
+
+#: Functions that compute no vectors if no gradient is needed, but do under a dispatch mode.
+_WITHOUT_VECTORS: frozenset[Any] = frozenset(
+    getattr(namespace, name)
+    for namespace in (torch, torch.linalg, torch.Tensor)
+    for name in ("svdvals", "eigvalsh", "cond", "matrix_norm", "norm", "nuclear_norm")
+    if hasattr(namespace, name)
+)
+
+
+def rounds_differently_in_modes(function: Any, values: tuple[Any, ...]) -> bool:
+    """Whether torch runs other kernels for this call under a dispatch mode."""
+    if function in _CASTING_INSIDE:
+        return any_autocast_enabled()
+    if function not in _WITHOUT_VECTORS:
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(values)))

@@ -7,7 +7,7 @@ at once, so that everything else can be dropped during forward.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from recollect.replay.function_call import (
     flatten,
     is_comparable,
     metadata_of,
+    rounds_differently_in_modes,
 )
 from recollect.replay.held_values import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
@@ -151,10 +152,11 @@ class Recorder(TorchFunctionMode):
         tracker.end_function()
         tracker.find_lost_values()  # ops that ran outside of functions
         values = (*args, *kwargs.values())
-        if func in WRONG_IN_MODES:
+        rounds_otherwise = rounds_differently_in_modes(func, values)
+        if func in WRONG_IN_MODES or (rounds_otherwise and "out" in kwargs):
             for tensor in tensors_in(values):
                 tracker.before_write(tensor)
-            tracker.stop(f"{func} has wrong gradients under a dispatch mode")
+            tracker.stop(f"{func} does something else under a dispatch mode")
             with no_dispatch_modes():
                 return func(*args, **kwargs)
         if func in UNSUPPORTED:
@@ -169,8 +171,10 @@ class Recorder(TorchFunctionMode):
         self._calls.append(call)
         tracker.call = call
         tracker.is_casting = any_autocast_enabled()
+        call.is_opaque |= rounds_otherwise
         try:
-            out = func(*args, **kwargs)
+            with no_dispatch_modes() if rounds_otherwise else nullcontext():
+                out = func(*args, **kwargs)
         except BaseException:
             tracker.stop(f"{func} raised")
             self._give_up(call)
