@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
@@ -30,7 +30,7 @@ from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
-from recollect.planning.recording.step import device_of, storage_sizes
+from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
 from recollect.replay.engine import obstacle_around
@@ -109,6 +109,7 @@ class LiveStep:
         self.is_over = False
         #: Whether it has exchanged messages with another process, once there is a graph.
         self.has_messages = False
+        self._largest_collective = 0
         #: The optimizers that have made a step since its forward, and whether one has.
         self.has_updated = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -236,6 +237,7 @@ class LiveStep:
         self._prices.settle()
         trace = self._trace.finish()
         self.has_messages = trace.has_messages
+        self._largest_collective = trace.largest_collective
         graph = build_graph(
             trace,
             self.recordings,
@@ -253,8 +255,8 @@ class LiveStep:
         states = [state for each in self._optimizers for state in each.state.values()]
         leaves = [leaf for state in states for leaf in tree_leaves(state)]
         held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shards = shards_of(model)
-        late = 0 if shards is None else shards.in_flight_bytes()
+        collective = self._largest_collective if is_parallel(model) else 0
+        late = late_bytes(shards_of(model), collective, self.device)
         return (
             _local_bytes([*parameters_of(model), *model.buffers(), *held]) + self.gradients + late
         )
