@@ -39,7 +39,7 @@ def check_plan(kind: str, budget: float) -> None:
 
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_a_plan_is_bitwise_and_within_its_budget(kind: str, tmp_path: Path) -> None:
-    run_ranks(check_plan, tmp_path, kind, 0.85)
+    run_ranks(check_plan, tmp_path, kind, 0.85, deadline=300.0)
 
 
 def check_lazy(kind: str, budget: float) -> None:
@@ -55,7 +55,7 @@ def check_lazy(kind: str, budget: float) -> None:
 
 @pytest.mark.parametrize("kind", ["sequence", "tensor, sharded"])
 def test_a_fit_without_a_batch(kind: str, tmp_path: Path) -> None:
-    run_ranks(check_lazy, tmp_path, kind, 0.85)
+    run_ranks(check_lazy, tmp_path, kind, 0.85, deadline=300.0)
 
 
 def check_changed_parameter() -> None:
@@ -73,7 +73,7 @@ def check_changed_parameter() -> None:
 
 
 def test_a_changed_parameter_is_noticed(tmp_path: Path) -> None:
-    run_ranks(check_changed_parameter, tmp_path)
+    run_ranks(check_changed_parameter, tmp_path, deadline=300.0)
 
 
 def check_shapes() -> None:
@@ -90,4 +90,4 @@ def check_shapes() -> None:
 
 
 def test_batches_of_other_shapes(tmp_path: Path) -> None:
-    run_ranks(check_shapes, tmp_path)
+    run_ranks(check_shapes, tmp_path, deadline=300.0)
