@@ -20,6 +20,7 @@ from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import DispatchMode, no_function_modes, unobserved
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import (
+    finds_shapes,
     inner_tensors,
     key_of_storage,
     memory_key,
@@ -224,6 +225,8 @@ class WriteLog(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if finds_shapes():
+            return func(*args, **kwargs)
         with no_function_modes():
             for position, name in op_info(func).written_arguments:
                 value = args[position] if position < len(args) else kwargs.get(name)
