@@ -69,8 +69,8 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
         raise ValueError(f"model: it is sharded by fully_shard, and {obstacle}")
     if not runs_steps and is_parallel(model):
         raise ValueError(
-            "model: it has DTensor parameters, and a plan from a step that the loop runs may exceed "
-            "its budget. Pass the batch: recollect.fit(model, batch, budget, loss=..., "
+            "model: it has DTensor parameters, and a plan from a step that the loop runs may "
+            "exceed its budget. Pass the batch: recollect.fit(model, batch, budget, loss=..., "
             "optimizer=...)"
         )
     for wrapper in _wrappers_of(model) if runs_steps else ():
