@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -166,10 +167,10 @@ def test_results_of_a_sharded_model_are_not_offloaded(alone: None) -> None:
         recollect.plan(model, torch.ones(2, 4), 0.9, offload=True)
 
 
-def test_a_parallelized_model_is_refused(alone: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(ValueError, match=r"its 0\.weight is a DTensor"):
-        _plan(distribute_module(_layers(), mesh, _shard_all))
+def test_results_of_a_parallelized_model_are_not_offloaded(alone: None) -> None:
+    model = distribute_module(_layers(), init_device_mesh("cpu", (1,)), _shard_all)
+    with pytest.raises(ValueError, match="are kept or recomputed, and not offloaded"):
+        recollect.plan(model, torch.ones(2, 4), 0.9, offload=True)
 
 
 class Summing(nn.Linear):
@@ -253,3 +254,43 @@ def _plan_alone(world: int) -> None:
     assert frontier.least < plan.predicted_peak <= plan.budget < frontier.plain_peak
     plan.apply(model)(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("world", [8, 64])
+def test_a_plan_for_a_parallel_model_without_the_other_ranks(world: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        _plan_parallel(world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan_parallel(world: int) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    whole = sum(each.nbytes for each in model.parameters() if each.ndim == 2)
+    biases = sum(512 // world * 4 + 64 * 4 for _ in blocks)  # the second is on all ranks
+    mesh = init_device_mesh("cpu", (world,))
+    for block in blocks:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(256, 64)
+    model(x).sum().backward()
+    expected = [each.grad for each in model.parameters()]
+    for each in model.parameters():
+        each.grad = None
+    frontier = recollect.frontier(model, x)
+    step = TrainingStep(model, (x,), {})
+    assert step.base_bytes() == whole // world + biases
+    graph = frontier.graph
+    assert graph.base > step.base_bytes()  # collectives may free their buffers late
+    assert any("all_reduce" in op.name for op in graph.ops)
+    assert not any("all_reduce" in graph.ops[n].name for n in graph.choices)
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    assert frontier.least < plan.predicted_peak <= plan.budget < frontier.plain_peak
+    for _ in range(2):
+        plan.apply(model)(x).sum().backward()
+        assert_identical([each.grad for each in model.parameters()], expected)
+        for each in model.parameters():
+            each.grad = None
+        plan.remove(model)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import distributed, nn
 
+from recollect._torch.dtensors import is_dtensor
 from recollect._torch.modules import known_class
 from recollect._torch.tensors import storage_key
 
@@ -25,7 +26,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 #: How many threads gloo has for the collectives of a group.
-_BACKEND_THREADS = 2
+BACKEND_THREADS = 2
 
 #: By model: its shards, and whether it was a unit itself.
 _known: WeakKeyDictionary[nn.Module, tuple[Shards, bool]] = WeakKeyDictionary()
@@ -50,6 +51,16 @@ def _states_in(model: nn.Module) -> list[Any]:
     units: Iterable[Any] = (module for module in model.modules() if is_unit(module))
     states = [unit._get_fsdp_state() for unit in units]
     return [*{id(state): state for state in states}.values()]
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether the ops of ``model`` are on ``DTensor``: as with tensor parallelism.
+
+    Those that ``fully_shard`` makes of parameters are gathered before ops read them.
+    """
+    shards = shards_of(model)
+    own = {} if shards is None else shards.kinds()
+    return any(is_dtensor(each) and own.get(id(each), True) for each in model.parameters())
 
 
 class Shards:
@@ -95,6 +106,10 @@ class Shards:
         """The parts of the parameters that are here, as ``DTensor``."""
         return [each.sharded_param for each in self._parameters()]
 
+    def kinds(self) -> dict[int, bool]:
+        """By the id of a part of a parameter: whether the gathered one is a ``DTensor`` too."""
+        return {id(each.sharded_param): each.is_dtensor for each in self._parameters()}
+
     def sharded(self) -> dict[int, torch.Tensor]:
         """By the id of a gathered parameter: the part of it that stays, a ``DTensor``."""
         gathered = ((p, getattr(p, "_unsharded_param", None)) for p in self._parameters())
@@ -121,7 +136,7 @@ class Shards:
         if self.device.type != "cpu":
             return 0
         sizes = (sum(map(_buffer_bytes, group.fsdp_params)) for group in self._groups())
-        return _BACKEND_THREADS * max(sizes, default=0)
+        return BACKEND_THREADS * max(sizes, default=0)
 
     def gathered_storages(self) -> set[int]:
         """The keys of the storages of gathered parameters, whether allocated or not."""
@@ -170,11 +185,6 @@ class Shards:
                     f"its {name} is a {kind.__name__}, which is gathered in a way of its own. "
                     "Leave the quantized all-gather out, or checkpoint blocks in place of a plan: "
                     "recollect.checkpointed(block)"
-                )
-            if getattr(each, "is_dtensor", False):
-                return (
-                    f"its {name} is a DTensor of tensor parallelism besides. Checkpoint blocks in "
-                    "place of a plan: recollect.checkpointed(block)"
                 )
         return None
 

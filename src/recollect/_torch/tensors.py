@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
+from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_dispatch_modes
 
 
@@ -120,6 +121,17 @@ def _mode_that_ends() -> Any:
             return super().__enter__()
 
     return FakeMode
+
+
+def finds_shapes() -> bool:
+    """Whether ops run on fake tensors, outside of `fake_tensors`.
+
+    That is how torch finds the shapes of a ``DTensor``, in the middle of an op.
+    """
+    return _pretending.kind is None and torch._C._get_dispatch_mode(_FAKES) is not None
+
+
+_FAKES = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fakes_left() -> list[torch.Tensor]:
@@ -253,9 +265,12 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """A key of the storage of ``tensor``, unique while it is alive; None if it has none."""
+    """A key of the storage of ``tensor``, unique while it is alive; None if it has none.
+
+    Of a ``DTensor`` it is that of the part of this process.
+    """
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(local_tensor(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -263,7 +278,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def memory_key(tensor: torch.Tensor) -> int | None:
     """As `storage_key`, but by memory address if there is one: storages of DLPack share memory."""
     try:
-        return key_of_storage(tensor.untyped_storage())
+        return key_of_storage(local_tensor(tensor).untyped_storage())
     except (RuntimeError, NotImplementedError):
         return None
 

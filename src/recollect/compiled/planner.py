@@ -55,11 +55,11 @@ class CompiledPlanner(Planner):
                 "for the model without torch.compile"
             )
         step = prepare_step(request)
-        if step.shards is not None:
+        if step.is_shared:
             raise ValueError(
-                "model: it is compiled and sharded by fully_shard, and what compiled code saves of "
-                "gathered parameters is not planned. Leave torch.compile out, or checkpoint blocks "
-                "in place of a plan: recollect.checkpointed(block)"
+                "model: it is compiled, and its parameters are distributed by fully_shard or as "
+                "DTensor: what compiled code saves of them is not planned. Leave torch.compile "
+                "out, or checkpoint blocks in place of a plan: recollect.checkpointed(block)"
             )
         sites = find_sites(request.model)
         if step.on_cuda:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.compiled.planner import CompiledPlanner
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
@@ -185,9 +185,10 @@ def frontier(
     In a group of processes each one has its own. A step that communicates has none, since every
     question to it may run steps.
     """
-    if isinstance(model, nn.Module) and shards_of(model) is not None and ranks_of(model):
+    is_shared = isinstance(model, nn.Module) and (shards_of(model) or is_parallel(model))
+    if is_shared and ranks_of(model):
         raise ValueError(
-            "model: it is sharded by fully_shard over several processes, which plan together: "
+            "model: its parameters are distributed over several processes, which plan together: "
             "recollect.plan(model, batch, budget) on every rank says what is the least feasible "
             "budget"
         )

@@ -2,7 +2,8 @@
 
 To make a plan, steps are run. If a step communicates, all processes have to run it equally often,
 or they hang, or add up values of different steps. `together` sees to that for models that
-``fully_shard`` was applied to; what communicates in other ways is refused here.
+``fully_shard`` or ``parallelize_module`` were applied to; what communicates in other ways is
+refused here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.dtensors import ranks_of_parts
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.groups import collectives_begun, has_peers, is_in_stage
 from recollect._torch.modes import DispatchMode
 from recollect._torch.modules import known_class
@@ -66,14 +68,12 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
     obstacle = None if shards is None else shards.obstacle()
     if obstacle is not None:
         raise ValueError(f"model: it is sharded by fully_shard, and {obstacle}")
-    sharded = set() if shards is None else {id(each) for each in shards.parameters()}
-    kind = known_class("torch.distributed.tensor", "DTensor")
-    for name, parameter in model.named_parameters():
-        if kind is not None and isinstance(parameter, kind) and id(parameter) not in sharded:
-            raise ValueError(
-                f"model: its {name} is a DTensor, a part of which is in each process. Plans are "
-                f"for models whose parameters are plain tensors. {_REGIONS}"
-            )
+    if not runs_steps and is_parallel(model):
+        raise ValueError(
+            "model: it has DTensor parameters, and a plan from a step that the loop runs may "
+            "exceed its budget. Pass the batch: recollect.fit(model, batch, budget, loss=..., "
+            "optimizer=...)"
+        )
     for wrapper in _wrappers_of(model) if runs_steps else ():
         _check_not_static(wrapper)
 
@@ -98,9 +98,8 @@ def ranks_of(model: Any, *, sends: bool = False) -> list[int] | None:
     if not has_peers() or not isinstance(model, nn.Module):
         return None
     shards = shards_of(model)
-    if shards is not None:
-        ranks = shards.ranks
-    else:
+    ranks = sorted({*([] if shards is None else shards.ranks), *ranks_of_parts(model)})
+    if not ranks:
         groups = [each.process_group for each in _wrappers_of(model)]
         ranks = sorted(dist.get_process_group_ranks(groups[0])) if groups else []
         if not ranks and (sends or is_in_stage(model)):

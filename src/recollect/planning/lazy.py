@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.checks.place import warn_user
 from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.graph.graph import Graph
@@ -53,7 +53,8 @@ class LazyPlan:
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
-        offloads = self.offload and len(recordings) == 1 and shards_of(model) is None
+        is_shared = shards_of(model) is not None or is_parallel(model)
+        offloads = self.offload and len(recordings) == 1 and not is_shared
         link = measured_link(live.device) if offloads else None
         graph = replace(live.graph(), base=live.later_base(model), link=link)
         made = [*map(bytes_by_module, recordings)]
@@ -65,6 +66,8 @@ class LazyPlan:
         )
         local = Local(graph, profile.made, kinds[0].signature, state, live.gradients, others)
         talks = next(filter(None, map(communicating_op, recordings)), None)
+        if is_parallel(model):
+            talks = None  # its collectives never run again
         plan = make_traced_plan(
             model,
             profile,

@@ -96,11 +96,11 @@ def prepare_step(request: Request) -> TrainingStep:
 
 def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
     """The link to the host, if results may be offloaded."""
-    if step.shards is not None:
+    if step.is_shared:
         if offload is True:
             raise ValueError(
-                "offload=True: the results of a model that is sharded by fully_shard are kept or "
-                "recomputed, and not offloaded. Leave it out"
+                "offload=True: the results of a model that is sharded by fully_shard, or has "
+                "DTensor parameters, are kept or recomputed, and not offloaded. Leave it out"
             )
         return None
     link = measured_link(step.device) if offload else None

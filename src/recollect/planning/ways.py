@@ -265,8 +265,9 @@ def with_overhead(profile: Profile, bench: Bench) -> Profile:
         costs["offload_cost"] = _unit_cost(graph, "offload_cost", schedule, kept, timing)
     graph = replace(graph, engine_cost=in_forward, **costs)
     # What varies has to be checked in every step, which only the replay engine does, op by op.
-    # And hooks around units must not run again with a module.
-    if in_forward > _LITTLE * profile.seconds and not (graph.varies or graph.units):
+    # And hooks around units must not run again with a module, nor must collectives.
+    is_alone = not (graph.varies or graph.units or bench.step.is_shared)
+    if in_forward > _LITTLE * profile.seconds and is_alone:
         graph = replace(graph, module_costs=_module_costs(graph, bench))
     return replace(profile, graph=graph)
 

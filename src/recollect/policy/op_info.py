@@ -58,8 +58,14 @@ _DISCRETE = _aten(
 #: The same, in these overloads only.
 _DISCRETE_OVERLOADS = ("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim")
 
-#: Namespaces of communication between processes.
-_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
+#: Namespaces of communication between processes. The results of functional collectives are there
+#: after one of these waits, which return their argument.
+_FUNCTIONAL = ("_c10d_functional::", "_dtensor::")
+_COLLECTIVES = (*_FUNCTIONAL, "_c10d_functional_autograd::")
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+
+#: Why a policy keeps the results of collectives.
+COLLECTIVE = "collective"
 
 #: Ops that policies never see. Forward and recomputation detach a different number of times, and
 #: our checks read the metadata of tensor subclasses through ops.
@@ -77,6 +83,7 @@ _FUNCTIONS = (
     *_OF_TORCH,
     *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),
     *("torch_attn::", "torchvision::", "bitsandbytes::"),
+    *_FUNCTIONAL,
 )
 
 #: Ops that write to running statistics although their schemas do not say so.
@@ -184,6 +191,8 @@ class OpInfo:
         self.is_alias = name == "aten::_unsafe_view" or any(self.returned_aliases or ())
         #: Whether it communicates with other processes.
         self.communicates = name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
+        #: Whether its results are there only after a wait.
+        self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
         is_in_place = name.startswith(_IN_PLACE_COLLECTIVES)
         #: Whether autograd does not count its writes, and would use the changed tensor.
         self.writes_uncounted = is_in_place and name not in _WRITING_NOTHING
@@ -235,7 +244,7 @@ class OpInfo:
         if self.name in _DISCRETE or str(self.op) in _DISCRETE_OVERLOADS:
             return "discrete"
         if self.name.startswith(_COLLECTIVES):
-            return "collective"
+            return COLLECTIVE
         if self.is_random and not self.name.startswith(_OF_TORCH):
             return "random, by another library"
         return None

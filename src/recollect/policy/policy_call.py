@@ -6,6 +6,7 @@ match have a pair of hooks. A rule that matched nothing is reported at the end (
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,13 +15,15 @@ from weakref import ref
 import torch
 from torch import nn
 
+from recollect._torch.dtensors import is_redistributing
 from recollect._torch.modes import no_function_modes
 from recollect._torch.modules import compiled_in, hook_module, unhook_module
 from recollect.checks.names import model_of, plain_name
 from recollect.checks.place import warn_user
 from recollect.naming import Listener, listening
-from recollect.policy.op_info import OpInfo
+from recollect.policy.op_info import COLLECTIVE, OpInfo
 from recollect.policy.rules import (
+    CheckpointPolicy,
     FunctionRule,
     ModuleRule,
     OpRule,
@@ -30,7 +33,7 @@ from recollect.policy.rules import (
     fits,
     listed,
 )
-from recollect.policy.rulings import OpRuling, Rulebook, Ruling, rulebook_of
+from recollect.policy.rulings import DEFAULT, OpRuling, Rulebook, Ruling, rulebook_of
 from recollect.state.module_state import index_of
 from recollect.state.reachable import Reachable
 
@@ -124,7 +127,7 @@ class PolicyCall:
                 finally:
                     # The context outlives the call, and must not hold the result.
                     context.op_output = None
-                return rulebook.ruling_of_function(rank, value, known.info)
+                return _unless_redistributing(rulebook.ruling_of_function(rank, value, known.info))
             if type(rule) is ModuleRule:
                 if self.inside[rank]:
                     rulebook.unmatched.discard(rank)
@@ -133,7 +136,7 @@ class PolicyCall:
                 self._counts[rank] += 1
                 if self._counts[rank] % rule.n == 0:
                     return rulebook.rulings[rank]
-        return known.ruling
+        return _unless_redistributing(known.ruling)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """``tensor`` was given a name."""
@@ -250,3 +253,13 @@ def _visible(root: nn.Module) -> _Named:
     hidden = {id(each) for module in root.modules() for each in compiled_in(module)}
     pairs = root.named_modules(remove_duplicate=False)
     return [(plain_name(name), module) for name, module in pairs if id(module) not in hidden]
+
+
+def _unless_redistributing(ruling: Ruling) -> Ruling:
+    """``ruling``, unless it keeps by default what a ``DTensor`` communicates.
+
+    That is part of an op on the whole, as is what it communicates inside of its other ops. With
+    sequence parallelism the results are what a policy is there to free.
+    """
+    is_kept = ruling.reason == COLLECTIVE and ruling.decision is CheckpointPolicy.PREFER_SAVE
+    return DEFAULT if is_kept and is_redistributing(sys._getframe(1)) else ruling

@@ -35,7 +35,7 @@ class Ruling:
 
 
 #: No rule has decided: ranked behind all rules.
-_DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
+DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
 
 
 class OpRuling:
@@ -109,7 +109,7 @@ class Rulebook:
                 per_call.append((rank, rule))
             else:
                 ruling = self.rulings[rank]
-        return OpRuling(info, self._protected(ruling or _DEFAULT, info), per_call)
+        return OpRuling(info, self._protected(ruling or DEFAULT, info), per_call)
 
     def ruling_of_function(self, rank: int, value: Any, info: OpInfo) -> Ruling:
         """The ruling by a policy function that returned ``value``."""

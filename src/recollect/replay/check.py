@@ -29,6 +29,7 @@ from recollect._torch.autograd import (
     without_history,
 )
 from recollect._torch.devices import current_stream_key, is_current_stream
+from recollect._torch.dtensors import is_on_parts, local_tensor
 from recollect._torch.modes import (
     DispatchMode,
     dispatch_mode_count,
@@ -39,15 +40,17 @@ from recollect._torch.modes import (
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key, version_of
-from recollect.policy.op_info import op_info, tensors_in
+from recollect.policy.op_info import op_info
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
     WRONG_IN_MODES,
+    Leaves,
     OutsideTensor,
     TensorNumbers,
     call_mode,
     flatten,
+    locals_in,
     metadata_of,
     rounds_differently_in_modes,
     same_constant,
@@ -134,6 +137,7 @@ class Checker:
                     self._remat.before_write(leaf)
         if self._rest is not None:
             self.recorded = self._rest.finish(result)
+        self._remat.count_writes_to(tree_leaves(result))
         self._remat.end(as_recorded=self.difference is None)
         return self.difference
 
@@ -174,7 +178,7 @@ class Checker:
         for op, generator in expected.draws:
             self._remat.states[op] = generator.get_state()
         if expected.call.changes_metadata:
-            for tensor in tensors_in(values):
+            for tensor in locals_in(values):
                 self._written += self._remat.before_metadata_change(tensor)
         self._is_inside = True
         try:
@@ -204,7 +208,7 @@ class Checker:
         if not is_other and func not in EXPOSING:
             with _CopyOnWrite(self._remat):
                 return func(*args, **kwargs)
-        for tensor in tensors_in(values):
+        for tensor in locals_in(values):
             self._remat.before_write(tensor)
         return func(*args, **kwargs)
 
@@ -233,15 +237,19 @@ class Checker:
     def _fits(self, expected: ExpectedCall, values: Any) -> bool:
         """Whether the arguments match the recording."""
         if expected.form is not None:
-            leaves: list[Any] = []
+            leaves = Leaves()
             if [flatten(value, leaves) for value in values] != expected.form:
                 return False
             values = leaves
+            wrappers = leaves.wrappers
+        else:
+            wrappers = None
         known, versions = self._numbers.tensors, self._numbers.versions
         for place, number, writes in expected.tensors:
             value = values[place]
             if number >= len(known):
-                if not self._bind(value, number):
+                wrapper = wrappers.get(place) if wrappers else None
+                if not self._bind(value, number, wrapper):
                     return False
                 continue
             before = versions[number]
@@ -259,8 +267,11 @@ class Checker:
                 return False
         return True
 
-    def _bind(self, tensor: Any, number: int) -> bool:
-        """Bind ``tensor`` to the outside tensor of this number, if it matches."""
+    def _bind(self, tensor: Any, number: int, wrapper: _Tensor | None) -> bool:
+        """Bind ``tensor`` to the outside tensor of this number, if it matches.
+
+        ``wrapper``: the ``DTensor`` that it is the local tensor of, if it is.
+        """
         outside = self._recording.outsides.get(number)
         numbers = self._numbers
         if (
@@ -275,7 +286,9 @@ class Checker:
         value = outside.value
         if value is not None and number in self._recording.schedule.outsides:
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
-            self._remat.keep(value, without_history(tensor), value.layout, away=away)
+            held = self._remat.keep(value, without_history(tensor), value.layout, away=away)
+            if wrapper is not None:
+                held.count_by(wrapper)
         return True
 
     def _is_at_place(self, tensor: _Tensor, outside: OutsideTensor) -> bool:
@@ -314,6 +327,7 @@ class Checker:
             hold_for_good(ticket)
             return
         pack = expected.call.packed[0]
+        tensor = local_tensor(tensor)
         number = self._numbers.number_of(tensor)
         if pack.view is not None and not (
             number is not None
@@ -333,7 +347,7 @@ class Checker:
         known = numbers.tensors
         number = len(known)
         if expected.only is None or number != expected.first_out or type(out) is not _Tensor:
-            self._end_with_care(expected, tensors_in(out))
+            self._end_with_care(expected, locals_in(out))
             return
         key = id(out)
         other = numbers.by_id.get(key)
@@ -392,7 +406,7 @@ class Checker:
 
     def _note_writes(self, expected: ExpectedCall, values: tuple[Any, ...]) -> None:
         """Keep the written tensors that the schedule holds, and count the writes to held ones."""
-        for tensor in tensors_in(values):
+        for tensor in locals_in(values):
             known = self._numbers.number_of(tensor)
             for number, value, layout, away in expected.caught_args:
                 if known == number:
@@ -414,7 +428,7 @@ class Checker:
         """Hold the saved tensors that the schedule holds, and drop the others."""
         for place, value, layout, away in expected.caught_packed:
             hold_for_good(tickets[place])
-            self._remat.keep(value, tickets[place][0], layout, away=away)
+            self._remat.keep(value, local_tensor(tickets[place][0]), layout, away=away)
         dropped = self._remat.tickets
         # An opaque function may save more or fewer tensors than when it was recorded.
         saved = repeat(None) if expected.call.is_opaque else expected.saved
@@ -438,6 +452,8 @@ class _CopyOnWrite(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_on_parts(types):
+            return NotImplemented
         info = op_info(func)
         kwargs = kwargs or {}
         if info.writes:

@@ -161,7 +161,7 @@ def replay_region(
     if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
         _take(known, policy, entry)
     recording = entry.recording  # once: another thread may change it
-    if recording is None and policy is None and entry.is_new():
+    if recording is None and not isinstance(policy, NamedSchedule) and entry.is_new():
         # Sharded parameters. Recording would find them too, but that call would hold everything.
         module = getattr(function, "__self__", function)
         part = sharded_part(module) if isinstance(module, torch.nn.Module) else None

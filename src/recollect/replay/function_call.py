@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.backends import opt_einsum
 
+from recollect._torch.dtensors import is_wrapper, local_tensor, spec_of
 from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
 from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
 from recollect.policy.op_info import tensors_in
@@ -52,14 +53,39 @@ def call_mode(function: Any) -> Any:
     return mode
 
 
-def flatten(value: Any, leaves: list[Any]) -> Any:
+class Leaves(list[Any]):
+    """The tensors and constants among the arguments of a function.
+
+    Instead of a ``DTensor`` there is its local tensor; ``wrappers`` has the former, by place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrappers: dict[int, _Tensor] = {}
+
+    def add_wrapper(self, tensor: _Tensor) -> Any:
+        """Append the local tensor of ``tensor``. Returns how that is wrapped."""
+        self.wrappers[len(self)] = tensor
+        self.append(local_tensor(tensor))
+        return "wrapped", spec_of(tensor), tensor.requires_grad
+
+
+def locals_in(value: Any) -> list[_Tensor]:
+    """The tensors in ``value``, in lists and tuples too; instead of a ``DTensor`` the local one."""
+    return [local_tensor(tensor) for tensor in tensors_in(value)]
+
+
+def flatten(value: Any, leaves: Leaves) -> Any:
     """Append the tensors and constants in ``value`` to ``leaves``.
 
     Returns the containers around them, in a form that can be compared; None if there are none. A
     tuple of constants is one constant: most are the same object in every call.
     """
     kind = type(value)
-    if kind not in _USUAL and not isinstance(value, _Tensor):
+    if isinstance(value, _Tensor):
+        if is_wrapper(kind):
+            return leaves.add_wrapper(value)
+    elif kind not in _USUAL:
         if isinstance(value, (tuple, list)) and kind is not torch.Size:
             if kind is not tuple or not all(map(is_comparable, value)):
                 return kind, *[flatten(each, leaves) for each in value]
@@ -164,6 +190,8 @@ class FunctionCall:
     #: Whether the shapes that it returns depend on data; the metadata, if they may differ.
     depends_on_data: bool = False
     metadata: list[Metadata] | None = None
+    #: Whether there is a ``DTensor`` among the arguments.
+    is_on_parts: bool = False
     #: The ops that draw random numbers.
     draws: list[RecordedOp] = field(default_factory=list)
 

@@ -5,12 +5,13 @@ Copy-on-write is here: `HeldTensor.before_write` copies a held tensor before an 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 
-from recollect._torch.autograd import without_graph
+from recollect._torch.autograd import without_graph, without_history
+from recollect._torch.dtensors import is_wrapper
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
 from recollect.graph.release import find_needs
@@ -41,12 +42,15 @@ def hold_for_good(ticket: Ticket) -> None:
 class HeldTensor:
     """A tensor of a value, on the device or in a store."""
 
-    __slots__ = ("away", "layout", "tensor", "version")
+    __slots__ = ("away", "counter", "layout", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, layout: Layout, version: int | None) -> None:
         self.layout = layout
         self.version = version
         self.tensor = tensor
+        #: The tensor whose version counts writes, if it is another one: writes to a ``DTensor`` are
+        #: not counted for its local tensor.
+        self.counter: torch.Tensor | None = None
         self.away: OffloadedTensor | None = None
 
     @property
@@ -66,17 +70,26 @@ class HeldTensor:
         if self.away is not None:
             self.away.before_write()
         elif self.is_unchanged():  # else backward raises
-            self.tensor = copy_of_storage(self.tensor)
+            self.tensor, self.counter = copy_of_storage(self.tensor), None
             self.version = version_of(self.tensor)
 
     def is_unchanged(self) -> bool:
         """Whether the tensor is on the device, and has not been written to."""
-        return self.away is None and version_of(self.tensor) == self.version
+        return self.away is None and self._version() == self.version
+
+    def _version(self) -> int | None:
+        return version_of(self.tensor if self.counter is None else self.counter)
+
+    def count_by(self, wrapper: torch.Tensor) -> None:
+        """Have writes counted by a ``DTensor`` that wraps the tensor."""
+        if self.away is None:
+            self.counter = without_history(wrapper)
+            self.version = version_of(self.counter)
 
     def count_version(self) -> None:
         """Accept the current version: the writes so far were known."""
         if self.away is None:
-            self.version = version_of(self.tensor)
+            self.version = self._version()
         else:
             self.away.count_version()
 
@@ -85,7 +98,7 @@ class HeldTensor:
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
         tensor = self.tensor
-        if is_guarded and version_of(tensor) != self.version:
+        if is_guarded and self._version() != self.version:
             raise source_changed(tensor)
         return tensor if self.layout is own else view_of(tensor, self.layout, own)
 
@@ -117,6 +130,13 @@ class HeldValues:
         if away:
             self.send(value)
         return held
+
+    def count_writes_to(self, result: Iterable[Any]) -> None:
+        """Notice writes to what a region returned, in a ``DTensor`` too."""
+        for tensor in result:
+            if is_wrapper(type(tensor)):
+                for held in self.held_of(tensor):
+                    held.count_by(tensor)
 
     def send(self, value: RecordedValue) -> None:
         """Offload ``value``, if it is still held and fills its storage."""

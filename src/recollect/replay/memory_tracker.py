@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import cast_weight, is_in_custom_function, without_history
+from recollect._torch.dtensors import local_tensor, spec_of
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import CAST, bare_op
 from recollect._torch.tensors import (
@@ -77,10 +78,18 @@ class MemoryTracker:
     Args:
         remat: Holds the call's values.
         earlier: Holds the values of the first part of the call, if only the rest is recorded.
+        accepts_parts: Whether tensors may be distributed: see `accepts`.
     """
 
-    def __init__(self, remat: Rematerializer, earlier: Rematerializer | None) -> None:
+    def __init__(
+        self,
+        remat: Rematerializer,
+        earlier: Rematerializer | None,
+        *,
+        accepts_parts: bool = False,
+    ) -> None:
         self.remat = remat
+        self.accepts_parts = accepts_parts
         self.earlier = earlier
         self.graph = remat.graph
         self.numbers = TensorNumbers()
@@ -133,6 +142,15 @@ class MemoryTracker:
         if self.stopped is None:
             self.stopped = reason
 
+    def accepts(self, tensor: _Tensor) -> bool:
+        """Whether ``tensor`` is supported.
+
+        A ``DTensor`` is so under a plan alone. Its collectives must not run again, lest ranks
+        disagree on them, and without a plan that holds more than a rerun.
+        """
+        local = local_tensor(tensor)
+        return is_plain_tensor(local) and (local is tensor or self.accepts_parts)
+
     def stop_at(self, tensor: _Tensor) -> None:
         """Hold everything from now on, since ``tensor`` is not supported."""
         self.stop(unsupported_tensor(tensor))
@@ -146,22 +164,23 @@ class MemoryTracker:
             storage.tensors.append(number)
         return number
 
-    def argument(self, tensor: _Tensor, *, offloads: bool) -> int:
+    def argument(self, tensor: _Tensor, *, offloads: bool, wrapper: _Tensor | None = None) -> int:
         """The number of ``tensor``, an argument of a function; -1 if it is not supported.
 
         ``offloads``: offload it if it is an activation that the region gets as an input.
+        ``wrapper``: the ``DTensor`` that it is the local tensor of, if it is.
         """
         number = self.numbers.number_of(tensor)
         if number is not None:
             self.find_changes(tensor, number)
-        elif is_plain_tensor(tensor):
-            number = self._add_outside(tensor, offloads)
+        elif is_plain_tensor(tensor) and (wrapper is None or self.accepts_parts):
+            number = self._add_outside(tensor, offloads, wrapper)
         else:
-            self.stop_at(tensor)
+            self.stop_at(tensor if wrapper is None else wrapper)
             return -1
         return number
 
-    def _add_outside(self, tensor: _Tensor, offloads: bool) -> int:
+    def _add_outside(self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None) -> int:
         """Add a tensor that no function has made."""
         number = len(self._seen)
         outside = self.outsides[number] = OutsideTensor(number, metadata_of(tensor))
@@ -170,7 +189,9 @@ class MemoryTracker:
             storage = self.add(tensor, number)
             value = outside.value = storage.value
             away = offloads and tensor.requires_grad and not tensor.is_leaf
-            self.remat.keep(value, without_history(tensor), value.layout, away=away)
+            held = self.remat.keep(value, without_history(tensor), value.layout, away=away)
+            if wrapper is not None:
+                held.count_by(wrapper)
         elif storage.outside is not None:
             outside.twin = (storage.outside, start_of(tensor) - storage.start)
         else:
@@ -179,8 +200,13 @@ class MemoryTracker:
             storage.is_exposed = True
             alive = (n for n in storage.tensors if self.numbers.tensors[n]() is not None)
             outside.host = next(alive, None)
-            if outside.host is None:
+            if outside.host is None and storage.value.number in self.remat.kept:
                 self.stop("a view of a storage that no other tensor is left of")
+            elif outside.host is None:
+                # A function has left it somewhere, and does not return it.
+                storage = self.add(tensor, number)
+                storage.is_exposed, storage.value.unsure = True, OPAQUE
+                outside.value = storage.value
         return self.number(tensor, storage)
 
     # --- storages ---------------------------------------------------------------------------------
@@ -191,7 +217,7 @@ class MemoryTracker:
         if number is not None:
             return self._storage_of[number]
         try:
-            untyped = tensor.untyped_storage()
+            untyped = local_tensor(tensor).untyped_storage()
             found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
         except (RuntimeError, NotImplementedError):  # it has none
             return None
@@ -249,8 +275,8 @@ class MemoryTracker:
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
         """The same, of a tensor on a known storage."""
         own = storage.value.layout
-        layout = layout_of(tensor, storage.start)
-        return View(storage.value, own if layout == own else layout)
+        layout = layout_of(local_tensor(tensor), storage.start)
+        return View(storage.value, own if layout == own else layout, spec_of(tensor))
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""

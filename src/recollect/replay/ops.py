@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from recollect._torch.devices import default_device_type
+from recollect._torch.dtensors import is_on_parts, waiting
 from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_modes
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import is_plain_tensor
-from recollect.policy.op_info import OpInfo, op_info, tensors_in
+from recollect._torch.tensors import finds_shapes, is_plain_tensor
+from recollect.policy.op_info import COLLECTIVE, OpInfo, op_info, tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
@@ -46,8 +47,12 @@ class OpRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
+        if is_on_parts(types):
+            return NotImplemented
         info = op_info(func)
         tracker = self._tracker
+        if finds_shapes():
+            return info.call(*args, **(kwargs or {}))
         if tracker.is_idle():
             kwargs = kwargs or {}
             if info.writes:
@@ -86,7 +91,7 @@ class OpRecorder(DispatchMode):
     def _run(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         tracker = self._tracker
         args = info.without_idle_state(args)
-        op = tracker.new_op(info.op, info.call)
+        op = tracker.new_op(info.op, waiting(info.call) if info.is_asynchronous else info.call)
         written: _Written = {}
         if info.writes:
             written = self._written(info, args, kwargs)
@@ -200,6 +205,9 @@ class OpRecorder(DispatchMode):
         if info.uses_library_rng(args):
             why_kept = "random, by a state of its library"
         insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
+        if info.communicates and not insists:
+            # Which ops run again depends on layouts, and so on the rank: others may not take part.
+            why_kept = COLLECTIVE
         if not insists and not info.is_function(args, kwargs):
             why_kept = FOREIGN
         if op.key is not None and why_kept is None:

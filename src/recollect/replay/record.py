@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from recollect._torch.autograd import cast_weight
 from recollect._torch.devices import current_stream_key, is_current_stream
+from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import (
     any_autocast_enabled,
     dispatch_mode_count,
@@ -24,8 +25,6 @@ from recollect._torch.modes import (
 )
 from recollect._torch.ops import is_of_torch, is_op_of_others
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import is_plain_tensor
-from recollect.policy.op_info import tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.replay.function_call import (
     EXPOSING,
@@ -35,10 +34,12 @@ from recollect.replay.function_call import (
     UNSUPPORTED,
     WRONG_IN_MODES,
     FunctionCall,
+    Leaves,
     PackedTensor,
     call_mode,
     flatten,
     is_comparable,
+    locals_in,
     metadata_of,
     rounds_differently_in_modes,
 )
@@ -68,10 +69,10 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._remat = remat
-        self._tracker = MemoryTracker(remat, earlier)
+        is_planned = self._is_planned = isinstance(query, ScheduleQuery)
+        self._tracker = MemoryTracker(remat, earlier, accepts_parts=is_planned)
         self._calls: list[FunctionCall] = []
         self._offload_inputs = offload_inputs
-        self._is_planned = isinstance(query, ScheduleQuery)
         #: The tickets of the running function, each with the storage of its tensor.
         self._tickets: list[tuple[Ticket, RecordedStorage | None]] = []
         self._query = query
@@ -112,6 +113,7 @@ class Recorder(TorchFunctionMode):
         remat.release_unneeded()
         # A plan has no room for copies of saved outputs. Autograd raises if they are changed.
         remat.copy_outputs(set(saved_by(self._calls)) if self._is_planned else ())
+        remat.count_writes_to(tree_leaves(result))
         return Recording(
             tracker.graph,
             self._calls,
@@ -146,7 +148,7 @@ class Recorder(TorchFunctionMode):
         tracker = self._tracker
         if tracker.is_idle() or func in METADATA:
             if tracker.stopped is not None and func in EXPOSING:
-                for tensor in tensors_in(args):
+                for tensor in locals_in(args):
                     tracker.protect(tensor)
             return func(*args, **kwargs)
         tracker.end_function()
@@ -154,7 +156,7 @@ class Recorder(TorchFunctionMode):
         values = (*args, *kwargs.values())
         rounds_otherwise = rounds_differently_in_modes(func, values)
         if func in WRONG_IN_MODES or (rounds_otherwise and "out" in kwargs):
-            for tensor in tensors_in(values):
+            for tensor in locals_in(values):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")
             with no_dispatch_modes():
@@ -197,14 +199,15 @@ class Recorder(TorchFunctionMode):
         # Python.
         call.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
         call.own = None if is_of_torch(func) else func
-        leaves: list[Any] = []
+        leaves = Leaves()
         form = [flatten(value, leaves) for value in values]
         if any(each is not None for each in form):
             call.form = form
         call.arity = len(values)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, _Tensor):
-                number = tracker.argument(leaf, offloads=self._offload_inputs)
+                wrapper = leaves.wrappers.get(place)
+                number = tracker.argument(leaf, offloads=self._offload_inputs, wrapper=wrapper)
                 call.tensors[place] = number
                 if number >= 0:
                     call.writes[place] = tracker.numbers.writes_to(leaf, number)
@@ -215,10 +218,11 @@ class Recorder(TorchFunctionMode):
         call.first_value = len(tracker.graph.values)
         if tracker.is_idle():
             return call
+        call.is_on_parts = bool(leaves.wrappers)
         if func in EXPOSING:
-            for tensor in tensors_in(args):
+            for tensor in locals_in(args):
                 tracker.expose(tensor)
-        elif func == _DATA and (storage := tracker.storage(args[0])) is not None:
+        elif func == _DATA and (storage := tracker.storage(leaves[0])) is not None:
             storage.has_data = True
         return call
 
@@ -235,11 +239,11 @@ class Recorder(TorchFunctionMode):
         if tracker.stopped is not None:
             self._give_up(call)
             return
-        if len(call.draws) > 1:
+        if len(call.draws) > 1 or (call.is_on_parts and _moves_generators(call)):
             # Later calls know the generator's state before the function only.
             for op in call.draws:
                 op.later = "random, several draws in one function"
-        returned = tensors_in(out)
+        returned = locals_in(out)
         if call.is_opaque:
             self._end_opaque(call, returned, values)
         for tensor in returned:
@@ -276,7 +280,7 @@ class Recorder(TorchFunctionMode):
                 storage.value.unsure = OPAQUE
                 storage.is_exposed = True
         if call.own is not None:
-            for tensor in tensors_in(values):
+            for tensor in locals_in(values):
                 tracker.expose(tensor)
 
     def _returned(self, tensor: _Tensor, storage: RecordedStorage, call: FunctionCall) -> View:
@@ -298,6 +302,7 @@ class Recorder(TorchFunctionMode):
         """Remember a saved tensor, to notice later writes to it."""
         tracker = self._tracker
         # Autograd saves a result as another tensor object than the one returned.
+        tensor = local_tensor(tensor)
         for each in (tensor, *returned):
             number = tracker.numbers.number_of(each)
             if number is not None and (each is tensor or tracker.storage(each) is storage):
@@ -307,7 +312,7 @@ class Recorder(TorchFunctionMode):
     def _note_changed(self, call: FunctionCall, values: _Args) -> None:
         """Record through which arguments the function wrote to which values."""
         tracker = self._tracker
-        for tensor in tensors_in(values):
+        for tensor in locals_in(values):
             number = tracker.numbers.number_of(tensor)
             storage = tracker.storage(tensor)
             if number is not None and storage is not None and _is_made_in(call, storage.value):
@@ -333,13 +338,13 @@ class Recorder(TorchFunctionMode):
 
     def _pack_between(self, ticket: Ticket, tensor: _Tensor) -> None:
         """A custom function saves a tensor, outside of all functions of torch."""
-        tracker = self._tracker
-        number = tracker.numbers.number_of(tensor)
+        tracker, local = self._tracker, local_tensor(tensor)
+        number = tracker.numbers.number_of(local)
         view = writes = None
         if number is not None:
-            tracker.find_changes(tensor, number)
-            view = self._saved(tensor, tracker.storage(tensor))
-            writes = tracker.numbers.writes_to(tensor, number)
+            tracker.find_changes(local, number)
+            view = self._saved(tensor, tracker.storage(local))
+            writes = tracker.numbers.writes_to(local, number)
         first = len(tracker.graph.ops)
         between = FunctionCall(None, None, (first, first))
         storage = _made_storage(tracker.storage(tensor))
@@ -351,13 +356,13 @@ class Recorder(TorchFunctionMode):
         """The view to recompute ``tensor`` by; None if autograd holds it."""
         tracker = self._tracker
         if storage is None:
-            if not is_plain_tensor(tensor):
+            if not tracker.accepts(tensor):
                 tracker.stop_at(tensor)
                 return None
             weight = cast_weight(tensor)
             if weight is None or tracker.storage(weight) is None:
                 return None
-            storage = tracker.locate(tensor)
+            storage = tracker.locate(local_tensor(tensor))
             assert storage is not None
         held = self._remat.kept.get(storage.value.number)
         is_away = held is not None and held.away is not None
@@ -386,6 +391,11 @@ def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:
         # Without lengths, the fourth argument tells whether there are biases.
         return len(args) < 4 or not isinstance(args[3], bool)
     return function in UNREADABLE or not (is_of_torch(function) or is_op_of_others(function))
+
+
+def _moves_generators(call: FunctionCall) -> bool:
+    """Whether a ``DTensor`` has the generator draw from another place than that it was at."""
+    return any(op.generator is not None and op.generator.device.type != "cpu" for op in call.draws)
 
 
 def _is_made_in(call: FunctionCall, value: RecordedValue) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from recollect._torch.dtensors import wrapped
+
 #: Size, strides and offset (in elements) of a tensor, its dtype, and the offset in bytes. Offsets
 #: are relative to the first tensor seen on the storage, whose own offset may differ per call.
 Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
@@ -113,15 +115,19 @@ class RecordedValue:
 
 
 class View:
-    """A tensor, as an argument of an op or as autograd saved it."""
+    """A tensor, as an argument of an op or as autograd saved it.
 
-    __slots__ = ("is_own", "layout", "maker", "value")
+    ``spec``: of a ``DTensor``, whose local tensor has the layout.
+    """
 
-    def __init__(self, value: RecordedValue, layout: Layout) -> None:
+    __slots__ = ("is_own", "layout", "maker", "spec", "value")
+
+    def __init__(self, value: RecordedValue, layout: Layout, spec: Any = None) -> None:
         self.value = value
         self.layout = layout
-        #: Whether it has the value's own layout.
-        self.is_own = layout is value.layout
+        self.spec = spec
+        #: Whether it is the tensor with the value's own layout.
+        self.is_own = layout is value.layout and spec is None
         #: Made on first use: most views of a recording are never used.
         self.maker: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -134,18 +140,31 @@ class View:
     def find_maker(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function that makes this view from a tensor in the value's own layout."""
         if self.maker is None:
-            self.maker = _view_maker(self.value.layout, self.layout)
+            make = _view_maker(self.value.layout, self.layout)
+            self.maker = make if self.spec is None else partial(_wrap_view, make, self.spec)
         return self.maker
+
+
+def _wrap_view(
+    make: Callable[[torch.Tensor], torch.Tensor], spec: Any, tensor: torch.Tensor
+) -> torch.Tensor:
+    return wrapped(make(tensor), spec)
 
 
 def _view_maker(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     """The fastest function from a tensor of the layout ``own`` to one of ``layout``."""
+    if layout is own:
+        return _itself
     size, stride, offset, dtype, _ = layout
     if dtype is not own[3] or offset != own[2]:
         return partial(view_of, own=own, layout=layout)
     if len(size) == 2 and (size[::-1], stride[::-1]) == own[:2]:
         return methodcaller("t")
     return methodcaller("as_strided", size, stride)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Views(list[Any]):

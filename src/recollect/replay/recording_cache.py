@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recollect._torch.dtensors import local_tensor, spec_of
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
 from recollect._torch.tensors import is_plain_tensor, metadata_test, unsupported_tensor
 from recollect.observer import observing
 from recollect.replay.function_call import casts, is_comparable, metadata_of
+from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.state.flags import Flags
 
@@ -118,7 +120,8 @@ def entry_of(
             is_same = before == about and len(tests) == len(values)
             if is_same and all(test(value) for test, value in zip(tests, values, strict=True)):
                 return entry
-        signs = [_signature_of(value) for value in values]
+        is_planned = isinstance(policy, NamedSchedule)
+        signs = [_signature_of(value, is_planned) for value in values]
     except RecursionError:
         raise UnsupportedArgument("an argument that contains itself") from None
     return _find(owner, about, values, signs)
@@ -194,15 +197,19 @@ class UnsupportedArgument(Exception):
     """The engine does not support an argument. Says which."""
 
 
-def _signature_of(value: Any) -> Any:
+def _signature_of(value: Any, accepts_parts: bool = True) -> Any:
+    """What is compared of an argument. ``accepts_parts``: whether it may be a ``DTensor``."""
     if isinstance(value, torch.Tensor):
-        if not is_plain_tensor(value):
+        local = local_tensor(value)
+        if not is_plain_tensor(local) or (local is not value and not accepts_parts):
             raise UnsupportedArgument(unsupported_tensor(value))
-        return metadata_of(value)
+        if local is value:
+            return metadata_of(value)
+        return metadata_of(local), spec_of(value), value.requires_grad
     if isinstance(value, (list, tuple)):
-        return type(value), *map(_signature_of, value)
+        return type(value), *(_signature_of(each, accepts_parts) for each in value)
     if isinstance(value, dict):
-        return dict, *((str(name), _signature_of(each)) for name, each in value.items())
+        return dict, *((str(n), _signature_of(each, accepts_parts)) for n, each in value.items())
     if isinstance(value, float):
         return float, repr(value)  # 0.0 and -0.0 differ, and all NaNs are equal
     return (type(value), value) if is_comparable(value) else type(value)

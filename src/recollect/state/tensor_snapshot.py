@@ -16,9 +16,11 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import set_version, view_base
+from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import DispatchMode, no_function_modes, unobserved
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import (
+    finds_shapes,
     inner_tensors,
     key_of_storage,
     memory_key,
@@ -214,6 +216,8 @@ class WriteLog(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if finds_shapes():
+            return func(*args, **kwargs)
         with no_function_modes():
             for position, name in op_info(func).written_arguments:
                 value = args[position] if position < len(args) else kwargs.get(name)
@@ -224,7 +228,8 @@ class WriteLog(DispatchMode):
             for tensor in _tensors_in(out):
                 key = memory_key(tensor)
                 if key is not None and key not in given and key not in self._made:
-                    self._made[key] = ref(tensor.untyped_storage(), self._forget(key))
+                    storage = local_tensor(tensor).untyped_storage()
+                    self._made[key] = ref(storage, self._forget(key))
         return out
 
     def _forget(self, key: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.state.module_state import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
@@ -34,7 +34,7 @@ class Attempt:
         Batch norm, which counts the batches that it has seen, must not see one twice. And other
         processes do not gather a second time what a sharded model would.
         """
-        if shards_of(self._model) is not None:
+        if shards_of(self._model) is not None or is_parallel(self._model):
             return False
         (values, numbers), (before, numbers_before) = _state_of(self._model), self._before
         if numbers != numbers_before or len(values) != len(before):

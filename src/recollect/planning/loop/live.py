@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
 from recollect.planning.loop.updates import Updates, local_bytes
@@ -27,7 +27,7 @@ from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
-from recollect.planning.recording.step import device_of, storage_sizes
+from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
 from recollect.replay.engine import obstacle_around
@@ -109,6 +109,7 @@ class LiveStep:
         self.is_followed = False
         #: Whether it has exchanged messages with another process, once there is a graph.
         self.has_messages = False
+        self._largest_collective = 0
         #: Whether backward has reached it, and whether one has that did not end.
         self._is_reached = self._is_running = False
         #: How many backwards have ended that were not its own.
@@ -233,6 +234,7 @@ class LiveStep:
         self._prices.settle()
         trace = self._trace.finish()
         self.has_messages = trace.has_messages
+        self._largest_collective = trace.largest_collective
         graph = build_graph(
             trace,
             self.recordings,
@@ -247,8 +249,8 @@ class LiveStep:
         gradients = sum(storage_sizes(gradients_of(model)))
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
-        shards = shards_of(model)
-        late = 0 if shards is None else shards.in_flight_bytes()
+        collective = self._largest_collective if is_parallel(model) else 0
+        late = late_bytes(shards_of(model), collective, self.device)
         held = local_bytes([*parameters_of(model), *model.buffers()]) + self.updates.state_bytes()
         return held + self.gradients + late
 

@@ -21,6 +21,7 @@ from recollect._torch.autograd import (
     backward_keeps_graph,
     current_graph_task,
 )
+from recollect._torch.dtensors import local_tensor
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
@@ -45,7 +46,7 @@ def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
     for tensor in _tensors(output):
         key = storage_key(tensor)
         if key is not None:
-            storage = tensor.untyped_storage()
+            storage = local_tensor(tensor).untyped_storage()
             storages[key] = ref(storage), storage.nbytes()
 
     def reached() -> None:

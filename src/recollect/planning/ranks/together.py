@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.groups import group_timeout
 from recollect.checks.place import warn_user
 from recollect.errors import CheckpointError, PlanWarning
@@ -156,7 +156,7 @@ class Meeting:
     ) -> Meeting:
         """What is said of ``model``, which is in ``state``."""
         tensors = tuple((name, text, trained) for name, text, _, trained in state.tensors)
-        is_sharded = shards_of(model) is not None
+        is_sharded = shards_of(model) is not None or is_parallel(model)
         return cls(type(model).__name__, tensors, repr(budget), is_sharded, forwards, obstacle)
 
 
@@ -167,9 +167,9 @@ def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:
     if len(same) < len(found) and about.is_sharded:
         other = next(rank for rank in found if rank not in same)
         raise ValueError(
-            f"model: this {about.model} is sharded over the ranks {list(found)}, and rank {other} "
-            f"plans for another model, {found[other].model}. Call {call} for the same model, in "
-            "the same order, on every rank"
+            f"model: this {about.model} is distributed over the ranks {list(found)}, and rank "
+            f"{other} plans for another model, {found[other].model}. Call {call} for the same "
+            "model, in the same order, on every rank"
         )
     budgets = _differing({rank: found[rank].budget for rank in same})
     if budgets:
@@ -335,7 +335,7 @@ def _attempt(step: TrainingStep, run: Callable[[], T]) -> T | _Failure:
     try:
         return run()
     except Exception as error:
-        if step.shards is not None:
+        if step.is_shared:
             raise  # in the middle of a step of all: nothing but the end of this helps the others
         is_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
         if is_memory:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch.fsdp import shards_of
+from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
@@ -97,7 +97,7 @@ def record_step(step: TrainingStep, link: Link | None, agree: Agree = bool) -> P
 
     ``agree``: whether something holds in all processes that record it, of whether it holds here.
     """
-    if step.shards is not None:
+    if step.is_shared:
         with step.undone(logs_writes=True):
             return profile_sharded(step, agree)
     for record in (profile_step, profile_with_least):
@@ -286,7 +286,10 @@ def _run_traced(
         unwrap_modules(step.model)
         unwrap_module(step.model)
     prices.settle()
-    return trace.finish(), recordings, base
+    found = trace.finish()
+    if is_parallel(step.model):
+        base += step.note_collective(found.largest_collective)
+    return found, recordings, base
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -348,7 +351,8 @@ def _build(
             "model whose forward runs once in a step: pass the part that does, such as its decoder"
         )
     (recording,) = recordings
-    talks = None if step.shards is None else communicating_op(recording)
+    is_plain = step.shards is not None and not is_parallel(step.model)
+    talks = communicating_op(recording) if is_plain else None
     if talks is not None:
         raise ValueError(
             f"model: a region of its plan communicates with other processes by itself ({talks}), "

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.devices import free_cuda_workspaces
-from recollect._torch.fsdp import put_gradients, shards_of
+from recollect._torch.fsdp import BACKEND_THREADS, Shards, is_parallel, put_gradients, shards_of
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors, storage_key
@@ -128,6 +128,10 @@ class TrainingStep:
         self.gradient_bytes = sum(storage_sizes(gradients_of(model)))
         #: What FSDP has made of the model, if it is sharded.
         self.shards = shards_of(model)
+        #: Whether it communicates, so that all processes which have the model run it equally often.
+        self.is_shared = self.shards is not None or is_parallel(model)
+        #: The most bytes that one collective of it takes and returns, once that was traced.
+        self.largest_collective = 0
 
     @property
     def on_cuda(self) -> bool:
@@ -199,9 +203,9 @@ class TrainingStep:
         )
 
     def check_call(self) -> None:
-        """Refuse a batch that a sharded model cannot be called with, before others wait for it."""
+        """Refuse a batch that the model cannot be called with, if other processes wait for it."""
         refusal = _refusal(self.model.forward, self.args, self.kwargs)
-        if self.shards is not None and refusal is not None:
+        if self.is_shared and refusal is not None:
             raise self._cannot_be_called(refusal)
 
     def clear_gradients(self) -> None:
@@ -262,7 +266,7 @@ class TrainingStep:
 
         Inside of `undone`, with ``logs_writes``.
         """
-        refused = collectives_refused() if self.shards is None else nullcontext()
+        refused = nullcontext() if self.is_shared else collectives_refused()
         with self._snapshot.log(), refused:
             self.run()
         self._written = self._snapshot.written
@@ -280,7 +284,13 @@ class TrainingStep:
 
     def late_bytes(self) -> int:
         """Bytes of collectives that may be there for longer than in the steps that were seen."""
-        return 0 if self.shards is None else self.shards.in_flight_bytes()
+        return late_bytes(self.shards, self.largest_collective, self.device)
+
+    def note_collective(self, nbytes: int) -> int:
+        """Note what one collective takes. Returns by how much the base grows with that."""
+        before = self.late_bytes()
+        self.largest_collective = max(self.largest_collective, nbytes)
+        return self.late_bytes() - before
 
     def _allocated_bytes(self) -> int:
         if self.on_cuda:
@@ -410,6 +420,15 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "the parameters were replaced? Make it from this one: "
             f"{type(optimizer).__name__}(model.parameters(), ...)"
         )
+
+
+def late_bytes(shards: Shards | None, collective: int, device: torch.device) -> int:
+    """Bytes of collectives that a backend may free late.
+
+    ``collective``: the most that one of the step itself takes.
+    """
+    late = 0 if shards is None else shards.in_flight_bytes()
+    return late + (BACKEND_THREADS * collective if device.type == "cpu" else 0)
 
 
 def device_of(model: nn.Module) -> torch.device:

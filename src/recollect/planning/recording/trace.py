@@ -21,14 +21,16 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import current_graph_task, without_history
+from recollect._torch.dtensors import is_on_parts, local_tensor
 from recollect._torch.fsdp import Shards
 from recollect._torch.groups import MESSAGES
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key
+from recollect._torch.tensors import finds_shapes, storage_key
 from recollect.checks.place import source_line
 from recollect.planning.recording.batch import tensors_of_batch
 from recollect.planning.recording.prices import OpPrice, Prices
+from recollect.policy.op_info import op_info
 from recollect.replay.recorded_graph import copying, tensors_of
 
 __all__ = ["StepTrace", "TraceMode", "TracedOp"]
@@ -78,6 +80,8 @@ class StepTrace:
     outputs: set[int] = field(default_factory=set)
     #: Whether tensors were sent to another process, or came from one.
     has_messages: bool = False
+    #: The most bytes that one functional collective has taken and returned.
+    largest_collective: int = 0
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -86,6 +90,10 @@ class StepTrace:
 def _is_meta(leaf: Any) -> bool:
     device = leaf.device if isinstance(leaf, _Tensor) else leaf
     return isinstance(device, torch.device) and device.type == "meta"
+
+
+def _nbytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, _Tensor))
 
 
 class SavedHandle:
@@ -157,6 +165,10 @@ class TraceMode(DispatchMode):
         kwargs = kwargs or {}
         if self.is_paused or copying.is_active:
             return func(*args, **kwargs)
+        if is_on_parts(types):
+            return NotImplemented
+        if finds_shapes():
+            return func(*args, **kwargs)
         with no_function_modes():
             return self._run(func, args, kwargs)
 
@@ -176,6 +188,8 @@ class TraceMode(DispatchMode):
             self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
             trace.has_messages |= price.name in MESSAGES
+            if op_info(func).is_asynchronous:  # not those of FSDP, whose buffers are known
+                trace.largest_collective = max(trace.largest_collective, _nbytes((args, result)))
             op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
@@ -262,6 +276,7 @@ class TraceMode(DispatchMode):
             tensor = unpack(handle.packed)
         if torch.is_grad_enabled():
             # The graph that this backward makes may hold it longer than that of forward does.
-            storage = ref(tensor.untyped_storage(), lambda _: trace.released.append(number))
+            untyped = local_tensor(tensor).untyped_storage()
+            storage = ref(untyped, lambda _: trace.released.append(number))
             self._held.append((storage, number))
         return tensor

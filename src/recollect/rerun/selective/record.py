@@ -221,7 +221,8 @@ class RecordMode(DispatchMode):
     ) -> None:
         """Keep the results of a call, or remember them until they get a name."""
         step, info = len(self.ledger.sequence), op.info
-        ruling = self._policy.decide_call(op, out, args, kwargs) if op.rules else op.ruling
+        depends = op.rules or info.communicates
+        ruling = self._policy.decide_call(op, out, args, kwargs) if depends else op.ruling
         can_be_kept = info.can_be_kept and not _draws_elsewhere(info, args, kwargs)
         entry = None
         if can_be_kept and ruling.keeps:

@@ -1,0 +1,87 @@
+"""Tensors that are parts of a whole in each process: ``DTensor``, and results of collectives.
+
+A ``DTensor`` wraps the *local tensor*, the part of this process, and a spec: mesh, placements, and
+the metadata of the whole. Its ops become ops on local tensors and collectives. The result of an
+asynchronous collective is wrapped until its first use. Neither wrapper has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from recollect._torch.modules import known_class
+
+_DTENSOR = "torch.distributed.tensor"
+_COLLECTIVES = "torch.distributed._functional_collectives"
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether ``value`` is a ``DTensor``."""
+    kind = known_class(_DTENSOR, "DTensor")
+    return kind is not None and isinstance(value, kind)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this type wrap the one of this process."""
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    wrappers = known_class(_DTENSOR, "DTensor"), known_class(_COLLECTIVES, "AsyncCollectiveTensor")
+    return any(each is not None and issubclass(kind, each) for each in wrappers)
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The tensor of this process that ``tensor`` wraps; itself, if it wraps none."""
+    while is_wrapper(type(tensor)):
+        tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem
+    return tensor  # type: ignore[no-any-return]
+
+
+def spec_of(tensor: Any) -> Any:
+    """Mesh, placements and global metadata of a ``DTensor``; None for other tensors."""
+    return tensor._spec if is_dtensor(tensor) else None
+
+
+def ranks_of_parts(model: torch.nn.Module) -> set[int]:
+    """The ranks that have parts of the parameters of ``model``; none if these are plain tensors."""
+    specs = (spec_of(each) for each in model.parameters())
+    meshes = {id(spec.mesh): spec.mesh for spec in specs if spec is not None}
+    return {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
+
+
+def wrapped(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The ``DTensor`` of a local tensor, without history."""
+    make: Any = known_class(_DTENSOR, "DTensor")
+    return make(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def is_on_parts(types: Any) -> bool:
+    """Whether an op with arguments of these types becomes ops on local tensors.
+
+    A dispatch mode sees it before. If it returns ``NotImplemented``, it sees those ops instead.
+    """
+    return any(is_wrapper(kind) for kind in types)
+
+
+def is_redistributing(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is called by a ``DTensor`` that changes its placements."""
+    function = known_class("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
+    while function is not None and frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The functional collective ``call``, whose results are there when it returns."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        out = call(*args, **kwargs)
+        return [wait(each) for each in out] if isinstance(out, (list, tuple)) else wait(out)
+
+    return run
