@@ -46,10 +46,9 @@ _LOW = 0.25
 #: Bytes by which the rate of simple ops is measured; bytes a second, if there is no room for them.
 _PROBE = 32 << 20
 _SLOW = 5e9
-#: An op that takes longer may be priced by its shapes; by how much that may be off; and the rows of
-#: the matrices by which the rate of products is measured.
+#: An op that takes longer may be priced by its shapes; and the rows of the matrices by which the
+#: rate of products is measured.
 _LONG = 5e-4
-_ESTIMATED = 0.5
 _SIDE = 512
 #: What a simple op may take at most if its samples do not agree: as a multiple of what it takes to
 #: move its bytes, and of the seconds that it takes to run any op.
@@ -273,7 +272,7 @@ class Prices:
             seconds += flops / self._flop_rate(tensors[0].dtype)
         if seconds <= _LONG:
             return False
-        price.seconds, price.spread = seconds, _ESTIMATED
+        price.seconds = seconds
         return True
 
     def _measure(self, price: OpPrice, repeat: Callable[[], Any]) -> None:

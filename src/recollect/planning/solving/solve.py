@@ -36,6 +36,13 @@ _TRIES_PER_CHOICE = 100
 #: The least simulations for offload; and those for a budget that is asked for.
 _OFFLOAD_TRIES = 120
 _TRIES_PER_BUDGET = 120
+#: How many solutions of the dynamic program are simulated: as many as this work allows, or this if
+#: the solver is to be quick, within these limits.
+_SAMPLED_WORK = 400_000
+_ROUGHLY_SAMPLED_WORK = 200_000
+_SAMPLES = 44, 100
+#: The points of its frontiers, if the solver is to be quick.
+_ROUGH_POINTS = 60
 #: The lower part of the range of budgets, which gets most random changes.
 _LOW = 0.1
 #: With more choices than this, only one linearization is tried.
@@ -116,12 +123,17 @@ class Solver:
         if 2 ** len(choices) <= tries:
             _try_all(pool, graph.choices)
         elif choices:
-            self._explore(pool, choices, tries, max(40, min(100, _WORK // work)))
+            self._explore(pool, choices, tries, self._samples(work))
         if self._offload and choices:
             self._tell(0.9)
             self._here = pool.frontier()
             add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
+
+    def _samples(self, work: int) -> int:
+        fewest, most = _SAMPLES
+        affordable = _ROUGHLY_SAMPLED_WORK if self._is_rough else _SAMPLED_WORK
+        return max(fewest, min(most, affordable // work))
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
         graph = self._graph
@@ -131,7 +143,9 @@ class Solver:
             families = [*families, pins] if len(choices) <= _MANY_CHOICES else [pins]
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
-            _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
+            line = Linearization(graph, pins)
+            chain = Chain(line, _ROUGH_POINTS) if self._is_rough else Chain(line)
+            _sample(pool, chain, choices, samples)
         self._tell(0.8)
         if self._is_rough:
             Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
