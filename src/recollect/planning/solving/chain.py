@@ -21,7 +21,7 @@ from recollect.planning.solving.segments import SegmentChoice, Segments
 
 __all__ = ["Chain"]
 
-#: The most places to cut the row at, and the usual limit of the points of a frontier.
+#: The most places to cut the row at, and the most points of a frontier.
 _PLACES = 400
 _POINTS = 90
 #: How much narrower bins of points are where there is less memory; 1: not at all.
@@ -50,14 +50,9 @@ class _Frontier:
 
 
 class Chain:
-    """Solutions for the row, in the order of their bytes.
+    """Solutions for the row, in the order of their bytes."""
 
-    Args:
-        line: The row.
-        points: The most points of a frontier.
-    """
-
-    def __init__(self, line: Linearization, points: int = _POINTS) -> None:
+    def __init__(self, line: Linearization) -> None:
         self._places, fine = line.cuts(_PLACES)
         self._segments = Segments(line, self._places, fine)
         end = _Frontier([(_turn(line), 0.0, -1, -1)], [])
@@ -68,9 +63,9 @@ class Chain:
         for at in reversed(range(len(self._places) - 1)):
             extensions = list(self._extensions(at))
             strict = _points_of(extensions, reads_across=False)
-            self._strict[at] = _Frontier(_thin(strict, points), extensions)
+            self._strict[at] = _Frontier(_thin(strict), extensions)
             loose = _pareto(strict + _points_of(extensions, reads_across=True))
-            self._loose[at] = _Frontier(_thin(loose, points), extensions)
+            self._loose[at] = _Frontier(_thin(loose), extensions)
 
     def __len__(self) -> int:
         return len(self._loose[0].points)
@@ -152,19 +147,19 @@ def _pareto(points: list[_Point]) -> list[_Point]:
     return found
 
 
-def _thin(found: list[_Point], most: int) -> list[_Point]:
+def _thin(found: list[_Point]) -> list[_Point]:
     """One point of each bin of points with about the same bytes.
 
     The less memory there is, the more a byte is worth, and the narrower are the bins.
     """
-    if len(found) <= most:
+    if len(found) <= _POINTS:
         return found
     first, last = found[0], found[-1]
     width = last[0] - first[0]
     price = (first[1] - last[1]) / (last[0] - first[0])
     chosen: dict[int, _Point] = {}
     for point in found[1:-1]:
-        number = int(((point[0] - first[0]) / width) ** _NARROW * (most - 2))
+        number = int(((point[0] - first[0]) / width) ** _NARROW * (_POINTS - 2))
         best = chosen.get(number)
         if best is None or point[1] - best[1] < price * (best[0] - point[0]):
             chosen[number] = point

@@ -41,8 +41,6 @@ _TRIES_PER_BUDGET = 120
 _SAMPLED_WORK = 400_000
 _ROUGHLY_SAMPLED_WORK = 200_000
 _SAMPLES = 44, 100
-#: The points of its frontiers, if the solver is to be quick.
-_ROUGH_POINTS = 60
 #: The lower part of the range of budgets, which gets most random changes.
 _LOW = 0.1
 #: With more choices than this, only one linearization is tried.
@@ -143,9 +141,7 @@ class Solver:
             families = [*families, pins] if len(choices) <= _MANY_CHOICES else [pins]
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
-            line = Linearization(graph, pins)
-            chain = Chain(line, _ROUGH_POINTS) if self._is_rough else Chain(line)
-            _sample(pool, chain, choices, samples)
+            _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
         self._tell(0.8)
         if self._is_rough:
             Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
