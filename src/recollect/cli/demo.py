@@ -26,8 +26,6 @@ from recollect.report.plan_report import longer_text
 from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["bitwise_equal", "demo"]
-
 _DEPTH, _WIDTH, _HEADS, _DROPOUT = 3, 64, 4, 0.1
 _BATCH, _CONTEXT, _SYMBOLS = 16, 64, 50
 #: As fractions of the peak of the plain step.

@@ -20,7 +20,7 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
-from recollect.planning.describe import curve_of, marks_of
+from recollect.planning.describe import curve_of, marks_of, stack_of
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Solve, silent
 from recollect.planning.prepare import Request, prepare_step
@@ -145,7 +145,13 @@ class CompiledPlanner(Planner):
         plan = super().make_plan(budget, candidate)
         torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
         marks = marks_of(self.graph, torchs)
-        report = replace(self._titled(plan.report), before=curve_of(torchs), before_marks=marks)
+        stack, _ = stack_of(self.graph, self.trials.observed.torch_schedule, torchs)
+        report = replace(
+            self._titled(plan.report),
+            before=curve_of(torchs),
+            before_marks=marks,
+            before_stack=stack,
+        )
         decisions = self._decisions(budget, candidate)
         return replace(plan, model=report.title, report=report, compiled=decisions)
 
@@ -163,6 +169,11 @@ class CompiledPlanner(Planner):
         if budget >= self.plain_peak:
             return trials.decisions(None, budget)
         return replace(trials.decisions(schedule, target), code=trials.code.get(schedule))
+
+    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
+        if budget < self.plain_peak:
+            return candidate.schedule
+        return self.trials.observed.torch_schedule
 
     def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
         if budget < self.plain_peak:

@@ -305,7 +305,7 @@ class Planner:
         }
         chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
         report = replace(
-            make_report(self.trials, outcome, figures),
+            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
             rows=list_rows(graph, candidate.schedule),
             points=(*self.points(), *candidate.baselines, chosen),
             parts=tuple(zip(PEAK_PARTS, outcome.parts, strict=True)),
@@ -334,6 +334,10 @@ class Planner:
             ),
             from_loop=self._from_loop,
         )
+
+    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
+        """The schedule of the picture; None: the step runs plain."""
+        return None if budget >= self.plain_peak else candidate.schedule
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
         """The figures that a plan and its report have in common, by name."""
@@ -421,10 +425,11 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        outcome = simulate(self.graph, self.solver.least().schedule, curve=True)
+        schedule = self.solver.least().schedule
+        outcome = simulate(self.graph, schedule, curve=True)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
-        report = make_report(self.trials, outcome, figures)
+        report = make_report(self.trials, schedule, outcome, figures)
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Request",
     "check_offload",
     "check_unplanned",
+    "is_gradient_checkpointing",
     "prepare",
     "prepare_step",
 ]
@@ -129,6 +130,13 @@ def check_offload(offload: Any) -> None:
         raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
 
 
+def is_gradient_checkpointing(model: Any) -> bool:
+    """Whether the checkpointing of a transformers model is on. Newer versions rename it."""
+    if hasattr(type(model), "is_activation_checkpointing"):
+        return bool(model.is_activation_checkpointing)
+    return bool(getattr(model, "is_gradient_checkpointing", False))
+
+
 def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
     """Refuse a model with checkpointed parts: they would hide what there is to plan.
 
@@ -159,15 +167,15 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             "loop: recollect.fit(model, batch, budget, loss=lambda output, batch: ..., "
             "optimizer=optimizer); or recollect.fit(model, budget=...) and do not compile it"
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    if is_gradient_checkpointing(model):
         raise ValueError(
             f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
             "its place. Switch it off: model.gradient_checkpointing_disable()"
         )
     for name, module in model.named_modules():
         if vars(module).get(OPTIONS) is not None:
-            what = f"its {name}" if name else "it"
+            what, which = (f"its {name}", f"model.{name}") if name else ("it", "model")
             raise ValueError(
-                f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
-                "of that: recollect.unwrap it, or plan.remove(model), first"
+                f"model: {what} is checkpointed or has a plan already, which a new plan would "
+                f"replace. Undo that first: recollect.unwrap({which})"
             )

@@ -1,0 +1,148 @@
+"""Notices the steps of optimizers, and the state that they hold (P8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from recollect._torch.pytree import tree_leaves
+from recollect._torch.tensors import local_tensors
+from recollect.planning.recording.step import storage_sizes
+
+__all__ = ["StateWatch", "Updates", "local_bytes"]
+
+
+#: After how many steps of other optimizers none of its own is to come.
+_OTHERS = 8
+
+
+class Updates:
+    """The steps that the optimizers of some parameters make from now on."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {id(each) for each in parameters}
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._is_any = False
+        #: The bytes of their state before their first step.
+        self._before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        #: The bytes of gradients that the first steps found.
+        self.gradients = 0
+        #: How often optimizers of other parameters have made a step.
+        self.others = 0
+
+    def begin(self) -> None:
+        """Notice steps."""
+        _watch_optimizers()
+        _watching.add(self)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether an optimizer has made a step; of others so often that none of these will.
+
+        As where `torch.func.functional_call` puts other values in the place of parameters.
+        """
+        return self._is_any or self.others >= _OTHERS
+
+    def state_bytes(self) -> int:
+        """The bytes of all state of optimizers that have made a step."""
+        return sum(local_bytes(_state_of(each)) for each in self._optimizers)
+
+    def made_bytes(self) -> int:
+        """The bytes of that state which these steps have made."""
+        states = {each: local_bytes(_state_of(each)) for each in self._optimizers}
+        return sum(nbytes - self._before.get(each, nbytes) for each, nbytes in states.items())
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer begins a step."""
+        if optimizer not in self._before and _has_any(optimizer, self._parameters):
+            self._before[optimizer] = local_bytes(_state_of(optimizer))
+            found = [each.grad for group in optimizer.param_groups for each in group["params"]]
+            self.gradients += local_bytes(each for each in found if each is not None)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        if _has_any(optimizer, self._parameters):
+            self._is_any = True
+            self._optimizers.add(optimizer)
+        else:
+            self.others += 1
+
+
+class StateWatch:
+    """The state of the optimizers of a model: it grows when they first update a parameter."""
+
+    def __init__(self) -> None:
+        _watch_optimizers()
+        self._seen = -1
+        self._ids: frozenset[int] = frozenset()
+        self._nbytes = 0
+
+    def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """The bytes of the state of those that have made a step with one of ``parameters``."""
+        ids = frozenset(map(id, parameters))
+        if self._seen != _changes.count or ids != self._ids:
+            self._seen, self._ids = _changes.count, ids
+            mine = [each for each in [*_changes.lengths] if _has_any(each, ids)]
+            self._nbytes = sum(local_bytes(_state_of(each)) for each in mine)
+        return self._nbytes
+
+
+class _Changes:
+    """By optimizer that has made a step: how much state it had; and how often that has changed."""
+
+    def __init__(self) -> None:
+        self.lengths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.count = 0
+        self.is_registered = False
+
+    def note(self, optimizer: Optimizer) -> None:
+        length = len(optimizer.state)
+        if length == 1:  # as that of LBFGS, which has a history in it
+            length = len(_state_of(optimizer))
+        if self.lengths.get(optimizer) != length:
+            self.lengths[optimizer] = length
+            self.count += 1
+
+
+_changes = _Changes()
+_watching: WeakSet[Updates] = WeakSet()
+
+
+def _watch_optimizers() -> None:
+    # Hooks that stay: torch goes through all of them while one is called, and none may leave.
+    if not _changes.is_registered:
+        _changes.is_registered = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for each in [*_watching]:
+        each.step_begins(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    _changes.note(optimizer)
+    for each in [*_watching]:
+        each.step_ends(optimizer)
+
+
+def _has_any(optimizer: Optimizer, ids: frozenset[int] | set[int]) -> bool:
+    return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
+
+
+def _state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    leaves = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of ``tensors``, in the parts that this process has."""
+    return sum(storage_sizes(each for tensor in tensors for each in local_tensors(tensor)))
