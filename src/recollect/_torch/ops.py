@@ -71,6 +71,13 @@ def has_tag(op: Any, tag: torch.Tag) -> bool:
     return isinstance(op, OpOverload) and tag in op.tags
 
 
+def flop_formula(op: Any) -> Callable[..., int] | None:
+    """What gives the operations of an op, from its arguments and its result; None of most ops."""
+    from torch.utils.flop_counter import flop_registry  # imports the compiler's
+
+    return flop_registry.get(op.overloadpacket) if type(op) is OpOverload else None
+
+
 def packet_of(function: Any) -> OpOverloadPacket | None:
     """The ``aten`` op with the name of a torch function such as ``torch.mm``, if there is one."""
     name = str(getattr(function, "__name__", ""))

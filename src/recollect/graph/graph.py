@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import add
+from typing import Any
 
 from recollect.graph.release import find_needs
 
@@ -208,6 +209,21 @@ class Graph:
         return [(*op.makes, *(new for _, new in op.writes)) for op in self.ops]
 
     @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """All of the graph but its numbers, and what can be offloaded, which depends on bytes.
+
+        When storages die is no part of it: what a traced step held tells that roughly.
+        """
+        return (
+            [_decisions(op) for op in self.ops],
+            [(value.op, value.storage) for value in self.values],
+            [storage.born for storage in (*self.storages, *self.fixed)],
+            list(self.saved),
+            [(event.op, event.unpacks, sorted(event.frees)) for event in self.events],
+            (self.turn, self.regions),
+        )
+
+    @cached_property
     def tables(self) -> Tables:
         """Data for the simulator that is the same under every schedule."""
         return Tables(self)
@@ -249,6 +265,11 @@ class Graph:
         """The ops that a plan can decide on, in the order of forward."""
         ops = self.ops
         return sorted(n for n in self.needed if ops[n].can_keep and not ops[n].forced)
+
+
+def _decisions(op: Op) -> tuple[Any, ...]:
+    flags = (op.can_keep, op.forced, op.last)
+    return op.key, op.name, op.reads, op.makes, op.writes, op.places, flags
 
 
 class Tables:

@@ -20,7 +20,7 @@ from itertools import combinations, product
 from math import ceil, prod
 from typing import Any, NamedTuple
 
-from recollect.graph.graph import Graph, Op, fixed_bytes
+from recollect.graph.graph import Graph, fixed_bytes
 
 #: The dimensions of a batch that grow.
 Size = tuple[int, ...]
@@ -33,27 +33,7 @@ _RECORDINGS = 6
 
 def is_same_step(graph: Graph, other: Graph) -> bool:
     """Whether two graphs differ in numbers of bytes and seconds alone."""
-    return _structure(graph) == _structure(other)
-
-
-def _structure(graph: Graph) -> tuple[Any, ...]:
-    """All of a graph but its numbers, and what can be offloaded, which depends on bytes.
-
-    When storages die is no part of it: what a traced step held tells that roughly.
-    """
-    return (
-        [_decisions(op) for op in graph.ops],
-        [(value.op, value.storage) for value in graph.values],
-        [storage.born for storage in (*graph.storages, *graph.fixed)],
-        list(graph.saved),
-        [(event.op, event.unpacks, sorted(event.frees)) for event in graph.events],
-        (graph.turn, graph.regions),
-    )
-
-
-def _decisions(op: Op) -> tuple[Any, ...]:
-    flags = (op.can_keep, op.forced, op.last)
-    return op.key, op.name, op.reads, op.makes, op.writes, op.places, flags
+    return graph.structure == other.structure
 
 
 @dataclass(frozen=True)

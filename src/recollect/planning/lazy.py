@@ -25,8 +25,8 @@ from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
 from recollect.planning.ranks.together import Local, make_traced_plan
+from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.prices import measured_link
 from recollect.planning.recording.record import Profile, bytes_by_module, simulated_profile
 from recollect.planning.recording.sampling import now
 from recollect.planning.trial import Progress

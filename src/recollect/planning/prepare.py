@@ -18,8 +18,8 @@ from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
 from recollect.planning.distributed import check_not_distributed
 from recollect.planning.recording.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState, find_mode_layer
-from recollect.planning.recording.prices import measured_link
 from recollect.planning.recording.step import Loss, TrainingStep
 
 __all__ = [

@@ -191,30 +191,6 @@ def test_absurd_prices_are_measured_again(clock: Clock, monkeypatch: pytest.Monk
     assert all(call.seconds < 1 for call in prices._known.values())
 
 
-# --- links ----------------------------------------------------------------------------------------
-
-
-def test_a_link_is_measured_again_when_it_is_stale(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[float] = []
-
-    def timed(*_: Any) -> Timing:
-        taken.append(sampling.now())
-        return Timing(0.01, 0.0, sampling.now())
-
-    monkeypatch.setattr(prices, "_copying", timed)
-    monkeypatch.setattr(prices, "_known_links", {})
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    device = torch.device("cuda:0")
-    first = prices.measured_link(device)
-    assert prices.measured_link(device) == first
-    assert len(taken) == 2
-    clock.now += 301
-    prices.measured_link(device)
-    assert len(taken) == 4
-
-
 # --- ops that ran once ----------------------------------------------------------------------------
 
 

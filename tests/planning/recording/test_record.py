@@ -504,3 +504,26 @@ def test_lifetimes_do_not_depend_on_what_the_traced_step_keeps(name: str) -> Non
         lives.append([(each.nbytes, each.born, each.dies) for each in graph.storages])
         step.model.zero_grad()
     assert lives[1] == lives[0]
+
+
+def test_a_step_on_the_meta_device_is_not_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shapes are those of a large device: running each op would take hours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made_real: list[int] = []
+
+    def real(fake: Tensor, device: torch.device) -> Tensor:
+        made_real.append(fake.numel())
+        return make_real(fake, device)
+
+    make_real = prices._real
+    monkeypatch.setattr(prices, "_real", real)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50_000, 50_000), nn.ReLU(), nn.Linear(50_000, 50_000))
+        steps = [TrainingStep(model, (torch.empty(rows, 50_000),), {}) for rows in (4_000, 8_000)]
+    small, large = (predict_step(step).graph for step in steps)
+    assert max(made_real, default=0) < 1 << 20
+    products = [[op.seconds for op in each.ops if "mm" in op.name] for each in (small, large)]
+    assert len(products[0]) == 2
+    # The rate of products is measured for each of the two, by a clock that others disturb.
+    for one, other in zip(*products, strict=True):
+        assert 0 < one < other

@@ -1,4 +1,4 @@
-"""What ops and copies cost: seconds, and the memory that an op needs beside its results (P3).
+"""What ops cost: seconds, and the memory that an op needs beside its results (P3).
 
 An op is priced once for each kind of arguments: it is timed until samples agree, and its price is
 valid for some minutes. An op that must not run twice is timed in each of its runs in the step, as
@@ -24,7 +24,7 @@ from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect._torch.tensors import storage_key
-from recollect.graph.graph import Link
+from recollect.planning.recording.estimate import flops_of
 from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
 
@@ -33,8 +33,8 @@ __all__ = [
     "Prices",
     "allocated_by",
     "limit_single_runs",
-    "measured_link",
     "profiled_events",
+    "timing_on_cuda",
 ]
 
 _Tensor = torch.Tensor
@@ -46,6 +46,10 @@ _LOW = 0.25
 #: Bytes by which the rate of simple ops is measured; bytes a second, if there is no room for them.
 _PROBE = 32 << 20
 _SLOW = 5e9
+#: An op that takes longer may be priced by its shapes; and the rows of the matrices by which the
+#: rate of products is measured.
+_LONG = 5e-4
+_SIDE = 512
 #: What a simple op may take at most if its samples do not agree: as a multiple of what it takes to
 #: move its bytes, and of the seconds that it takes to run any op.
 _GENEROUS = 50.0
@@ -54,10 +58,6 @@ _ANY_OP = 20e-6
 #: those others move.
 _OUTLIER = 4.0
 _LARGE = 1 << 20
-#: Bytes by which the link to the host is measured, and the part of its rate that is left while
-#: kernels use the memory too.
-_COPIED = 64 << 20
-_SHARE = 0.97
 
 
 @dataclass(slots=True)
@@ -80,11 +80,10 @@ class OpPrice:
         return self.timing is not None and self.timing.is_good
 
 
-#: The prices of this process, and those of copies to the host and back.
+#: The prices of this process.
 _known: dict[Any, OpPrice] = {}
 #: Held by a thread that profiles single ops of the user's loop.
 _profiling = threading.Lock()
-_known_links: dict[torch.device, tuple[Timing, Timing]] = {}
 
 
 class Prices:
@@ -94,10 +93,20 @@ class Prices:
         device: Where the step computes.
         fakes: Whether ops run on fake tensors, and are priced on real ones made for that.
         once: Whether no op may run twice: there may be neither memory nor time for it.
+        estimates: Whether ops that would take long are priced by their shapes, and not run.
     """
 
-    def __init__(self, device: torch.device, *, fakes: bool = False, once: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        fakes: bool = False,
+        once: bool = False,
+        estimates: bool = False,
+    ) -> None:
         self.device = device
+        self._estimates = estimates
+        self._flop_rates: dict[torch.dtype, float] = {}
         self._on_cuda = device.type == "cuda"
         self._fakes = fakes
         self._once = once
@@ -240,6 +249,8 @@ class Prices:
         """Price an op of fake tensors on real ones like them."""
         if "_rnn" in price.name:  # only its library knows how large its workspace is
             raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
+        if self._estimates and self._estimate(price, func, args, kwargs):
+            return
         make = partial(_real, device=self.device)
         try:
             args, kwargs = tree_map_only(_Tensor, make, (args, kwargs))
@@ -251,6 +262,18 @@ class Prices:
         except (RuntimeError, ValueError, IndexError, TypeError):
             pass  # it does not run on such values, or there is no room for it
         price.seconds = price.moved / self._bandwidth
+
+    def _estimate(self, price: OpPrice, func: Any, args: Any, kwargs: Any) -> bool:
+        """Price an op by its arithmetic and its bytes, if that is long; returns whether it is."""
+        seconds = price.moved / self._bandwidth
+        flops = flops_of(func, args, kwargs)
+        if flops:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, _Tensor)]
+            seconds += flops / self._flop_rate(tensors[0].dtype)
+        if seconds <= _LONG:
+            return False
+        price.seconds = seconds
+        return True
 
     def _measure(self, price: OpPrice, repeat: Callable[[], Any]) -> None:
         try:
@@ -278,10 +301,18 @@ class Prices:
             return _SLOW
         return 2 * _PROBE / max(seconds, 1e-9)
 
+    def _flop_rate(self, dtype: torch.dtype) -> float:
+        """Operations of a matrix product in a second."""
+        if dtype not in self._flop_rates:
+            side = torch.ones(_SIDE, _SIDE, device=self.device).to(dtype)
+            seconds = self._timing(lambda: side @ side).seconds
+            self._flop_rates[dtype] = 2 * _SIDE**3 / max(seconds, 1e-9)
+        return self._flop_rates[dtype]
+
     def _timing(self, run: Callable[[], Any]) -> Timing:
         """What ``run`` takes."""
         if self._on_cuda:
-            return _timing_on_cuda(run, self.device)
+            return timing_on_cuda(run, self.device)
 
         def once() -> list[float]:
             start = now()
@@ -335,7 +366,9 @@ def _seconds_of(events: list[tuple[Any, Any]]) -> list[float]:
     return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
 
-def _timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
+def timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
+    """What ``run`` takes on a device."""
+
     def issue() -> list[float]:
         """Run several times one after the other; read the times afterwards."""
         pairs = [_timing_events() for _ in range(_ISSUED)]
@@ -474,24 +507,3 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, torch.UntypedStorage):  # whose text is all that it holds
         return leaf.nbytes()
     return repr(leaf)
-
-
-# --- the link to the host -------------------------------------------------------------------------
-
-
-def measured_link(device: torch.device) -> Link | None:
-    """The rates of copies to the host and back; None if they cannot run beside the computation."""
-    if device.type != "cuda":
-        return None
-    known = _known_links.get(device)
-    if known is None or not all(timing.is_good for timing in known):
-        here = torch.empty(_COPIED, dtype=torch.uint8, device=device)
-        there = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-        known = _copying(there, here, device), _copying(here, there, device)
-        _known_links[device] = known
-    return Link(*(_SHARE * _COPIED / timing.seconds for timing in known))
-
-
-def _copying(to: _Tensor, source: _Tensor, device: torch.device) -> Timing:
-    with torch.cuda.device(device):
-        return _timing_on_cuda(lambda: to.copy_(source, non_blocking=True), device)

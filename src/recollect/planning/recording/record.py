@@ -218,7 +218,9 @@ def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
     try:
         with fake_tensors() as mode, torch.enable_grad():
             fake = FakeStep(step, mode)
-            prices = Prices(fake.device, fakes=True)
+            # What is planned on the meta device of a CPU would run for minutes there.
+            estimates = step.device.type == "meta" and fake.device.type == "cpu"
+            prices = Prices(fake.device, fakes=True, estimates=estimates)
             traced = _run_traced(fake, prices, lambda _: _unpack_fake)
     except Exception as error:
         # The model and the loss are the user's code, and may raise anything without values.

@@ -36,6 +36,11 @@ _TRIES_PER_CHOICE = 100
 #: The least simulations for offload; and those for a budget that is asked for.
 _OFFLOAD_TRIES = 120
 _TRIES_PER_BUDGET = 120
+#: How many solutions of the dynamic program are simulated: as many as this work allows, or this if
+#: the solver is to be quick, within these limits.
+_SAMPLED_WORK = 400_000
+_ROUGHLY_SAMPLED_WORK = 200_000
+_SAMPLES = 44, 100
 #: The lower part of the range of budgets, which gets most random changes.
 _LOW = 0.1
 #: With more choices than this, only one linearization is tried.
@@ -116,12 +121,17 @@ class Solver:
         if 2 ** len(choices) <= tries:
             _try_all(pool, graph.choices)
         elif choices:
-            self._explore(pool, choices, tries, max(40, min(100, _WORK // work)))
+            self._explore(pool, choices, tries, self._samples(work))
         if self._offload and choices:
             self._tell(0.9)
             self._here = pool.frontier()
             add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
+
+    def _samples(self, work: int) -> int:
+        fewest, most = _SAMPLES
+        affordable = _ROUGHLY_SAMPLED_WORK if self._is_rough else _SAMPLED_WORK
+        return max(fewest, min(most, affordable // work))
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
         graph = self._graph
