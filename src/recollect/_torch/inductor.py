@@ -5,6 +5,7 @@ Tried on torch 2.11 and 2.13. Everything is imported when it is used: most progr
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,6 +100,12 @@ def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = No
 def called_around(called: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """What `compiled_with` returned, with its function wrapped by another one."""
     return (called[0], wrap(called[1])) if isinstance(called, tuple) else wrap(called)
+
+
+def function_of(called: Any) -> Callable[..., Any]:
+    """The function in what `compiled_with` or `called_by_compiler` returned."""
+    function: Callable[..., Any] = called[1] if isinstance(called, tuple) else called
+    return function
 
 
 def shares_code(module: nn.Module, other: nn.Module) -> bool:
@@ -205,6 +212,11 @@ def simplify(graph: fx.GraphModule) -> None:
     graph.graph.eliminate_dead_code()
     if config.cse:
         graph.graph = fx_graph_cse(graph.graph)
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint graph, for `min_cut` to change. Its nodes have the same names."""
+    return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
 def min_cut(

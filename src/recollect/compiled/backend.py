@@ -65,7 +65,7 @@ class Compiler:
         if self.options is None:
             assert self.arguments is not None
             return run_as_it_is(graph, inputs, self.arguments, split)
-        planned = _PLANNED if isinstance(split, Player) and split.decides else {}
+        planned = _PLANNED if split.decides else {}
         ours = partitioner(split, split.uuid)
         return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)
 
@@ -99,9 +99,12 @@ class Notes:
 
 @dataclass
 class Runs:
-    """How often compiled graphs ran under a plan."""
+    """How often compiled graphs ran, and how many were compiled."""
 
     count: int = 0
+    compiled: int = 0
+    #: Called when a graph is about to be compiled.
+    on_compile: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -127,6 +130,9 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Compile a graph."""
         source = _source_key(graph, inputs)
+        self.runs.compiled += 1
+        if self.runs.on_compile is not None:
+            self.runs.on_compile()
         if isinstance(self.split, Player):
             self.split.source = source
             with self._for_largest(graph):

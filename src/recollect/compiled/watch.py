@@ -27,9 +27,10 @@ from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
 
-__all__ = ["Watch"]
+__all__ = ["FULLGRAPH", "Watch"]
 
-_FULLGRAPH = (
+#: The error if code that is compiled with ``fullgraph=True`` calls a model with a plan.
+FULLGRAPH = (
     "a compiled model with a plan of recollect is called in code that is compiled, too: leave out "
     "fullgraph=True there, or plan.remove(model)"
 )
@@ -87,7 +88,7 @@ class Watch:
                 self._peaks.compare(result, peak)
             return result
 
-        return never_traced(watched, _FULLGRAPH)
+        return never_traced(watched, FULLGRAPH)
 
     # --- steps that are not as planned ------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import shards_of
-from recollect.compiled.planner import CompiledPlanner
+from recollect.compiled.lazy import fit_lazily
+from recollect.compiled.planner import CompiledPlanner, check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import wrap_module
@@ -164,6 +165,12 @@ def fit(
                 f"has its {name}. Leave it out, or pass the batch too: recollect.fit(model, batch, "
                 f"budget, {name}=...)"
             )
+    if _is_compiled(model):
+        check_offload(offload)
+        check_unplanned(model, runs_steps=False)
+        check_not_offloaded(offload)
+        fit_lazily(model, budget, report)
+        return model
     wrap_module(model, lazy_runner(model, budget, offload=offload, progress=progress))
     return model
 

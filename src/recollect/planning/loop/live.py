@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
 from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
-from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import local_tensors
 from recollect.graph.graph import Graph, Link
+from recollect.planning.loop.updates import Updates, later_base
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.model_state import gradients_of, parameters_of
@@ -88,7 +85,8 @@ class LiveStep:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self.device = device_of(model)
-        self._parameters = {id(parameter) for parameter in parameters_of(model)}
+        #: Notices steps of optimizers.
+        self._updates = Updates(parameters_of(model))
         #: The bytes of gradients that are there before it.
         self.gradients = sum(storage_sizes(gradients_of(model)))
         self._base = base
@@ -109,14 +107,16 @@ class LiveStep:
         self.is_over = False
         #: Whether it has exchanged messages with another process, once there is a graph.
         self.has_messages = False
-        #: The optimizers that have made a step since its forward, and whether one has.
-        self.has_updated = False
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
         #: Whether backward has reached it, and whether one has that did not end.
         self._is_reached = self._is_running = False
         #: How many backwards have ended that were not its own.
         self._missed = 0
         self._stop_waiting: Callable[[], None] = lambda: None
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether an optimizer has made a step since its forward."""
+        return self._updates.has_updated
 
     def can_join(self) -> bool:
         """Whether another forward that begins now is part of it, and can be traced with it."""
@@ -157,7 +157,7 @@ class LiveStep:
         """Begin to trace."""
         self.is_open = True
         _active.step = self
-        _watched_by_optimizers(self)
+        self._updates.watch()
         self._trace.__enter__()
         # Nothing of the process may hold this object: its thread or its model may be gone first.
         weak = ref(self)
@@ -247,52 +247,10 @@ class LiveStep:
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""
-        gradients = sum(storage_sizes(gradients_of(model)))
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
-        states = [state for each in self._optimizers for state in each.state.values()]
-        leaves = [leaf for state in states for leaf in tree_leaves(state)]
-        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shards = shards_of(model)
-        late = 0 if shards is None else shards.in_flight_bytes()
-        return (
-            _local_bytes([*parameters_of(model), *model.buffers(), *held]) + self.gradients + late
-        )
-
-    def noticed(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step."""
-        groups = optimizer.param_groups
-        if any(id(each) in self._parameters for group in groups for each in group["params"]):
-            self.has_updated = True
-            self._optimizers.add(optimizer)
-
-
-#: The steps that want to know of optimizers.
-_watching: WeakSet[LiveStep] = WeakSet()
-_is_registered = False
-
-
-def _watched_by_optimizers(step: LiveStep) -> None:
-    """Have ``step`` notice the steps of optimizers."""
-    # One hook, which stays: torch goes through all hooks while one is called, and none may leave.
-    global _is_registered  # noqa: PLW0603 - once in a process
-    if not _is_registered:
-        _is_registered = True
-        register_optimizer_step_post_hook(_after_update)
-    _watching.add(step)
-
-
-def _after_update(optimizer: Optimizer, *_: Any) -> None:
-    for step in [*_watching]:
-        step.noticed(optimizer)
+        return later_base(model, self.device, self._updates, self.gradients)
 
 
 def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:
     step = weak()
     if step is not None:
         method(step)
-
-
-def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of ``tensors``, in the parts that this process has."""
-    return sum(storage_sizes(each for tensor in tensors for each in local_tensors(tensor)))
