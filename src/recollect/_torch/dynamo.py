@@ -105,6 +105,20 @@ def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     return torch._dynamo.disable(_call, wrapping=False)(function, args, kwargs)
 
 
+def outside_of_compiler(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """``function``, called as it is by code that is compiled, too: nothing in it is compiled.
+
+    But for what is compiled by itself. ``reason``: as of `never_traced`.
+    """
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if dynamo_callback() is None:
+            return function(*args, **kwargs)
+        return run_without_dynamo(function, *args, **kwargs)
+
+    return never_traced(outside, reason)
+
+
 #: Whether ops are traced by running eager code unchanged (torch >= 2.12).
 is_nonstrict_tracing: Callable[[], bool] = getattr(
     torch.compiler, "_is_non_strict_tracing", lambda: False

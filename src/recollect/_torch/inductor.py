@@ -55,7 +55,11 @@ def compiler_context(module: nn.Module) -> Any:
 
 def backend_in(context: Any) -> Any:
     """The backend that a compiled module was given."""
-    backend = context.callback
+    return _backend_of(context.callback)
+
+
+def _backend_of(callback: Any) -> Any:
+    backend = callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend
@@ -95,6 +99,30 @@ def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = No
         made = make(module._modules["_orig_mod"])
         return made.__dict__["dynamo_ctx"], made.__dict__["forward"]
     return make(module._call_impl)
+
+
+def settings_in(callback: Any) -> tuple[Any, bool | None] | None:
+    """The backend and ``dynamic`` of the compiler at work, by its `dynamo_callback`."""
+    from torch._dynamo import config
+
+    if not hasattr(callback, "_torchdynamo_orig_backend"):
+        return None  # it only runs what was compiled before
+    is_static = config.assume_static_by_default
+    dynamic = None if config.automatic_dynamic_shapes else False
+    return _backend_of(callback), dynamic if is_static else True
+
+
+def compile_in_place(module: nn.Module, backend: Any, dynamic: bool | None) -> None:
+    """As ``module.compile(backend=backend, dynamic=dynamic)``, for a backend as torch has it."""
+    import torch._dynamo
+
+    compiled = torch._dynamo.optimize(backend=backend, dynamic=dynamic)
+    module._compiled_call_impl = compiled(module._call_impl)
+
+
+def drop_compiled(module: nn.Module) -> None:
+    """Undo `compile_in_place`."""
+    module._compiled_call_impl = None
 
 
 def called_around(called: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:

@@ -15,14 +15,20 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
 
-from recollect._torch.dynamo import never_traced
-from recollect._torch.inductor import called_around, called_by_compiler, function_of
+from recollect._torch.dynamo import never_traced, outside_of_compiler
+from recollect._torch.inductor import (
+    called_around,
+    called_by_compiler,
+    compile_in_place,
+    drop_compiled,
+    function_of,
+    settings_in,
+)
 from recollect.checks.place import warn_user
 from recollect.compiled.applied import Applied, Installed
-from recollect.compiled.backend import Backend, Call, Notes, Runs
+from recollect.compiled.backend import Backend, Call, Compiler, Notes, Runs
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.joint import Joint
 from recollect.compiled.loop import LoopSteps
@@ -30,10 +36,11 @@ from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, Site, find_sites, install, model_name, prepare
-from recollect.compiled.split import Observer
+from recollect.compiled.split import Observer, Solve
 from recollect.compiled.watch import FULLGRAPH
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
@@ -42,7 +49,7 @@ from recollect.planning.trial import Progress
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
-__all__ = ["LazyFit", "fit_lazily"]
+__all__ = ["LazyFit", "fit_called_by_compiler", "fit_lazily"]
 
 _log = logging.getLogger("recollect")
 #: How many steps may come before the first step of an optimizer.
@@ -54,13 +61,34 @@ _COMPILES = 3
 _NOTHING_AROUND = [(0, 0)] * 3
 
 
-def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> None:
+def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> LazyFit:
     """Have a compiled model make its plan from the steps of the loop."""
     lazy = LazyFit(model, budget, progress)
     if any(site.path == "" for site in lazy.sites):
         vars(model)[OPTIONS] = lazy
     else:  # what runs before the first compiled module is part of a step
         wrap_module(model, lazy)
+    return lazy
+
+
+def fit_called_by_compiler(
+    model: nn.Module, budget: float | str, progress: Progress, callback: Any
+) -> bool:
+    """The same for a model that compiled code calls now. Returns whether it can be.
+
+    The code around it stops where it calls the model, and the model is compiled by itself.
+    ``callback``: that of the compiler.
+    """
+    found = settings_in(callback)
+    if found is None:
+        return False
+    compile_in_place(model, *found)
+    try:
+        fit_lazily(model, budget, progress).on_end = drop_compiled
+    except BaseException:
+        drop_compiled(model)
+        raise
+    return True
 
 
 class LazyFit(Installed):
@@ -71,6 +99,8 @@ class LazyFit(Installed):
         self._model, self._device = ref(model), device_of(model)
         self.sites: Sequence[Site] = find_sites(model)
         self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self.sites)}
+        #: Called when the model runs as it did before.
+        self.on_end: Callable[[nn.Module], None] | None = None
         self._warnings = WarnOnce()
         self._notes, runs = Notes(), Runs()
         self._steps = LoopSteps(model, runs, self._begin, self._keep)
@@ -92,11 +122,29 @@ class LazyFit(Installed):
             for backend in backends:
                 if backend.compiler == compiler:
                     return backend
-            split = Observer(partial(_least_kept, self._device, compiler.is_fused))
+            split = Observer(self._least_of(compiler))
             backends.append(Backend(compiler, split, runs=runs, notes=self._notes))
             return backends[-1]
 
         return prepare(self.sites, backend_for)
+
+    def _least_of(self, compiler: Compiler) -> Solve:
+        """Decides for graphs before there is a plan."""
+
+        def solve(key: str, joint: Joint) -> Collection[str]:
+            part = make_part(key, joint, NodeCosts(self._device), fused=compiler.is_fused)
+            merged = merge_alone(part, 0, _NOTHING_AROUND)
+            solver = Solver(merged.graph, rough=True)
+            found = [each.schedule for each in (solver.least(), *solver.frontier())]
+
+            def peak(schedule: Schedule) -> int:
+                # What the graphs of other modules hold is there besides.
+                held = levels_under(merged.graph, schedule)[merged.gaps[1]]
+                return simulate(merged.graph, schedule).peak + held * (len(self.sites) - 1)
+
+            return merged.kept_in(0, min((Schedule(frozenset()), *found), key=peak))
+
+        return solve
 
     def _install(self, called: Called) -> None:
         self._functions = {number: function_of(each) for number, each in called.items()}
@@ -107,7 +155,7 @@ class LazyFit(Installed):
         def noticed(*args: Any, **kwargs: Any) -> Any:
             return self._steps.run(partial(self._call, number, args, kwargs))
 
-        return never_traced(noticed, FULLGRAPH)
+        return outside_of_compiler(noticed, FULLGRAPH)
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notes.site = number
@@ -126,6 +174,8 @@ class LazyFit(Installed):
             install(self.sites, self._before)
         else:
             self._applied.unwrapped(model)
+        if self.on_end is not None:
+            self.on_end(model)
 
     def __deepcopy__(self, memo: Any) -> None:
         self._warn_of_copy()
@@ -252,16 +302,6 @@ class LazyFit(Installed):
 
 
 never_traced(LazyFit.__call__, FULLGRAPH)
-
-
-def _least_kept(
-    device: torch.device, is_fused: bool, key: str, joint: Joint
-) -> Collection[str]:
-    """The names of the nodes of a graph to keep for its least peak."""
-    part = make_part(key, joint, NodeCosts(device), fused=is_fused)
-    merged = merge_alone(part, 0, _NOTHING_AROUND)
-    least = Solver(merged.graph, rough=True).least()
-    return merged.kept_in(0, Schedule(least.schedule.kept))
 
 
 def _compare_first(peak: int, plan: Any) -> None:

@@ -112,7 +112,9 @@ class LoopSteps:
             self.gradients = max(self.gradients, sum(storage_sizes(gradients_of(model))))
         self._on_begin()
         self.count += 1
-        if self._runs.compiled and self._measured < _MEASURED:  # else it is about to compile, and all that would be measured
+        if (
+            self._runs.compiled and self._measured < _MEASURED
+        ):  # else it is about to compile, and all that would be measured
             self._profiler = started_profiler()
             self._runs.on_compile = self._give_up
             self.missed += self._profiler is None

@@ -37,7 +37,9 @@ __all__ = ["LoopPlanner", "observed_calls"]
 #: The fraction of a budget that stays free before a plan was measured: where ops run as they are,
 #: and in fused code, whose memory is known by rules of thumb.
 _UNTRIED, _UNTRIED_FUSED = 0.005, 0.03
-_MEASURED = "The peak was measured: a step of the loop has run under this plan. Times are predicted."
+_MEASURED = (
+    "The peak was measured: a step of the loop has run under this plan. Times are predicted."
+)
 
 
 class _LoopTrials(CompiledTrials):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
-from recollect._torch.dynamo import never_traced
+from recollect._torch.dynamo import outside_of_compiler
 from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Runs
 from recollect.compiled.sites import Called, Site
@@ -88,7 +88,7 @@ class Watch:
                 self._peaks.compare(result, peak)
             return result
 
-        return never_traced(watched, FULLGRAPH)
+        return outside_of_compiler(watched, FULLGRAPH)
 
     # --- steps that are not as planned ------------------------------------------------------------
 

@@ -52,9 +52,7 @@ class Updates:
             yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def later_base(
-    model: nn.Module, device: torch.device, updates: Updates, gradients: int
-) -> int:
+def later_base(model: nn.Module, device: torch.device, updates: Updates, gradients: int) -> int:
     """The bytes that are allocated before a later step, with so many of gradients.
 
     It may begin now.
