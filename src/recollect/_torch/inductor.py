@@ -101,6 +101,18 @@ def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = No
     return make(module._call_impl)
 
 
+def method_settings(function: Any) -> tuple[Callable[..., Any], Any, bool | None] | None:
+    """Of a function that ``torch.compile`` returned: the original, its backend and ``dynamic``."""
+    original: Any = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return None
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "self" not in closure:
+        raise UnknownTorch("a compiled function does not keep its settings where it did")
+    context = closure["self"].cell_contents
+    return original, backend_in(context), context._dynamic
+
+
 def settings_in(callback: Any) -> tuple[Any, bool | None] | None:
     """The backend and ``dynamic`` of the compiler at work, by its `dynamo_callback`."""
     from torch._dynamo import config

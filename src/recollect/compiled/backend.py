@@ -117,6 +117,7 @@ class Backend:
         on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
         runs: Counts the graphs that run.
         notes: Where calls of the compiled graphs are noted, if they are to be.
+        on_copy: Called when a model with this code is copied: the copy has the same.
     """
 
     compiler: Compiler
@@ -124,6 +125,7 @@ class Backend:
     on_larger: Callable[[], None] | None = None
     runs: Runs = field(default_factory=Runs)
     notes: Notes | None = None
+    on_copy: Callable[[], None] | None = None
     #: By the ranks of the tensors that graphs take: their largest sizes.
     _largest: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
@@ -173,6 +175,8 @@ class Backend:
         return watched
 
     def __deepcopy__(self, memo: Any) -> Backend:
+        if self.on_copy is not None:
+            self.on_copy()
         return self
 
     @property

@@ -24,6 +24,7 @@ from recollect._torch.inductor import (
     compile_in_place,
     drop_compiled,
     function_of,
+    method_settings,
     settings_in,
 )
 from recollect.checks.place import warn_user
@@ -49,7 +50,13 @@ from recollect.planning.trial import Progress
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
-__all__ = ["LazyFit", "fit_called_by_compiler", "fit_lazily"]
+__all__ = [
+    "CompiledMethod",
+    "LazyFit",
+    "fit_called_by_compiler",
+    "fit_lazily",
+    "is_compiled_method",
+]
 
 _log = logging.getLogger("recollect")
 #: How many steps may come before the first step of an optimizer.
@@ -61,10 +68,37 @@ _COMPILES = 3
 _NOTHING_AROUND = [(0, 0)] * 3
 
 
+class CompiledMethod(nn.Module):
+    """A compiled method of a module, as a module that is compiled: it can be planned for.
+
+    Args:
+        module: The module.
+        method: What ``torch.compile`` returned for the method.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+        found = method_settings(method)
+        assert found is not None
+        self._method, *settings = found
+        compile_in_place(self, *settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self._method(*args, **kwargs)
+
+
+def is_compiled_method(method: Any) -> bool:
+    """Whether ``torch.compile`` has returned it."""
+    return method_settings(method) is not None
+
+
 def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> LazyFit:
     """Have a compiled model make its plan from the steps of the loop."""
     lazy = LazyFit(model, budget, progress)
-    if any(site.path == "" for site in lazy.sites):
+    if lazy.is_of_model:
         vars(model)[OPTIONS] = lazy
     else:  # what runs before the first compiled module is part of a step
         wrap_module(model, lazy)
@@ -114,6 +148,11 @@ class LazyFit(Installed):
         self._functions: dict[int, Callable[..., Any]] = {}
         self._install(self._first_code(runs))
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether the model itself is compiled, and not modules in it."""
+        return self.sites[0].path == ""
+
     def _first_code(self, runs: Runs) -> Called:
         backends: list[Backend] = []
 
@@ -123,7 +162,7 @@ class LazyFit(Installed):
                 if backend.compiler == compiler:
                     return backend
             split = Observer(self._least_of(compiler))
-            backends.append(Backend(compiler, split, runs=runs, notes=self._notes))
+            backends.append(Backend(compiler, split, None, runs, self._notes, self._warn_of_copy))
             return backends[-1]
 
         return prepare(self.sites, backend_for)

@@ -52,7 +52,8 @@ class LoopSteps:
         self.updates = Updates(parameters_of(model))
         self.updates.watch()
         self._runs = runs
-        self._profiler: profile | None = None
+        #: The profiler that is on, if one is.
+        self._profilers: list[profile] = []
         self._thread = threading.get_ident()
         self._waiting: list[Waiting] = []
         #: How many calls of the model and its modules are under way: the outermost begins a step.
@@ -69,6 +70,7 @@ class LoopSteps:
         weak = ref(self)
         self._stop = after_each_backward(lambda: _call(weak, LoopSteps._after_backward))
         finalize(self, self._stop)
+        finalize(self, _end_all, self._profilers)
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call a compiled module, or the model around it."""
@@ -112,12 +114,12 @@ class LoopSteps:
             self.gradients = max(self.gradients, sum(storage_sizes(gradients_of(model))))
         self._on_begin()
         self.count += 1
-        if (
-            self._runs.compiled and self._measured < _MEASURED
-        ):  # else it is about to compile, and all that would be measured
-            self._profiler = started_profiler()
+        # A step that compiles says nothing: whatever the compiler does would be measured.
+        if not self._is_over and self._runs.compiled and self._measured < _MEASURED:
+            profiler = started_profiler()
             self._runs.on_compile = self._give_up
-            self.missed += self._profiler is None
+            self._profilers += [] if profiler is None else [profiler]
+            self.missed += profiler is None
 
     def _is_waiting(self) -> bool:
         return any(each.is_waiting() for each in self._waiting)
@@ -126,9 +128,8 @@ class LoopSteps:
         is_inside = current_graph_task() != -1  # of another one
         if is_inside or threading.get_ident() != self._thread or self._is_waiting():
             return
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            timeline = timeline_of(ended_profiler(profiler), self.device)
+        if self._profilers:
+            timeline = timeline_of(ended_profiler(self._profilers.pop()), self.device)
             if len(timeline.stretches) > 1:
                 self._compare(timeline)
 
@@ -145,10 +146,13 @@ class LoopSteps:
 
     def _give_up(self) -> None:
         """Do not measure the step that has begun."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            self.missed += 1
-            ended_profiler(profiler)
+        self.missed += len(self._profilers)
+        _end_all(self._profilers)
+
+
+def _end_all(profilers: list[profile]) -> None:
+    while profilers:
+        ended_profiler(profilers.pop())
 
 
 def _call(weak: Callable[[], LoopSteps | None], method: Callable[[LoopSteps], None]) -> None:

@@ -32,17 +32,15 @@ from recollect.planning.recording.step import TrainingStep
 from recollect.planning.trial import Candidate, Progress
 from recollect.planning.ways import Peaks
 
-__all__ = ["LoopPlanner", "observed_calls"]
+__all__ = ["LoopPlanner", "LoopTrials", "observed_calls"]
 
 #: The fraction of a budget that stays free before a plan was measured: where ops run as they are,
 #: and in fused code, whose memory is known by rules of thumb.
 _UNTRIED, _UNTRIED_FUSED = 0.005, 0.03
-_MEASURED = (
-    "The peak was measured: a step of the loop has run under this plan. Times are predicted."
-)
+_MEASURED = "The peak was measured: a step of the loop ran under this plan. Times are predicted."
 
 
-class _LoopTrials(CompiledTrials):
+class LoopTrials(CompiledTrials):
     """Knows what the loop's steps took, and simulates the others."""
 
     #: By how many bytes steps take more than simulated.
@@ -69,9 +67,10 @@ class _LoopTrials(CompiledTrials):
 class LoopPlanner(CompiledPlanner):
     """Makes plans for one step of the user's loop."""
 
-    trials: _LoopTrials
+    trials: LoopTrials
     #: What the last plan was made of.
     last: Candidate
+    _has_warned = False  # that there is none for the budget
 
     @classmethod
     def of_loop(
@@ -92,7 +91,7 @@ class LoopPlanner(CompiledPlanner):
         is_fused = any(site.compiler.is_fused for site in observed.sites)
         untried = _UNTRIED_FUSED if is_fused else _UNTRIED
         planner = cls(step, observed.profile, state, (), progress=progress, untried=untried)
-        planner.trials = _LoopTrials(step, observed, state, progress)
+        planner.trials = LoopTrials(step, observed, state, progress)
         saves = [call.graph.saved for call in observed.calls if call.graph is not None]
         ran = simulate(planner.graph, saved_schedule(observed.merged, saves)).peak
         planner.trials.excess = max(0, peak - ran)
@@ -104,7 +103,9 @@ class LoopPlanner(CompiledPlanner):
         try:
             return self.plan_for(budget)
         except InfeasibleBudget as error:
-            warn_user(f"{error}. Training goes on with the least", PlanWarning)
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(f"{error}. Training goes on with the least", PlanWarning)
             return self.least_plan(resolve_budget(budget, self.plain_peak, self.step.device))
 
     def make_plan(self, budget: int, candidate: Candidate) -> Plan:
@@ -112,11 +113,11 @@ class LoopPlanner(CompiledPlanner):
         self.last = candidate
         plan = super().make_plan(budget, candidate)
         assert plan.compiled is not None
-        code = self.trials.code.get(candidate.schedule)
+        decisions = replace(plan.compiled, code=self.trials.code.get(candidate.schedule))
         if candidate.peaks is not None:
             notes = (_MEASURED, *plan.report.notes[1:])
             plan = replace(plan, report=replace(plan.report, notes=notes))
-        return replace(plan, compiled=replace(plan.compiled, code=code))
+        return replace(plan, compiled=decisions)
 
     def note(self, peak: int, code: Code) -> None:
         """A step under the last plan has taken ``peak`` bytes."""

@@ -113,7 +113,7 @@ class Watch:
 
     def _check_gradients(self, model: nn.Module) -> None:
         more = gradient_bytes(model, [*model.parameters()], self._plan.gradients)
-        if self._plan.predicted_peak + more > self._plan.budget:
+        if more and self._plan.predicted_peak + more > self._plan.budget:
             self._warnings.warn(
                 "gradients",
                 f"{bytes_text(more)} of gradients are there when forward begins, as when they "

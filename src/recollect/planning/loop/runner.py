@@ -132,6 +132,8 @@ class Runner:
         self._warnings = WarnOnce()
         self._forwards = Forwards()
         self._is_watching = False
+        #: Why a compiled model is not planned as such.
+        self._unplanned = ""
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
@@ -179,7 +181,7 @@ class Runner:
         self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a forward that compiled code has called."""
-        model = getattr(function, "__self__", None)
+        model: Any = getattr(function, "__self__", None)
         if self._is_handed_over(model, callback):
             return self._run_untraced(model, function, args, kwargs)
         self._warn_of_compiler()
@@ -329,11 +331,10 @@ class Runner:
             return False
         unwrap_module(model)
         reason = self._make_plan.for_compiled(model, callback)
-        if reason is None:
-            return True
-        wrap_module(model, self)
-        self._warnings.warn("not compiled", f"{reason}. It is not planned as a compiled model")
-        return False
+        if reason is not None:
+            wrap_module(model, self)
+            self._unplanned = f" It is not planned as a compiled model: {reason}"
+        return reason is None
 
     def _run_untraced(
         self, model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -428,7 +429,8 @@ class Runner:
             "compiled",
             "this model is called by compiled code, and runs under a plan: torch.compile leaves "
             "its forward as it is, and compiles what is around it. To have it compiled, "
-            "plan.remove(model); or compile parts of it before recollect.plan(...)",
+            "plan.remove(model); or compile it before recollect.plan(...) or fit(...)."
+            + self._unplanned,
         )
 
     def _warn_of_compiled_parts(self, name: str) -> None:
@@ -436,7 +438,7 @@ class Runner:
             "compiled parts",
             f"parts of the model are compiled ({name}), and a step that is traced as the loop runs "
             "it does not show what compiled code does: there is no plan, and steps may exceed the "
-            "budget. Pass the batch: recollect.fit(model, batch, budget)",
+            "budget. Pass the batch: recollect.fit(model, batch, budget)." + self._unplanned,
         )
 
     def _warn_of_more(self) -> None:
