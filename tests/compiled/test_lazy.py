@@ -172,3 +172,20 @@ def test_a_backend_without_a_place_for_a_plan_is_told():
     compiled.model = torch.compile(compiled.bare, backend="eager")
     with pytest.warns(recollect.PlanWarning, match="compiled with backend='eager'"):
         compiled.step()
+
+
+def test_several_forwards_before_a_backward_are_planned_together():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    optimizer = torch.optim.SGD(compiled.bare.parameters(), lr=1e-3)
+    for _ in range(SETTLED):
+        first, second = compiled.forward(), compiled.forward()
+        (compiled.loss_of(first) + compiled.loss_of(second)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.compiled is not None
+    assert plan.compiled.forwards == 2
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak

@@ -57,7 +57,7 @@ class Applied(Installed):
         code.other.solve = _Unplanned(step, plan.budget, device_of(model), fused)
         self.code = code
         self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self._sites)}
-        self._watch = Watch(plan, model, self._sites, code.runs)
+        self._watch = Watch(plan, model, self._sites, code.runs, step.forwards)
         install(self._sites, self._watch.watched(code.called))
 
     def unwrapped(self, _model: nn.Module) -> None:

@@ -95,6 +95,17 @@ class Notes:
 
     site: int = 0  #: the compiled module that was called last
     calls: list[Call] = field(default_factory=list)
+    forwards: int = 0  #: how often the first compiled module was called
+
+    def begin(self, site: int) -> None:
+        """A compiled module is called."""
+        self.site = site
+        self.forwards += site == 0
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self.calls.clear()
+        self.forwards = 0
 
 
 @dataclass

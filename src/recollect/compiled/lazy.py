@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -140,6 +141,7 @@ class LazyFit(Installed):
         self._steps = LoopSteps(model, runs, self._begin, self._keep)
         #: Of the step that was measured: its calls of compiled graphs, and the state of the model.
         self._calls: list[Call] = []
+        self._forwards = 1
         self._state: ModelState | None = None
         self._planner: LoopPlanner | None = None
         self._applied: Applied | None = None
@@ -197,7 +199,7 @@ class LazyFit(Installed):
         return outside_of_compiler(noticed, FULLGRAPH)
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._notes.site = number
+        self._notes.begin(number)
         return self._functions[number](*args, **kwargs)
 
     def __call__(
@@ -248,7 +250,7 @@ class LazyFit(Installed):
                 self._make_plan()
         elif steps.missed >= _FUTILE:
             self._give_up()
-        self._notes.calls.clear()
+        self._notes.clear()
         model = self._model()
         if model is not None and self._planner is None:
             self._state = ModelState.of(model)
@@ -257,6 +259,7 @@ class LazyFit(Installed):
         """A step was measured."""
         if self._applied is None:
             self._calls = [call for call in self._notes.calls if call.graph is not None]
+            self._forwards = self._notes.forwards
 
     def _make_plan(self) -> None:
         model, timeline = self._model(), self._steps.timeline
@@ -267,6 +270,7 @@ class LazyFit(Installed):
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
         observed = observed_calls(self._calls, self.sites, timeline, base, costs)
+        observed = replace(observed, forwards=self._forwards)
         peak = base + timeline.peak
         planner = LoopPlanner.of_loop(
             model, observed, self._state, self._steps.gradients, peak, self._progress

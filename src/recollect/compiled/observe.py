@@ -34,6 +34,7 @@ class ObservedStep:
         merged: The step as a graph.
         torch_schedule: What torch keeps in it.
         profile: The graph with what was measured.
+        forwards: How often it calls the first compiled module.
     """
 
     sites: Sequence[Site]
@@ -42,6 +43,7 @@ class ObservedStep:
     merged: Merged
     torch_schedule: Schedule
     profile: Profile
+    forwards: int = 1
 
     @property
     def site_of(self) -> list[int]:
@@ -70,23 +72,24 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     with step.undone(), installed(sites, noting):
         with compiled_collectives_refused():
             step.run()  # compiles
-        notes.calls.clear()
+        notes.clear()
         step.run()
-        calls = [call for call in notes.calls if call.graph is not None]
+        calls, forwards = [call for call in notes.calls if call.graph is not None], notes.forwards
         _check_calls(step, calls)
         timeline = measured_timeline(step.run, step.device)
         peak = step.measured_peak()
         expected = peak + step.spare_blocks()
         timing = step.measured_seconds()
         base = step.base_bytes()
-        notes.calls.clear()
+        notes.clear()
     merged = merged_calls(calls, sites, timeline, base, NodeCosts(step.device))
     graph = merged.graph
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
     profile = replace(profile, graph=profile.timed(timing.seconds))
     merged = replace(merged, graph=profile.graph)
     saves = [call.graph.torch_saves for call in calls if call.graph is not None]
-    return ObservedStep(sites, called, calls, merged, saved_schedule(merged, saves), profile)
+    torchs = saved_schedule(merged, saves)
+    return ObservedStep(sites, called, calls, merged, torchs, profile, forwards)
 
 
 def merged_calls(
@@ -107,7 +110,7 @@ def merged_calls(
 
 def _noting(notes: Notes, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
-        notes.site = number
+        notes.begin(number)
         return function(*args, **kwargs)
 
     return noting

@@ -21,7 +21,7 @@ from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Runs
 from recollect.compiled.sites import Called, Site
 from recollect.planning.loop.planned_step import PlannedStep
-from recollect.planning.loop.watch import PeakWatch
+from recollect.planning.loop.watch import PeakWatch, Waiting
 from recollect.planning.recording.model_state import compare_state, gradient_bytes
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
@@ -48,13 +48,22 @@ class Watch:
         model: The model.
         sites: Its compiled modules.
         runs: Counts the graphs that run by the plan.
+        forwards: How often the planned step calls the first of them.
     """
 
     def __init__(
-        self, plan: PlannedStep, model: nn.Module, sites: Sequence[Site], runs: Runs
+        self,
+        plan: PlannedStep,
+        model: nn.Module,
+        sites: Sequence[Site],
+        runs: Runs,
+        forwards: int = 1,
     ) -> None:
         self._plan, self._model = plan, ref(model)
         self._sites, self._runs = sites, runs
+        self._forwards = forwards
+        #: The calls of the first module that wait for their backward.
+        self._waiting: list[Waiting] = []
         self._warnings = WarnOnce()
         self._peaks = PeakWatch(plan.budget)
         #: What autocast casts to, when it was last looked at.
@@ -84,6 +93,8 @@ class Watch:
             before = runs.count
             result = function(*args, **kwargs)
             self._called(number, runs.count - before)
+            if number == 0:
+                self._waiting.append(Waiting(result))
             if peak is not None:
                 self._peaks.compare(result, peak)
             return result
@@ -94,6 +105,16 @@ class Watch:
 
     def _begin(self) -> int | None:
         """The first module is called. Returns the peak so far, if that can be read."""
+        self._waiting = [each for each in self._waiting if each.is_waiting()]
+        if len(self._waiting) >= self._forwards:
+            self._warnings.warn(
+                "forwards",
+                f"{len(self._waiting) + 1} forwards wait for their backward, and the plan was made "
+                f"for a step that has {self._forwards} at once: what all hold is in memory, "
+                "and this step may exceed its budget. Have the loop's own steps planned, "
+                "recollect.fit(model, budget=...); or if no backward is to come, let go of the "
+                "output, or call the model under torch.no_grad()",
+            )
         model, over = self._model(), self._peaks.over
         if over is not None:
             self._peaks.over = None
