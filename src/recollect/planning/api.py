@@ -128,7 +128,8 @@ def fit(
 
     Without one, nothing runs here. The first training step of your own loop is traced as it
     happens, forward, loss and backward, with the results of every block recomputed, so that a
-    model trains which would not fit otherwise. The plan is made before the second step. Steps that
+    model trains which would not fit otherwise. The plan is made before the second step; that of a
+    compiled model after a few, which are compiled with little saved. Steps that
     differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
     the same way, once for each kind.
 
