@@ -1,10 +1,14 @@
-"""Every example in the documentation runs, and every link leads somewhere."""
+"""Every example in the documentation runs and prints what it says; every link leads somewhere."""
 
 import inspect
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,14 +25,31 @@ PAGES = sorted(
 #: What stands for the checkout in ids.
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r'^```python\n(.*?)^```$(?:\n+```text title="Output"\n(.*?)^```$)?', re.MULTILINE | re.DOTALL
+)
+#: A script that runs by itself, and what it prints.
+SCRIPT = re.compile(
+    r'^```python title="train.py"\n(.*?)^```$.*^```text title="Output"\n(.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
+OPTIONAL = ("transformers", "peft")
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 
 
 def blocks(page):
-    """Line number and source of each Python example."""
+    """Line number and source of each Python example, and what the page says that it prints."""
     text = page.read_text()
-    return [(text[: match.start(1)].count("\n"), match[1]) for match in FENCE.finditer(text)]
+    return [(text[: each.start(1)].count("\n"), *each.groups()) for each in FENCE.finditer(text)]
+
+
+def assert_prints(printed, expected):
+    """Exactly what the page says, but for figures after a tilde, which differ by machine."""
+    figure = r"[-+]?[\\d.]+"
+    pattern = re.sub(r"\\~[-+\\]*[\d.\\]*\d", figure, re.escape(expected))
+    assert re.fullmatch(pattern, printed), (
+        f"the page says\n{expected}\nand this was printed\n{printed}"
+    )
 
 
 def anchors(page):
@@ -52,16 +73,52 @@ EXAMPLES = [(page, name) for page, name in zip(PAGES, NAMES, strict=True) if blo
 
 @pytest.mark.parametrize("page", [e[0] for e in EXAMPLES], ids=[e[1] for e in EXAMPLES])
 @pytest.mark.usefixtures("clean_slate")
-def test_examples_run(page):
-    # The examples of a page build on each other, as a reader types them.
-    namespace = {"__name__": "example"}
-    for line, source in blocks(page):
+def test_examples_run(page, monkeypatch, capsys):
+    for package in OPTIONAL:
+        if re.search(rf"^from {package} ", "".join(each[1] for each in blocks(page)), re.MULTILINE):
+            pytest.importorskip(package)
+    # The examples of a page build on each other, as a reader types them. The compiler looks their
+    # module up.
+    module = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)
+    namespace = vars(module)
+    for line, source, expected in blocks(page):
+        capsys.readouterr()
         # Empty lines in front make the line numbers of a traceback those of the page.
         code = compile("\n" * (line + 1) + source, str(page), "exec")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated")
             exec(code, namespace)
+        if expected is not None:
+            assert_prints(capsys.readouterr().out, expected)
+
+
+def test_a_wrong_output_is_found():
+    assert_prints("peak 4.81 MiB: +5%\n", "peak ~9.0 MiB: ~+12%\n")
+    with pytest.raises(AssertionError, match="the page says"):
+        assert_prints("peak 4.81 MiB, False\n", "peak ~9.0 MiB, True\n")
+    with pytest.raises(AssertionError, match="the page says"):
+        assert_prints("loss 2.17\n", "loss 2.16\n")
+
+
+def test_the_script_on_two_ranks_prints_what_the_page_says(tmp_path):
+    source, expected = SCRIPT.search((ROOT / "docs/tutorials/fsdp2.md").read_text()).groups()
+    (tmp_path / "train.py").write_text(source)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *launch],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=alone,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "PlanWarning" not in done.stderr
+    assert_prints(done.stdout, expected)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

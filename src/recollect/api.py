@@ -28,8 +28,6 @@ from recollect.rerun.selective import create_selective_checkpoint_contexts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["checkpoint", "checkpoint_sequential", "checkpointed", "unwrap"]
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -22,18 +22,6 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
-__all__ = [
-    "AlreadyUnpacked",
-    "CheckpointError",
-    "InfeasibleBudget",
-    "InputChanged",
-    "KeptTensorError",
-    "PlanWarning",
-    "RecollectWarning",
-    "RecomputeMismatch",
-    "StopRecompute",
-]
-
 
 class CheckpointError(_TorchCheckpointError):
     """Backward could not get a tensor with its values of forward."""

@@ -23,8 +23,6 @@ from recollect._torch.dynamo import forget_checkpoint, know_checkpoint
 from recollect.options import Engine, installed_options
 from recollect.rerun import selective
 
-__all__ = ["install", "installed", "uninstall"]
-
 #: The names that others import from torch's module: the public ones, and these.
 _NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]
 

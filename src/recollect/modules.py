@@ -25,8 +25,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recollect.options import Options
 from recollect.region import run_region
 
-__all__ = ["OPTIONS", "bound_to", "copy_signature", "unwrap_module", "wrap_module"]
-
 #: The attribute that marks what is checkpointed, and holds its options.
 OPTIONS = "_recollect_options"
 _OWN_FORWARD = "_recollect_forward"

@@ -9,8 +9,6 @@ import torch
 
 from recollect._torch.dynamo import tag_in_trace
 
-__all__ = ["Listener", "listening", "tag"]
-
 
 class Listener(Protocol):
     """Receives the names that tensors are given."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-__all__ = ["RegionObserver", "observed_pack", "observing"]
-
 
 class RegionObserver(Protocol):
     """Receives reports about the regions of this thread."""

@@ -17,16 +17,6 @@ from recollect.rerun.selective import create_selective_checkpoint_contexts, sele
 from recollect.settings import checked_switch
 from recollect.store import check_store
 
-__all__ = [
-    "DEFAULTS",
-    "Engine",
-    "Keywords",
-    "Options",
-    "installed_options",
-    "noop_context_fn",
-    "usual_options",
-]
-
 Engine = Literal["rerun", "reentrant", "replay"]
 
 

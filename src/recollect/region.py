@@ -29,15 +29,6 @@ from recollect.rerun.selective import RecordMode
 from recollect.settings import resolve_debug, resolve_early_stop
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = [
-    "balanced",
-    "enter_region",
-    "run_compiled",
-    "run_region",
-    "run_segments",
-    "steps_of",
-]
-
 #: A function of a sequential model.
 Step = Callable[[Any], Any]
 

@@ -12,18 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = [
-    "checked_switch",
-    "is_recomputing",
-    "recomputing",
-    "resolve_debug",
-    "resolve_early_stop",
-    "set_checkpoint_debug_enabled",
-    "set_checkpoint_early_stop",
-    "set_checkpoint_version_guard",
-    "version_guard_enabled",
-]
-
 _early_stop: ContextVar[bool | None] = ContextVar("recollect.early_stop", default=None)
 _debug: ContextVar[bool | None] = ContextVar("recollect.debug", default=None)
 _version_guard: ContextVar[bool] = ContextVar("recollect.version_guard", default=True)

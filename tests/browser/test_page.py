@@ -18,7 +18,7 @@ from recollect.report.explanation import Explanation
 from recollect.report.page import page
 from recollect.report.rows import RegionCall, Row
 from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
-from tests.report._pictures import GIB, MIB, frontier_only, marks, realistic
+from tests.report._pictures import GIB, MIB, frontier_only, marks, realistic, with_stacks
 
 BROWSER = os.environ.get("RECOLLECT_BROWSER", "")
 
@@ -46,7 +46,7 @@ ARGUMENTS = [
     "--disable-dev-shm-usage",
 ]
 
-PICTURE = realistic()
+PICTURE = with_stacks(realistic(alike=False))
 MARKED = replace(PICTURE, before_marks=marks(12, 1.0), after_marks=marks(12, 1.081))
 FATES = ("kept", "recomputed", "offloaded")
 EXPLAINED = ("kept", "input", "recomputed", "offloaded")
@@ -223,13 +223,83 @@ def test_what_a_forward_holds_is_shown(show, width, scheme):
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_largest_tensors_are_listed_once_for_equal_layers(show, width):
-    opened = show(PICTURE, width)
+    opened = show(realistic(), width)
     rows = opened.texts("table.largest tbody tr")
     assert len(rows) == 5
     assert rows[0].split("\n")[0].startswith("lm_head aten::_log_softmax")
     assert "1000.00 MiB" in rows[0]
     assert "10 times, 1.56 GiB in all" in rows[2]
     assert not_wider_than_the_window(opened, width)
+
+
+def test_the_largest_tensors_have_their_lines(show):
+    line = "/home/me/model.py:31"
+    row = Row("blocks.0.mlp", "aten::mm", "kept", 2 * GIB, 0.001, source=line)
+    opened = show(replace(PICTURE, rows=(row, *PICTURE.rows)))
+    cell = opened.one("table.largest td.source")
+    assert cell.text == "model.py:31"
+    assert cell.get_attribute("title") == line
+
+
+# --- memory by module -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_bands_are_stacked_up_to_the_sum(show, width):
+    opened = show(MARKED, width)
+    stack = MARKED.after_stack
+    assert len(opened.all("#stack .band")) == 2 + len(stack.bands)
+    names = opened.texts("#stack-key li")
+    assert names == ["parameters, optimizer state", "gradients, loss, workspace"] + [
+        band.name for band in stack.bands
+    ]
+    boxes = opened.boxes("#stack .band")
+    floor = opened.boxes("#stack .grid")[-1]["top"]
+    highest = max(
+        stack.base + fixed + sum(band.bytes[n] for band in stack.bands)
+        for n, fixed in enumerate(stack.fixed)
+    )
+    per_byte = boxes[0]["height"] / stack.base
+    top = min(box["top"] for box in boxes if box["height"])
+    assert floor - top == pytest.approx(highest * per_byte, abs=2.5)
+    assert not_wider_than_the_window(opened, width)
+    assert opened.errors() == []
+
+
+def test_the_stack_switches_between_plain_and_the_plan(show):
+    opened = show(MARKED)
+    planned, plain = (opened.one(f"#stack-switch button:nth-child({n})") for n in (2, 1))
+    assert planned.get_attribute("aria-pressed") == "true"
+    before = min(box["top"] for box in opened.boxes("#stack .band") if box["height"])
+    assert len(opened.all("#stack rect.link")) == 2  # to the host, and back
+    plain.click()
+    assert plain.get_attribute("aria-pressed") == "true"
+    assert planned.get_attribute("aria-pressed") == "false"
+    after = min(box["top"] for box in opened.boxes("#stack .band") if box["height"])
+    assert after < before
+    assert opened.all("#stack rect.link") == []
+
+
+def test_the_pointer_names_the_modules_that_hold_most(show):
+    opened = show(MARKED)
+    box = opened.boxes("#stack")[0]
+    opened.hover("#stack", box["width"] * 0.4, box["height"] * 0.8)
+    title, *pairs = opened.tip("#stack")
+    assert title.endswith("GiB")
+    found = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    assert found["parameters, optimizer state"] == "2.00 GiB"
+    assert any(name.startswith("layers.") for name in found)
+
+
+def test_equal_layers_are_one_row_with_the_sums_of_all(show):
+    opened = show(realistic())
+    opened.one("#expand").click()
+    names = [text.split("\n")[0] for text in opened.texts(".tree tr.module th")]
+    assert [name for name in names if name[0].isdigit()] == ["0-1", "2-9", "10-11"]
+    assert "8 equal" in next(t for t in opened.texts(".tree tr.module th") if t.startswith("2-9"))
+    kept = sum(row.bytes for row in PICTURE.rows if row.fate == "kept")
+    total = opened.one(".tree tr.total td.sum.kept .bytes").text
+    assert parse_bytes(total) == pytest.approx(kept, rel=1e-3)
 
 
 def not_wider_than_the_window(opened, width):
@@ -693,7 +763,7 @@ def test_columns_sort_siblings(show):
 
 
 def test_thousands_of_rows_are_made_a_few_hundred_at_a_time(show):
-    big = realistic(layers=100, ops=40, steps=500)
+    big = realistic(layers=100, ops=40, steps=500, alike=False)
     opened = show(big)
     assert len(big.rows) == 4003
     opened.one("#expand").click()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.checks.place import Place
+from recollect.checks.place import Place, source_line
 from tests._support import compat_rerun, reentrant, rerun
 
 
@@ -188,3 +188,23 @@ def test_the_users_frames_are_those_outside_of_torch_and_recollect() -> None:
         files = " ".join(file for file, _, _ in stack)
         assert str(Path(torch.__file__).parent) not in files
         assert str(Path(recollect.__file__).parent) not in files
+
+
+def test_the_source_line_is_the_users_and_not_beyond_the_caller(tmp_path):
+    seen = []
+
+    class Probed(nn.Module):
+        def forward(self, x):
+            return self.inner(x)
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            seen.append(source_line(sys._getframe(), "no such file"))
+            return x
+
+    model = Probed()
+    model.inner = Inner()
+    model(torch.ones(1))
+    line = Inner.forward.__code__.co_firstlineno + 1
+    assert seen == [f"{__file__}:{line}"]
+    assert source_line(sys._getframe(), __file__) == ""

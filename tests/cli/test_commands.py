@@ -117,7 +117,7 @@ def test_offload_can_be_ruled_out(capsys, monkeypatch):
     make = Planner.of
 
     def spy(*args, **options):
-        seen.append(args[4])
+        seen.append(args[0].offload)
         return make(*args, **options)
 
     monkeypatch.setattr(Planner, "of", spy)

@@ -14,6 +14,7 @@ from recollect.graph.graph import Graph
 from recollect.graph.growth import Growth, is_same_step
 from recollect.graph.simulate import simulate_plain
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording.record import record_under, record_unrun
 from recollect.planning.sizes.forecast import TrendForecast, find_largest
 from tests.planning._models import ConvNet, Decoder, squares, tokens
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], tuple[int,
 
 
 def graph_of(model: nn.Module, batch: Any, **options: Any) -> Graph:
-    return Planner.of(model, batch, squares, **options).trials.profile.graph
+    return Planner.of(Request(model, batch, squares), **options).trials.profile.graph
 
 
 def bytes_of(graph: Graph) -> list[Any]:

@@ -20,6 +20,7 @@ from recollect.graph.simulate import simulate, simulate_if, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.loop.runner import run_planned
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from tests._support import assert_identical, gradients, measure, sampled
 from tests.graph._reference import reference
@@ -36,7 +37,7 @@ class Bench:
     def __init__(self, name: str) -> None:
         self.name = name
         self.made = made(name)
-        self.graph = Planner.of(self.made.model, self.made.batch, self.made.loss).graph
+        self.graph = Planner.of(Request(self.made.model, self.made.batch, self.made.loss)).graph
 
     @cached_property
     def schedules(self) -> list[Schedule]:

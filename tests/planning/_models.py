@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from recollect.graph.schedule import Schedule
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording.record import Profile
 from recollect.planning.trial import Candidate
 from recollect.replay.named_schedule import trimmed
@@ -485,7 +486,7 @@ def plan_that_keeps(
 
     Its budget is one that every batch fits, and still it is said to be less than plain.
     """
-    planner = Planner.of(model, batch, loss)
+    planner = Planner.of(Request(model, batch, loss))
     planner.solver = _NoSolver()
     vars(planner)["_alternatives"] = ()
     planner.trials.graph = planner.trials.profile.graph  # what the engine costs is not measured

@@ -16,6 +16,7 @@ from recollect import planning
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import ways
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording.prices import Prices
 from tests.planning._models import (
     Case,
@@ -159,7 +160,7 @@ def test_gradients_and_buffers_are_those_of_plain(each: Made, offload: Any) -> N
 
 
 def test_the_simulator_knows_what_offload_takes(dropout: Made) -> None:
-    planner = Planner.of(dropout.model, dropout.batch, squares)
+    planner = Planner.of(Request(dropout.model, dropout.batch, squares))
     with planner.step.undone():
         measured = planner.step.measured_peak()
     # A free block that is larger than what was asked for counts as it is.

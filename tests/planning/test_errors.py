@@ -18,6 +18,7 @@ from recollect.errors import CheckpointError
 from recollect.modules import OPTIONS
 from recollect.planning import planner
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from tests.planning._models import Custom, Made, made, squares
 
 
@@ -39,6 +40,36 @@ X = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
 
 def _never(out: Any) -> Tensor:
     raise AssertionError("the step was run")
+
+
+def test_a_budget_in_the_place_of_the_batch() -> None:
+    with pytest.raises(TypeError, match=r'batch: there is no tensor in this str.*budget="12GiB"'):
+        recollect.fit(_model(), "22GiB")
+
+
+def test_a_batch_without_a_tensor() -> None:
+    with pytest.raises(TypeError, match="batch: there is no tensor in this list"):
+        recollect.plan(_model(), [1, 2, 3], 0.5)
+
+
+def test_a_batch_on_another_device() -> None:
+    with pytest.raises(RuntimeError, match=r"batch: it is on meta, but the model on cpu\. Move it"):
+        recollect.plan(_model(), X.to("meta"), 0.5)
+
+
+class _NewTransformers(nn.Linear):
+    """As in versions of transformers that rename gradient checkpointing."""
+
+    is_activation_checkpointing = True
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        raise AssertionError("deprecated")
+
+
+def test_checkpointing_under_its_newer_name() -> None:
+    with pytest.raises(ValueError, match="gradient checkpointing is on"):
+        recollect.fit(_NewTransformers(3, 3), budget=0.5)
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -389,7 +420,7 @@ def test_progress_says_what_is_being_done() -> None:
     def progress(what: str, done: float) -> None:
         told.append((what, done))
 
-    made_by = Planner.of(_model(), X, squares, progress=progress)
+    made_by = Planner.of(Request(_model(), X, squares), progress=progress)
     made_by.plan_for(made_by.least())
     assert {what for what, _ in told} == {
         "recording a step",

@@ -20,6 +20,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import recollect
@@ -573,11 +574,132 @@ class Tangled(nn.Module):
 
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
-    loop = Loop(Tangled(), 0.75)
+    loop = Loop(Tangled(), 0.75, torch.optim.SGD)
     with pytest.warns(recollect.PlanWarning, match="steps before there was a plan took about"):
         loop.run(steps=3)
     assert loop.plan is not None
     assert loop.peaks[-1] <= loop.plan.budget
+
+
+def test_first_steps_have_no_state_of_an_optimizer_yet() -> None:
+    torch.manual_seed(0)
+    loop = Loop(Tangled(), 0.9)
+    loop.run(steps=3)  # a warning is an error
+    assert loop.plan is not None
+    assert max(loop.peaks) <= loop.plan.budget < loop.plan.plain_peak
+
+
+def test_first_steps_that_accumulate_above_the_budget_are_told() -> None:
+    torch.manual_seed(0)
+    loop = Loop(Tangled(), 1.0, torch.optim.SGD)
+    with pytest.warns(recollect.PlanWarning, match="steps before there was a plan took about"):
+        loop.run(steps=3, every=2)
+    assert loop.plan is not None
+    assert loop.peaks[1] > loop.plan.budget >= loop.peaks[0]
+
+
+class Tasks(nn.Module):
+    """Has a head for each task, of which a step trains one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        widths = (32, 128, 256)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths
+        )
+        self.task = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[self.task](self.body(x)[:4])
+
+
+def _task(model: nn.Module, number: int) -> Tensor:
+    model.task = (0, 0, 1, 0, 2, 0, 0, 0)[number]
+    return squares(model(batch(seed=1)))
+
+
+@pytest.mark.parametrize("with_batch", [False, True])
+def test_state_that_an_optimizer_has_later_counts(with_batch: bool) -> None:
+    torch.manual_seed(0)
+    loop = Loop(Tasks(), 0.75)
+    if with_batch:
+        recollect.unwrap(loop.model)
+        optimizer = loop.optimizers[0]
+        recollect.fit(loop.model, batch(seed=1), 0.75, loss=squares, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", recollect.PlanWarning)  # steps with other heads
+        loop.run(_task, steps=8)
+    assert loop.plan is not None
+    assert loop.peaks[-1] <= loop.plan.budget
+
+
+def test_a_part_in_torchscript() -> None:
+    states = []
+    for part in (None, 0.9):
+        model = net()
+        with warnings.catch_warnings():
+            # TorchScript is deprecated, and runs other ops once it has seen a few calls.
+            warnings.simplefilter("ignore")
+            model.blocks[2] = torch.jit.script(model.blocks[2])
+            if part is not None:
+                recollect.fit(model, budget=part)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for number in range(3):
+                usual(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+    assert_identical(*states)
+    assert vars(model)[OPTIONS].plan is not None
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32, sparse=True)
+        self.body = net()
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.body(self.embedding(numbers))
+
+
+def test_sparse_gradients_that_accumulate() -> None:
+    states = []
+    for part in (None, 0.75):
+        torch.manual_seed(0)
+        model: nn.Module = Sparse()
+        if part is not None:
+            recollect.fit(model, budget=part)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(6):
+            squares(model((torch.arange(128) + number) % 64)).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+    assert_identical(*states)
+    assert vars(model)[OPTIONS].plan is not None
+
+
+def test_functional_calls_with_values_that_are_no_leaves() -> None:
+    states = []
+    for part in (None, 0.9):
+        model: nn.Module = net()
+        if part is not None:
+            recollect.fit(model, budget=part)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(12):
+            values = {name: 2 * value for name, value in model.named_parameters()}
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # the gradients of others than leaves are not read
+                out = torch.func.functional_call(model, values, (batch(seed=number),))
+            squares(out).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+    assert_identical(*states)
+    assert vars(model)[OPTIONS].plan is not None
 
 
 def test_models_that_cannot_be_traced_are_refused_at_once() -> None:
@@ -621,3 +743,33 @@ def test_an_output_that_is_dropped_in_the_backward_of_others_leaves_no_mode() ->
     other.register_hook(lambda _: held.clear())
     other.sum().backward()
     assert dispatch_modes() == []
+
+
+class Checkpointed(Net):
+    """Checkpoints some of its blocks itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_model_that_checkpoints_parts_of_itself_is_told_to_leave_it_to_the_plan() -> None:
+    models = []
+    for part in (None, 0.9):
+        torch.manual_seed(0)
+        model: nn.Module = Checkpointed(layers=3)
+        if part is not None:
+            recollect.fit(model, budget=part)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(4):
+                usual(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    assert_identical(*(dict(each.state_dict()) for each in models))
+    told = [str(each.message) for each in caught if "leave checkpointing" in str(each.message)]
+    assert len(told) == 1
+    assert " at 0x" not in told[0]

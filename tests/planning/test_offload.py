@@ -24,6 +24,7 @@ from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import prepare
 from recollect.planning.loop.runner import run_planned
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.replay import named_schedule
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical, sampled
@@ -104,7 +105,7 @@ class Study:
         torch.manual_seed(0)
         self.made = Made(case.make(), case.batch(), case.loss)
         self.links = links
-        self.planner = Planner.of(self.made.model, self.made.batch, self.made.loss)
+        self.planner = Planner.of(Request(self.made.model, self.made.batch, self.made.loss))
 
     def schedules(self) -> Iterator[Schedule]:
         for seed in range(_SCHEDULES):

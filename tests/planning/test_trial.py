@@ -21,6 +21,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning import ways
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording import record
 from recollect.planning.recording.sampling import Timing
 from recollect.planning.recording.step import TrainingStep
@@ -63,7 +64,7 @@ def test_a_plain_step_that_takes_another_time_than_before_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step_takes(monkeypatch, plain=1.0, planned=1.0)
-    made_by = Planner.of(_model(), X, squares)
+    made_by = Planner.of(Request(_model(), X, squares))
     made_by.solver.frontier()
     step_takes(monkeypatch, plain=1.5, planned=1.5)
     plan = made_by.plan_for(int(0.7 * made_by.plain_peak))
@@ -114,7 +115,7 @@ def test_steps_that_are_timed_in_turn_draw_the_same_numbers(
         return 1.0
 
     monkeypatch.setattr(TrainingStep, "seconds", seconds)
-    made_by = Planner.of(case.model, case.batch, case.loss)
+    made_by = Planner.of(Request(case.model, case.batch, case.loss))
     made_by.plan_for(int(0.8 * made_by.plain_peak))
     del seen[:3]  # of the plain step, one after the other
     assert len(seen) == 6  # and what the engine costs is little, in a step of a second
@@ -177,7 +178,7 @@ def _reruns(graph: Graph, schedule: Schedule) -> tuple[float, int]:
 def test_the_engine_is_priced_by_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
     step_takes(monkeypatch, plain=1 * MS, planned=2 * MS)
     _engine_takes(monkeypatch, 1 * MS, 1.5 * MS, 2.5 * MS)
-    made_by = Planner.of(_model(), X, squares)
+    made_by = Planner.of(Request(_model(), X, squares))
     graph = made_by.graph
     assert graph.engine_cost == pytest.approx(0.5 * MS)
     again = ways._that_runs_again(graph)
@@ -209,7 +210,7 @@ def test_noise_is_not_taken_for_a_cost_of_running_ops_again(
 ) -> None:
     step_takes(monkeypatch, plain=1 * MS, planned=2 * MS)
     _engine_takes(monkeypatch, 1 * MS, 1 * MS, 4 * MS, spread=2.0)
-    made_by = Planner.of(_model(), X, squares)
+    made_by = Planner.of(Request(_model(), X, squares))
     cost, profile = made_by.graph.rerun_cost, made_by.trials.profile
     assert cost == profile.timed(profile.seconds).rerun_cost
 
@@ -217,7 +218,7 @@ def test_noise_is_not_taken_for_a_cost_of_running_ops_again(
 def test_what_costs_little_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     step_takes(monkeypatch, plain=100.0, planned=100.0)
     monkeypatch.setattr(ways, "times_under", None)
-    assert Planner.of(_model(), X, squares).graph.engine_cost == 0
+    assert Planner.of(Request(_model(), X, squares)).graph.engine_cost == 0
 
 
 def test_without_room_for_that_the_usual_costs_stand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +226,6 @@ def test_without_room_for_that_the_usual_costs_stand(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(ways, "times_under", no_room)
-    made_by = Planner.of(_model(), X, squares)
+    made_by = Planner.of(Request(_model(), X, squares))
     assert made_by.graph.engine_cost == 0
     assert 0 < made_by.graph.rerun_cost <= 6e-6

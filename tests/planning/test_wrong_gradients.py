@@ -26,6 +26,7 @@ from recollect.graph.simulate import Outcome
 from recollect.planning.loop import choice, runner
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from tests._support import Counted, assert_identical, gradients
 from tests.planning._models import (
     Decoder,
@@ -1125,7 +1126,7 @@ def test_an_input_that_begins_elsewhere_in_its_memory() -> None:
 
 
 def test_ops_of_other_libraries_are_forced() -> None:
-    graph = Planner.of(OfALibrary(), X, squares).graph
+    graph = Planner.of(Request(OfALibrary(), X, squares)).graph
     # Or what is made of their results, which is as large.
     forced = [op.name for op in graph.ops if op.forced]
     assert forced == ["aten::sin"] * 5

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from recollect.report.plan_report import Mark, PlanReport, Point
+from recollect.report.bands import Band, Stack
+from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 
 MIB = 2**20
@@ -42,12 +44,16 @@ def choice_of(layer: int, module: str, op: str) -> str:
     return "recomputed" if layer < 10 else "kept"
 
 
-def layer_rows(layer: int, ops: int = 20, choice: Callable[..., str] = choice_of) -> list[Row]:
+def layer_rows(
+    layer: int, ops: int = 20, choice: Callable[..., str] = choice_of, *, alike: bool = True
+) -> list[Row]:
+    """The rows of a layer, which is a byte larger than the one before unless they are ``alike``."""
     rows = []
     for n in range(ops):
         module, op, mib, micros = OPS[n % len(OPS)]
         path = ".".join(filter(None, ["layers", str(layer), module]))
-        row = Row(path, op, choice(layer, module, op), mib * MIB, micros * 1e-6 * (1 + layer / 999))
+        nbytes = mib * MIB + (0 if alike or not mib else layer)
+        row = Row(path, op, choice(layer, module, op), nbytes, micros * 1e-6 * (1 + layer / 999))
         rows.append(row)
     return rows
 
@@ -80,14 +86,20 @@ def marks(layers: int, pace: float) -> tuple[Mark, ...]:
     return (*forward, *backward)
 
 
-def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> PlanReport:
+def realistic(
+    layers: int = 12, ops: int = 20, steps: int = 20, *, alike: bool = True
+) -> PlanReport:
     """Of a transformer, under a plan that fits 8 GiB."""
     head = [
         Row("", "aten::embedding", "kept", 16 * MIB, 45e-6, "the input of the step"),
         Row("lm_head", "aten::mm", "kept", 500 * MIB, 0.0021),
         Row("lm_head", "aten::_log_softmax", "recomputed", 1000 * MIB, 0.0009),
     ]
-    rows = [head[0], *(row for n in range(layers) for row in layer_rows(n, ops)), *head[1:]]
+    rows = [
+        head[0],
+        *(row for n in range(layers) for row in layer_rows(n, ops, alike=alike)),
+        *head[1:],
+    ]
     before = curve(layers, 900 * MIB, 120 * MIB, 1.0, steps)
     after = curve(layers, 310 * MIB, 700 * MIB, 1.081, steps)
     plain, chosen = max(b for _, b in before), max(b for _, b in after)
@@ -99,7 +111,7 @@ def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> PlanReport:
             (5.6, 1.236),
             (6.1, 1.174),
             (6.6, 1.131),
-            (7.3, 1.085),
+            (7.7, 1.075),
             (8.4, 1.062),
             (9.3, 1.045),
             (10.4, 1.029),
@@ -138,6 +150,25 @@ def realistic(layers: int = 12, ops: int = 20, steps: int = 20) -> PlanReport:
         ),
         notes=("Times were measured on this device; a step on another one may differ.",),
     )
+
+
+def with_stacks(picture: PlanReport, layers: int = 12) -> PlanReport:
+    """``picture`` with its memory by module, and copies to the host."""
+    names = ["embed", *(f"layers.{n}" for n in range(layers)), "lm_head"]
+    found = []
+    for curve, share in ((picture.before, 1.0), (picture.after, 0.4)):
+        end = curve[-1][0]
+        times = tuple(end * n / 60 for n in range(60))
+        bands = tuple(
+            Band(name, tuple(int(share * 800 * MIB) * (place <= n < 60 - place) for n in range(60)))
+            for place, name in enumerate(names)
+        )
+        fixed = tuple(40 * MIB * (n > 20) for n in range(60))
+        found.append(Stack(times, fixed, bands, base=2 * GIB))
+    third = found[1].seconds[20]
+    after = found[1]._replace(out=((0.0, third / 2),), back=((third, third * 1.5),))
+    traffic = Traffic(2 * GIB, 0.4, 0.21, 0.0021)
+    return replace(picture, before_stack=found[0], after_stack=after, traffic=traffic)
 
 
 def frontier_only(picture: PlanReport) -> PlanReport:

@@ -12,7 +12,7 @@ import pytest
 
 from recollect.report.page import page
 from recollect.report.page_data import thinned
-from recollect.report.plan_report import summary
+from recollect.report.plan_report import Point, summary
 from recollect.report.rows import Row
 from tests.report._pictures import GIB, curve, frontier_only, realistic
 
@@ -158,6 +158,12 @@ def test_a_frontier_has_no_budget():
     found = page(frontier_only(PICTURE))
     assert "<dt>budget</dt>" not in found
     assert data_of(found)["budget"] is None
+
+
+def test_a_plan_that_another_beats_is_not_on_the_line():
+    beaten = Point("plan", PICTURE.points[0].peak + 1, PICTURE.points[0].seconds * 1.1)
+    data = data_of(page(replace(PICTURE, points=(beaten, *PICTURE.points))))
+    assert len(data["points"]) == len(PICTURE.points)
 
 
 def test_points_whose_time_is_unknown_are_left_out():

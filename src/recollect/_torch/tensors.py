@@ -237,12 +237,18 @@ def _wrapped_by(tensor: Any) -> list[torch.Tensor] | None:
     return [each for each in inner if isinstance(each, torch.Tensor)]
 
 
-def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of this process that hold the data of ``tensor``: itself, unless it wraps others.
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-    A ``DTensor`` has the shape of the whole, and wraps the part that this process has.
+
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of this process that hold the data of ``tensor``: itself, unless it has others.
+
+    A ``DTensor`` has the shape of the whole, and wraps the part that this process has. A sparse
+    tensor has indices and values.
     """
     inner = _wrapped_by(tensor)
+    if inner is None and tensor.layout in _SPARSE:
+        inner = _inner_of_layout(tensor)
     return [tensor] if inner is None else [each for one in inner for each in local_tensors(one)]
 
 

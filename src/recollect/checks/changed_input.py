@@ -12,8 +12,6 @@ import torch
 from recollect.checks.names import tensor_name
 from recollect.errors import InputChanged
 
-__all__ = ["argument_changed", "saved_tensor_changed", "source_changed", "used_tensor_changed"]
-
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace "
     "operation: "

@@ -16,19 +16,6 @@ import torch
 from recollect.checks.diagnosis import MismatchContext, describe
 from recollect.errors import RecomputeMismatch
 
-__all__ = [
-    "Describe",
-    "DeterminismCheck",
-    "count_mismatch",
-    "cpu_metadata",
-    "default_check",
-    "metadata",
-    "metadata_mismatch",
-    "resolve_check",
-    "same",
-    "values_check",
-]
-
 Describe = Callable[[torch.Tensor], Any]
 DeterminismCheck = Literal["default", "none", "values"] | Describe
 

@@ -19,22 +19,6 @@ from torch import nn
 from recollect._torch.autograd import current_node, graph_nodes, packed_by
 from recollect.checks.names import module_of, region_name
 
-__all__ = [
-    "FROM_OUTSIDE",
-    "OTHER_LAYOUT",
-    "OTHER_BRANCH",
-    "RANDOM_OP",
-    "UNSTABLE_OP",
-    "Cause",
-    "MismatchContext",
-    "TensorSpec",
-    "describe",
-    "describe_saved",
-    "likely_causes",
-    "saved_by_forward",
-    "saved_by_recomputation",
-]
-
 
 class TensorSpec(NamedTuple):
     """Shape, dtype and device of a tensor: what the default check compares."""

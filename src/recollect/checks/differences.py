@@ -29,8 +29,6 @@ from recollect.checks.oplog import LoggedOp, OpLog, Prints, Strides
 from recollect.errors import CheckpointError, RecomputeMismatch
 from recollect.policy.op_info import op_info
 
-__all__ = ["align", "explain", "value_difference"]
-
 #: An op of forward and its counterpart; None where an op is in one log only.
 LogRow = tuple[LoggedOp | None, LoggedOp | None]
 
@@ -99,29 +97,13 @@ def _both(rows: list[LogRow], row: int) -> Iterator[str]:
             yield f"  {run}: (no more operations)"
         else:
             yield f"  {run}: {entry.line}"
-            is_recomputed = entry is rows[row][1]
-            path = _path_in_forward(rows[:row], entry.path) if is_recomputed else entry.path
-            yield from _whereabouts(entry, path)
+            yield from _whereabouts(entry)
 
 
-def _path_in_forward(rows: list[LogRow], path: str) -> str:
-    """The name in forward of the module at ``path`` in a recomputation, if earlier ops show it."""
-    region, _, inside = path.partition(": ")
-    for before, after in rows:
-        if before is None or after is None:
-            continue
-        start, _, rest = after.path.partition(": ")
-        if start == region and before.path.endswith(rest):
-            outside = before.path.removesuffix(rest).rstrip(": .")
-            joint = "." if ": " in outside else ": "
-            return f"{outside}{joint}{inside}" if inside else outside
-    return path
-
-
-def _whereabouts(entry: LoggedOp, path: str) -> Iterator[str]:
+def _whereabouts(entry: LoggedOp) -> Iterator[str]:
     """The module and the lines of code that led to an op."""
-    if path:
-        yield f"      in {path}"
+    if entry.path:
+        yield f"      in {entry.path}"
     for file, line, function in entry.stack:
         code = linecache.getline(file, line).strip()
         yield f"      {file}:{line} in {function}{code and ': '}{code}"
@@ -274,6 +256,6 @@ def _origin(forward: list[LoggedOp], recompute: list[LoggedOp]) -> Iterator[str]
 def _described(entry: LoggedOp) -> Iterator[str]:
     """An op that is the same in both runs."""
     yield f"  {entry.line}"
-    yield from _whereabouts(entry, entry.path)
+    yield from _whereabouts(entry)
     if not entry.stack:
         yield "      (debug=True shows the line of code)"

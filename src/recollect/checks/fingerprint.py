@@ -22,8 +22,6 @@ import torch
 from recollect._torch.modes import below_python
 from recollect._torch.tensors import inner_tensors
 
-__all__ = ["compare", "fingerprint"]
-
 #: Bytes folded at a time: they fit a CPU's cache, or are worth a kernel launch. The scratch space
 #: is three times as large.
 _PIECE_ON_CPU = 1 << 21

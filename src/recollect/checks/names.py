@@ -12,17 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "model_of",
-    "module_of",
-    "name_in",
-    "names_in_memory",
-    "path_of",
-    "plain_name",
-    "region_name",
-    "tensor_name",
-]
-
 
 def region_name(function: Any) -> str:
     """The name of the region of ``function``: the path of its module in the model, if it has one.

@@ -23,8 +23,6 @@ from recollect.checks.fingerprint import fingerprint
 from recollect.checks.place import Names, Place, Stack
 from recollect.policy.op_info import op_info
 
-__all__ = ["LoggedOp", "OpLog", "Prints", "Strides"]
-
 Strides = tuple[int | None, ...]
 
 

@@ -21,8 +21,6 @@ from recollect._torch.modules import MODULE_CALL
 from recollect.checks.names import name_in
 from recollect.errors import RecollectWarning
 
-__all__ = ["Names", "Place", "Stack", "warn_user"]
-
 #: File, line and function, the innermost first.
 Stack = tuple[tuple[str, int, str], ...]
 
@@ -76,6 +74,21 @@ class Place:
                 parts[-1].append(name)
             parent = module
         return " > ".join(_titled(part) for part in parts)
+
+
+def source_line(frame: FrameType | None, caller: str) -> str:
+    """The innermost line of the user's model that is running, as ``file:line``.
+
+    Empty if only modules of torch are running. ``caller``: the file that calls the model.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == caller:
+            return ""
+        if not file.startswith(_HIDDEN):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def warn_user(message: str, category: type[Warning] = RecollectWarning) -> None:

@@ -11,31 +11,24 @@ import re
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import recollect
 from recollect.cli.demo import demo
 from recollect.cli.doctor import doctor
-from recollect.cli.figures import (
-    comparison_figures,
-    explanation_figures,
-    frontier_figures,
-    largest_figures,
-    plan_figures,
-)
 from recollect.cli.from_config import is_config, load_config_target
 from recollect.cli.screen import Status, UsageError, say
-from recollect.cli.target import Target, load_sized_target, load_target
+from recollect.cli.target import Target, load_target
 from recollect.errors import InfeasibleBudget
 from recollect.planning.plan import Plan
 from recollect.planning.recording.batch import split_batch
 from recollect.planning.sizes.largest_batch import MOST
 from recollect.report.compare import Comparison
+from recollect.report.rows import Row, sums_of
 from recollect.report.table import rows_table
-
-__all__ = ["run"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
@@ -43,10 +36,20 @@ _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _ARGUMENT = re.compile(r"(model|batch|make_batch|loss|optimizer|budget|offload|path)\b")
 
 
+class _Result(NamedTuple):
+    """What a command shows."""
+
+    text: str
+    figures: dict[str, Any]  #: for ``--json``
+    shown: Any  #: has the page
+    plan: Plan | None = None  #: for ``--save``, which writes the figures if there is none
+
+
 def run(arguments: Namespace) -> int:
     """Run the command that was parsed. Returns the exit code."""
     try:
-        return _COMMANDS[arguments.command](arguments)
+        result = _COMMANDS[arguments.command](arguments)
+        return result if isinstance(result, int) else _show(result, arguments)
     except UsageError as error:
         code, text = _USAGE, str(error)
     except InfeasibleBudget as error:
@@ -71,40 +74,35 @@ def _names_an_argument(error: ValueError) -> bool:
 # --- commands -------------------------------------------------------------------------------------
 
 
-def _plan(arguments: Namespace) -> int:
-    """Print the plan for a budget, and write the files that were named."""
+def _plan(arguments: Namespace) -> _Result:
+    """The plan for a budget."""
     with Status(arguments.quiet) as status:
         plan = _frontier_of(arguments, status).plan_for(arguments.budget)
-    _print(arguments, lambda: str(plan), lambda: plan_figures(plan))
-    _save(plan, arguments)
-    _write_page(plan, arguments)
-    return 0
+    return _Result(str(plan), _plan_figures(plan), plan, plan)
 
 
-def _frontier(arguments: Namespace) -> int:
-    """Print all trade-offs."""
+def _frontier(arguments: Namespace) -> _Result:
+    """All trade-offs."""
     with Status(arguments.quiet) as status:
         frontier = _frontier_of(arguments, status)
-        text, figures = str(frontier), frontier_figures(frontier)
-    _print(arguments, lambda: text, lambda: figures)
-    if arguments.save is not None:
-        arguments.save.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-        _tell(arguments, f"\nThe points are in {arguments.save}")
-    _write_page(frontier, arguments)
-    return 0
+        return _Result(str(frontier), _frontier_figures(frontier), frontier)
 
 
 def _frontier_of(arguments: Namespace, status: Status) -> recollect.Frontier:
     target = _target(arguments)
-    return recollect.frontier(
-        target.model,
-        target.batch,
-        loss=target.loss,
-        optimizer=target.optimizer,
-        offload=False if arguments.no_offload else "auto",
-        holds_output=not arguments.frees_output,
-        progress=status,
-    )
+    options = _options(arguments, target, status)
+    return recollect.frontier(target.model, target.batch, **options)
+
+
+def _options(arguments: Namespace, target: Target, status: Status) -> dict[str, Any]:
+    """The options of everything that plans a step."""
+    return {
+        "loss": target.loss,
+        "optimizer": target.optimizer,
+        "offload": False if arguments.no_offload else "auto",
+        "holds_output": not arguments.frees_output,
+        "progress": status,
+    }
 
 
 def _target(arguments: Namespace) -> Target:
@@ -119,58 +117,45 @@ def _target(arguments: Namespace) -> Target:
     return load_target(arguments.target)
 
 
-def _largest(arguments: Namespace) -> int:
-    """Print the largest batch for which a plan fits, and the sizes that were tried."""
-    target = load_sized_target(arguments.target)
+def _largest(arguments: Namespace) -> _Result:
+    """The largest batch for which a plan fits, and the sizes that were tried."""
+    target = load_target(arguments.target, "make_batch")
     with Status(arguments.quiet) as status:
         found = recollect.largest_batch(
             target.model,
-            target.make_batch,
+            target.batch,
             arguments.budget,
             time=arguments.time,
-            loss=target.loss,
-            optimizer=target.optimizer,
-            offload=False if arguments.no_offload else "auto",
-            holds_output=not arguments.frees_output,
             multiple_of=arguments.multiple_of,
             most=arguments.most or MOST,
-            progress=status,
+            **_options(arguments, target, status),
         )
-    _print(arguments, lambda: str(found), lambda: largest_figures(found))
-    _save(found.plan, arguments)
-    _write_page(found, arguments)
-    return 0
+    return _Result(str(found), _largest_figures(found), found, found.plan)
 
 
-def _explain(arguments: Namespace) -> int:
-    """Print what a forward holds, or what a saved plan does."""
+def _explain(arguments: Namespace) -> _Result:
+    """What a forward holds, or what a saved plan does."""
     if arguments.target.endswith(".json"):
         plan = _load(arguments.target, "PLAN.json")
         rows = plan.explain()
         text = f"{plan}\n\n{rows_table([[row] for row in rows])}\n\nMade with {plan.origin}"
-        _print(arguments, lambda: text, lambda: plan_figures(plan, rows))
-        _write_page(plan, arguments)
-        return 0
+        return _Result(text, _plan_figures(plan, rows), plan)
     target = _target(arguments)
     args, kwargs = split_batch(target.batch, target.model)
     found = recollect.explain(target.model, *args, **kwargs)
-    _print(arguments, lambda: str(found), lambda: explanation_figures(found))
-    _write_page(found, arguments)
-    return 0
+    return _Result(str(found), _explanation_figures(found), found)
 
 
-def _compare(arguments: Namespace) -> int:
-    """Print two plans side by side."""
+def _compare(arguments: Namespace) -> _Result:
+    """Two plans side by side."""
     paths = arguments.first, arguments.second
     first, second = (_load(path, name) for path, name in zip(paths, ("A", "B"), strict=True))
     stems = (Path(paths[0]).stem, Path(paths[1]).stem)
     compared = Comparison(first.report, second.report, stems if stems[0] != stems[1] else paths)
-    _print(arguments, lambda: str(compared), lambda: comparison_figures(compared, first, second))
-    _write_page(compared, arguments)
-    return 0
+    return _Result(str(compared), _comparison_figures(compared, first, second), compared)
 
 
-_COMMANDS: dict[str, Callable[[Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[Namespace], _Result | int]] = {
     "plan": _plan,
     "frontier": _frontier,
     "largest": _largest,
@@ -179,13 +164,6 @@ _COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "demo": lambda arguments: demo(arguments.html, arguments.steps),
     "doctor": lambda _: doctor(),
 }
-
-
-# --- what they print and write --------------------------------------------------------------------
-
-
-class _HasPage(Protocol):
-    def to_html(self, path: str | Path) -> None: ...
 
 
 def _load(path: str, name: str) -> Plan:
@@ -197,28 +175,116 @@ def _load(path: str, name: str) -> Plan:
     return Plan.load(path)
 
 
-def _print(
-    arguments: Namespace, text: Callable[[], str], figures: Callable[[], dict[str, Any]]
-) -> None:
+def _show(result: _Result, arguments: Namespace) -> int:
+    """Print the result, and write the files that were named."""
+    tell = (lambda _: None) if arguments.json or arguments.quiet else say
     if arguments.json:
-        say(json.dumps(figures(), indent=1), plain=True)
-    else:
-        _tell(arguments, text())
-
-
-def _tell(arguments: Namespace, text: str) -> None:
-    """Write for a person, unless what is printed is for a program, or nothing at all."""
-    if not (arguments.quiet or arguments.json):
-        say(text)
-
-
-def _save(plan: Plan, arguments: Namespace) -> None:
-    if arguments.save is not None:
-        plan.save(arguments.save)
-        _tell(arguments, f"\nThe plan is in {arguments.save}")
-
-
-def _write_page(shown: _HasPage, arguments: Namespace) -> None:
+        say(json.dumps(result.figures, indent=1), plain=True)
+    tell(result.text)
+    save = getattr(arguments, "save", None)
+    if save is not None and result.plan is not None:
+        result.plan.save(save)
+        tell(f"\nThe plan is in {save}")
+    elif save is not None:
+        save.write_text(json.dumps(result.figures, indent=1), encoding="utf-8")
+        tell(f"\nThe points are in {save}")
     if arguments.html is not None:
-        shown.to_html(arguments.html)
-        _tell(arguments, f"\nThe page is in {arguments.html}")
+        result.shown.to_html(arguments.html)
+        tell(f"\nThe page is in {arguments.html}")
+    return 0
+
+
+# --- what --json prints: bytes and seconds, by the names of the Python interface -----------------
+
+_PLAN_FIGURES = (
+    "model",
+    "budget",
+    "predicted_peak",
+    "measured_peak",
+    "plain_peak",
+    "predicted_time",
+    "measured_time",
+    "plain_time",
+    "measured_plain_time",
+    "bound_time",
+    "gap",
+    "spread",
+)
+_LARGEST_FIGURES = (
+    "size",
+    "plain_size",
+    "budget",
+    "time",
+    "time_per_sample",
+    "plain_time_per_sample",
+    "samples_per_second",
+    "slowdown",
+    "limited_by",
+    "device",
+)
+
+
+def _plan_figures(plan: recollect.Plan, rows: Sequence[Row] = ()) -> dict[str, Any]:
+    """The figures of a plan, and the rows that are given."""
+    sums = sums_of(plan.explain())
+    return {
+        **{name: getattr(plan, name) for name in _PLAN_FIGURES},
+        "device": plan.report.device,
+        "kept_bytes": sums["kept"].bytes,
+        "recomputed_bytes": sums["recomputed"].bytes,
+        "offloaded_bytes": sums["offloaded"].bytes,
+        "peak_parts": dict(plan.report.parts),
+        "notes": plan.report.notes,
+        "origin": asdict(plan.origin),
+        **({"rows": [*map(_row, rows)]} if rows else {}),
+    }
+
+
+def _frontier_figures(frontier: recollect.Frontier) -> dict[str, Any]:
+    """The points of a frontier."""
+    report = frontier.report
+    return {
+        "model": report.title,
+        "device": report.device,
+        "least": frontier.least,
+        "plain_peak": report.plain_peak,
+        "plain_time": report.plain_time,
+        "points": [asdict(point) for point in report.points],
+    }
+
+
+def _largest_figures(found: recollect.LargestBatch) -> dict[str, Any]:
+    """The largest batch, the sizes that were tried, and the plan."""
+    return {
+        **{name: getattr(found, name) for name in _LARGEST_FIGURES},
+        "points": [asdict(point) for point in found.points],
+        "plan": _plan_figures(found.plan),
+    }
+
+
+def _explanation_figures(found: recollect.Explanation) -> dict[str, Any]:
+    """What a forward holds."""
+    return {
+        "held_bytes": found.held_bytes,
+        "offloaded_bytes": found.offloaded_bytes,
+        "recomputed_bytes": found.recomputed_bytes,
+        "regions": found.regions,
+        "remarks": found.remarks,
+        "rows": [*map(_row, found.rows)],
+    }
+
+
+def _comparison_figures(
+    compared: Comparison, first: recollect.Plan, second: recollect.Plan
+) -> dict[str, Any]:
+    """Both plans, and what differs."""
+    return {
+        "first": _plan_figures(first),
+        "second": _plan_figures(second),
+        "changes": [asdict(change) for change in compared.changes],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    dtype = None if row.dtype is None else str(row.dtype).removeprefix("torch.")
+    return {**asdict(row), "dtype": dtype}

@@ -20,12 +20,11 @@ from recollect.cli.screen import Status, UsageError, say
 from recollect.planning.api import Frontier
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording.step import TrainingStep
 from recollect.report.plan_report import longer_text
 from recollect.report.table import columns
 from recollect.report.units import bytes_text, percent_text, seconds_text
-
-__all__ = ["bitwise_equal", "demo"]
 
 _DEPTH, _WIDTH, _HEADS, _DROPOUT = 3, 64, 4, 0.1
 _BATCH, _CONTEXT, _SYMBOLS = 16, 64, 50
@@ -125,7 +124,7 @@ class _Training:
 
 def _plans(status: Status) -> list[Plan]:
     plain = _Training()
-    planner = Planner.of(plain.model, plain.batch, optimizer=plain.optimizer, progress=status)
+    planner = Planner.of(Request(plain.model, plain.batch, optimizer=plain.optimizer), status)
     frontier = Frontier(planner)
     return [frontier.plan_for(fraction) for fraction in _BUDGETS]
 

@@ -20,8 +20,6 @@ from recollect.planning.recording.prices import measured_link
 from recollect.report.units import bytes_text
 from recollect.store.pool import memory_of_machine
 
-__all__ = ["doctor"]
-
 #: The versions of torch that the tests are run on.
 _TESTED = ("2.11", "2.13")
 

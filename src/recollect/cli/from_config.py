@@ -15,8 +15,6 @@ from recollect.cli.parser import closest
 from recollect.cli.screen import UsageError
 from recollect.cli.target import Target
 
-__all__ = ["is_config", "load_config_target"]
-
 _PREFIX = "transformers:"
 #: The classes that make a model with a loss from a config, the first that can.
 _MAKERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")

@@ -14,9 +14,9 @@ from typing import Any, NoReturn, TypeVar
 
 from recollect._version import __version__
 
-__all__ = ["closest", "make_parser"]
-
 _T = TypeVar("_T")
+#: Has the checks of `largest`.
+_SIZES = "sizes.largest_batch"
 
 _TARGET = """\
 MODULE is a file, or a dotted name that can be imported from here. FUNCTION
@@ -156,7 +156,9 @@ def make_parser() -> ArgumentParser:
     page, output, step = _page_options(), _output_options(), _step_options()
     parser = add("plan", "plan a training step for a memory budget", _PLAN, step, page, output)
     budgets = "such as 12GiB, 8GB, 50%% or auto"
-    parser.add_argument("--budget", type=_budget, required=True, help=budgets)
+    parser.add_argument(
+        "--budget", type=_checked(str, "budget", "check_budget"), required=True, help=budgets
+    )
     _add_save(parser, "write the plan, for recollect.Plan.load")
 
     what = "show every trade-off of memory for time"
@@ -194,11 +196,13 @@ def _add_save(parser: ArgumentParser, what: str) -> None:
 
 def _add_largest_options(parser: ArgumentParser) -> None:
     budgets = "such as 12GiB, 8GB or auto"
-    parser.add_argument("--budget", type=_bytes, required=True, help=budgets)
+    parser.add_argument(
+        "--budget", type=_checked(str, _SIZES, "check_bytes"), required=True, help=budgets
+    )
     what = "how many times plain's time a sample may take, such as 1.2"
-    time = _checked(float, "check_time")
+    time = _checked(float, _SIZES, "check_time")
     parser.add_argument("--time", type=time, metavar="TIMES", help=what)
-    count = _checked(int, "check_count")
+    count = _checked(int, _SIZES, "check_count")
     what = "consider only multiples of it"
     parser.add_argument("--multiple-of", type=count, default=1, metavar="N", help=what)
     what = "the largest size to consider"
@@ -258,33 +262,19 @@ def _made_options() -> ArgumentParser:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _budget(text: str) -> str:
-    return _accepted(text, import_module("recollect.planning.budget").check_budget)
-
-
-def _bytes(text: str) -> str:
-    return _accepted(text, import_module("recollect.planning.sizes.largest_batch").check_bytes)
-
-
-def _checked(kind: type[_T], check: str) -> Callable[[str], _T]:
-    """Reads an option as a number that a check of ``largest_batch`` accepts."""
+def _checked(kind: Callable[[str], _T], module: str, check: str) -> Callable[[str], _T]:
+    """Reads an option as a value that a check of ``recollect.planning`` accepts."""
 
     def read(text: str) -> _T:
-        value = kind(text)  # type: ignore[call-arg]
-        return _accepted(
-            value, getattr(import_module("recollect.planning.sizes.largest_batch"), check)
-        )
+        value = kind(text)
+        try:
+            getattr(import_module(f"recollect.planning.{module}"), check)(value)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from error
+        return value
 
     read.__name__ = kind.__name__  # which argparse calls an invalid value by
     return read
-
-
-def _accepted(value: _T, check: Callable[[_T], None]) -> _T:
-    try:
-        check(value)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
-    return value
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -7,8 +7,6 @@ import re
 import shutil
 import sys
 
-__all__ = ["Status", "UsageError", "say"]
-
 _CLEAR = "\r\x1b[K"
 #: Colours of a terminal: those of the page, as far as there are any.
 _COLOURS = {"kept": 34, "input": 36, "recomputed": 33, "offloaded": 35, "NO": 31, "WRONG": 31}

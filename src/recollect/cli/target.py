@@ -7,10 +7,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,107 +17,74 @@ from torch.optim import Optimizer
 from recollect.cli.parser import closest
 from recollect.cli.screen import UsageError
 
-__all__ = ["SizedTarget", "Target", "load_sized_target", "load_target"]
-
 #: How many names are listed for somebody who has mistyped one.
 _NAMES = 8
 
 
-def _returns(kind: type[_Parts]) -> str:
+def _returns(second: str) -> str:
     """What a function should return, as code."""
-    _, second, *_ = (field.name for field in fields(kind))
     return (
         f"return model, {second}  or  "
         f"return dict(model=model, {second}={second}, loss=..., optimizer=...)"
     )
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The parts of a training step."""
 
     model: nn.Module
-    batch: Any
+    batch: Any  #: or a function that makes one of a given size
     loss: Callable[..., Any] | None = None
     optimizer: Optimizer | None = None
 
-    def __post_init__(self) -> None:
-        _check_parts(self)
 
+def load_target(text: str, second: str = "batch") -> Target:
+    """Call the function that ``text`` names. Errors that it raises are left as they are.
 
-@dataclass(frozen=True)
-class SizedTarget:
-    """The same, with batches of any size."""
-
-    model: nn.Module
-    make_batch: Callable[[int], Any]
-    loss: Callable[..., Any] | None = None
-    optimizer: Optimizer | None = None
-
-    def __post_init__(self) -> None:
-        _check_parts(self)
-        if not callable(self.make_batch):
-            raise UsageError(
-                "make_batch should be a function of a size that returns a batch, but is of type "
-                f"{type(self.make_batch).__name__}: {_returns(SizedTarget)}"
-            )
-
-
-_Parts = Target | SizedTarget
-_P = TypeVar("_P", Target, SizedTarget)
-
-
-def _check_parts(parts: _Parts) -> None:
-    is_loss = parts.loss is None or callable(parts.loss)
-    is_optimizer = parts.optimizer is None or isinstance(parts.optimizer, Optimizer)
-    for is_fine, what, value in (
-        (isinstance(parts.model, nn.Module), "model should be an nn.Module", parts.model),
-        (is_loss, "loss should be a function of the model's output", parts.loss),
-        (is_optimizer, "optimizer should be a torch.optim.Optimizer", parts.optimizer),
-    ):
-        if not is_fine:
-            returns = _returns(type(parts))
-            raise UsageError(f"{what}, but is of type {type(value).__name__}: {returns}")
-
-
-def load_target(text: str) -> Target:
-    """Call the function that ``text`` names. Errors that it raises are left as they are."""
-    return _load(text, Target)
-
-
-def load_sized_target(text: str) -> SizedTarget:
-    """The same, of a function that returns a function that makes batches in place of a batch."""
-    return _load(text, SizedTarget)
-
-
-def _load(text: str, kind: type[_P]) -> _P:
+    ``second``: what it returns beside the model, a ``batch`` or a function ``make_batch``.
+    """
     module_name, colon, name = text.rpartition(":")
     if not (module_name and colon and name):
         raise UsageError(
             f"MODULE:FUNCTION: {text!r} should name a module and a function in it, "
             "such as train.py:build or package.train:build"
         )
-    function = _function(_module(module_name), module_name, name, kind)
+    function = _function(_module(module_name), module_name, name, second)
     try:
-        return _target(function(), kind)
+        return _checked(_target(function(), second), second)
     except UsageError as error:
-        raise UsageError(f"FUNCTION: of what {name} in {module_name} returns, {error}") from error
+        what = f"FUNCTION: of what {name} in {module_name} returns, {error}"
+        raise UsageError(f"{what}: {_returns(second)}") from error
 
 
-def _target(returned: Any, kind: type[_P]) -> _P:
-    names = [field.name for field in fields(kind)]
+def _target(returned: Any, second: str) -> Target:
+    names = ["model", second, *Target._fields[2:]]
     if isinstance(returned, Mapping):
         if missing := [name for name in names[:2] if name not in returned]:
-            raise UsageError(f"{missing[0]} is missing: {_returns(kind)}")
+            raise UsageError(f"{missing[0]} is missing")
         if unknown := [key for key in returned if key not in names]:
-            raise UsageError(f"{unknown[0]!r} is not known: {_returns(kind)}")
-        return kind(**returned)
+            raise UsageError(f"{unknown[0]!r} is not known")
+        parts: dict[str, Any] = {Target._fields[names.index(k)]: v for k, v in returned.items()}
+        return Target(**parts)
     if isinstance(returned, tuple) and len(returned) == 2:
-        return kind(*returned)
+        return Target(*returned)
     length = f" of length {len(returned)}" if isinstance(returned, (tuple, list)) else ""
-    raise UsageError(
-        f"which is of type {type(returned).__name__}{length}, no use is known: {_returns(kind)}"
-    )
+    raise UsageError(f"which is of type {type(returned).__name__}{length}, no use is known")
+
+
+def _checked(target: Target, second: str) -> Target:
+    model, batch, loss, optimizer = target
+    is_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
+    is_batch = second == "batch" or callable(batch)
+    for is_fine, what, value in (
+        (isinstance(model, nn.Module), "model should be an nn.Module", model),
+        (is_batch, "make_batch should be a function of a size that returns a batch", batch),
+        (loss is None or callable(loss), "loss should be a function of the model's output", loss),
+        (is_optimizer, "optimizer should be a torch.optim.Optimizer", optimizer),
+    ):
+        if not is_fine:
+            raise UsageError(f"{what}, but is of type {type(value).__name__}")
+    return target
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -168,9 +134,7 @@ def _make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _function(
-    module: ModuleType, module_name: str, name: str, kind: type[_Parts]
-) -> Callable[[], Any]:
+def _function(module: ModuleType, module_name: str, name: str, second: str) -> Callable[[], Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         there = [
@@ -178,14 +142,21 @@ def _function(
             for each, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        listed = f"It has {', '.join(there[:_NAMES])}" if there else "It has no function"
+        listed = (
+            f"It has {', '.join(there[:_NAMES])}"
+            if there
+            else (
+                "It has no function: write one that returns the model and a batch, "
+                "def build(): return model, batch"
+            )
+        )
         raise UsageError(
             f"FUNCTION: there is no {name} in {module_name}.{closest(name, there)} {listed}"
         )
     if not callable(function):
         raise UsageError(
             f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "
-            f"Write one that makes the model:  def build(): {_returns(kind)}"
+            f"Write one that makes the model:  def build(): {_returns(second)}"
         )
     needed = [
         parameter.name

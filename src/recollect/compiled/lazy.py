@@ -246,7 +246,7 @@ class LazyFit(Installed):
             elif steps.missed >= _FUTILE:
                 self._finish()
         elif steps.timeline is not None:
-            if steps.updates.has_updated or steps.count >= _UPDATE:
+            if steps.updates.are_there or steps.count >= _UPDATE:
                 self._make_plan()
         elif steps.missed >= _FUTILE:
             self._give_up()

@@ -18,7 +18,7 @@ from torch.autograd.profiler import profile
 from recollect._torch.autograd import after_each_backward, current_graph_task
 from recollect.compiled.backend import Runs
 from recollect.compiled.timeline import Timeline, timeline_of
-from recollect.planning.loop.updates import Updates, later_base
+from recollect.planning.loop.updates import Updates, local_bytes
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.prices import ended_profiler, started_profiler
@@ -50,7 +50,7 @@ class LoopSteps:
         self.device = device_of(model)
         self._model, self._on_begin, self._on_measured = ref(model), on_begin, on_measured
         self.updates = Updates(parameters_of(model))
-        self.updates.watch()
+        self.updates.begin()
         self._runs = runs
         #: The profiler that is on, if one is.
         self._profilers: list[profile] = []
@@ -142,7 +142,11 @@ class LoopSteps:
 
     def base_bytes(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step, which may begin now."""
-        return later_base(model, self.device, self.updates, self.gradients)
+        if self.device.type == "cuda":
+            now = sum(storage_sizes(gradients_of(model)))
+            return torch.cuda.memory_allocated(self.device) - now + self.gradients
+        held = local_bytes([*parameters_of(model), *model.buffers()])
+        return held + self.updates.state_bytes() + self.gradients
 
     def _give_up(self) -> None:
         """Do not measure the step that has begun."""

@@ -11,9 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
@@ -23,13 +20,12 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate
-from recollect.planning.describe import curve_of, marks_of
+from recollect.planning.describe import curve_of, marks_of, stack_of
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Solve, silent
-from recollect.planning.prepare import Offload, prepare_step
+from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.step import Loss
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
@@ -45,7 +41,7 @@ _CLOSE = 0.03
 WORTH = 0.01
 
 
-def check_not_offloaded(offload: Offload) -> None:
+def check_not_offloaded(offload: Any) -> None:
     """Refuse to offload."""
     if offload is True:
         raise ValueError(
@@ -60,30 +56,20 @@ class CompiledPlanner(Planner):
     trials: CompiledTrials
 
     @classmethod
-    def of_compiled(
-        cls,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None = None,
-        optimizer: Optimizer | None = None,
-        offload: Offload = "auto",
-        progress: Progress = silent,
-        *,
-        holds_output: bool = True,
-    ) -> CompiledPlanner:
-        """Observe a step. Arguments as of `recollect.plan`."""
-        check_not_offloaded(offload)
-        step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
+    def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
+        """A planner for the step of a request, which is observed."""
+        check_not_offloaded(request.offload)
+        step = prepare_step(request)
         if step.shards is not None:
             raise ValueError(
                 "model: it is compiled and sharded by fully_shard, and what compiled code saves of "
                 "gathered parameters is not planned. Leave torch.compile out, or checkpoint blocks "
                 "in place of a plan: recollect.checkpointed(block)"
             )
-        sites = find_sites(model)
+        sites = find_sites(request.model)
         if step.on_cuda:
             _warn_of_cuda_graphs(sites)
-        state = ModelState.of(model)
+        state = ModelState.of(request.model)
         progress("compiling the step as torch does", 0.0)
         if step.on_cuda:
             step.free_memory()
@@ -164,7 +150,13 @@ class CompiledPlanner(Planner):
         plan = super().make_plan(budget, candidate)
         torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
         marks = marks_of(self.graph, torchs)
-        report = replace(self._titled(plan.report), before=curve_of(torchs), before_marks=marks)
+        stack, _ = stack_of(self.graph, self.trials.observed.torch_schedule, torchs)
+        report = replace(
+            self._titled(plan.report),
+            before=curve_of(torchs),
+            before_marks=marks,
+            before_stack=stack,
+        )
         decisions = self._decisions(budget, candidate)
         return replace(plan, model=report.title, report=report, compiled=decisions)
 
@@ -182,6 +174,11 @@ class CompiledPlanner(Planner):
         if budget >= self.plain_peak:
             return trials.decisions(None, budget)
         return replace(trials.decisions(schedule, target), code=trials.code.get(schedule))
+
+    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
+        if budget < self.plain_peak:
+            return candidate.schedule
+        return self.trials.observed.torch_schedule
 
     def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
         if budget < self.plain_peak:

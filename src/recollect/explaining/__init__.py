@@ -3,8 +3,7 @@
 It runs one forward, tracks each storage that an op allocates, and then finds out who holds those
 that are still alive.
 
-    `run`        one forward, after which everything is as it was before; then the rows
-    `watcher`    the ops and regions of that forward
+    `run`        one forward, watched, after which everything is as it was before; then the rows
     `regions`    the storages that ops allocate, and what regions hold; `replay`: that engine's
 """
 

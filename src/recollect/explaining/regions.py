@@ -21,16 +21,6 @@ from recollect.state.inputs import ArgumentSnapshot
 from recollect.state.rng import RngState, read_rng
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = [
-    "ReentrantRegion",
-    "Region",
-    "RerunRegion",
-    "StorageTable",
-    "TrackedStorage",
-    "storages_of",
-    "tensors_in",
-]
-
 _Tensor = torch.Tensor
 _PLAIN = (_Tensor, torch.nn.Parameter)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["FOREVER", "Network", "minimum_cut"]
-
 #: Residual capacity below this fraction of the largest capacity counts as none.
 _NOTHING = 1e-13
 #: The cost of a node that a minimum cut takes only if there is no other way.

@@ -19,24 +19,6 @@ from operator import add
 
 from recollect.graph.release import find_needs
 
-__all__ = [
-    "FREE",
-    "OP",
-    "PASS",
-    "UNPACK",
-    "Action",
-    "Event",
-    "Graph",
-    "Link",
-    "Op",
-    "SavedTensor",
-    "Storage",
-    "Tables",
-    "Value",
-    "fixed_bytes",
-]
-
-
 #: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
 #: an op runs, a saved tensor is freed.
 PASS, UNPACK, OP, FREE = range(4)
@@ -96,6 +78,7 @@ class Op:
         forced: Whether every plan keeps them: it must not run again.
         last: The number of the last op of its function, after which results are offloaded; -1:
             this op itself is the last.
+        source: The line of the model that called it, as ``file:line``, if that is known.
     """
 
     name: str
@@ -112,6 +95,7 @@ class Op:
     can_send: bool = False
     forced: bool = False
     last: int = -1
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

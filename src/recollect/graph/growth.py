@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph, Op, fixed_bytes
 
-__all__ = ["Growth", "Size", "is_same_step"]
-
 #: The dimensions of a batch that grow.
 Size = tuple[int, ...]
 

@@ -30,8 +30,6 @@ from recollect.graph.graph import FREE, OP, PASS, UNPACK, Action, Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
-__all__ = ["Note", "Playback", "results_of"]
-
 #: The memory while an op runs again, or once a tensor is fetched: the event; the bytes by which
 #: memory has changed since it began; fixed bytes; the bytes that were recomputed or fetched; and
 #: the time.

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Dataflow", "Needs", "WorkingSet", "find_needs", "missing_ops", "pop_unneeded"]
-
 T = TypeVar("T")
 
 

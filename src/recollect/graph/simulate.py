@@ -17,8 +17,6 @@ from recollect.graph.playback import Playback, results_of
 from recollect.graph.release import find_needs
 from recollect.graph.schedule import Schedule
 
-__all__ = ["Outcome", "levels_under", "simulate", "simulate_if", "simulate_plain", "uses_under"]
-
 #: Covers rounding: a lower bound is summed in another order.
 _ROUNDED_DOWN = 1 - 1e-12
 

@@ -21,6 +21,7 @@ from recollect.modules import OPTIONS, unwrap_module
 from recollect.planning.api import fit
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
+from recollect.planning.prepare import is_gradient_checkpointing
 
 __all__ = ["FitCallback"]
 
@@ -58,7 +59,7 @@ class FitCallback(TrainerCallback):
         assert model is not None
         if isinstance(vars(model).get(OPTIONS), (Runner, LazyFit)):
             unwrap_module(model)  # an earlier training that was interrupted
-        if getattr(model, "is_gradient_checkpointing", False):
+        if is_gradient_checkpointing(model):
             _log.info("gradient checkpointing is off while the model trains under a budget")
             self._was_checkpointing, self._keywords = True, _checkpointing_keywords(model)
             _switch(model, "gradient_checkpointing_disable")
@@ -76,7 +77,9 @@ class FitCallback(TrainerCallback):
 
 
 def _switch(model: Any, name: str, *args: Any) -> None:
-    getattr(model, name)(*args)
+    """Call the method of this name, or the one that newer versions have in its place."""
+    newer = name.replace("gradient_", "activation_")
+    getattr(model, newer if hasattr(type(model), newer) else name)(*args)
 
 
 def _checkpointing_keywords(model: nn.Module) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from recollect.planning.lazy import LazyPlan
 from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
-from recollect.planning.prepare import Offload, check_offload, check_unplanned
+from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.ranks.together import make_plan
 from recollect.planning.recording.step import Loss
@@ -83,28 +83,14 @@ def plan(
         plan.apply(model)
     """
     check_budget(budget)
-    return _make_plan(model, batch, budget, loss, optimizer, offload, holds_output)
+    return _make_plan(Request(model, batch, loss, optimizer, offload, holds_output), budget)
 
 
-def _make_plan(
-    model: Any,
-    batch: Any,
-    budget: float | str,
-    loss: Loss | None,
-    optimizer: Optimizer | None,
-    offload: Offload,
-    holds_output: bool,
-    progress: Progress = silent,
-) -> Plan:
+def _make_plan(request: Request, budget: float | str, progress: Progress = silent) -> Plan:
     """The plan for a model, which all ranks make together if it is not compiled."""
-    if _is_compiled(model):
-        planner = CompiledPlanner.of_compiled(
-            model, batch, loss, optimizer, offload, progress, holds_output=holds_output
-        )
-        return planner.plan_for(budget)
-    return make_plan(
-        model, batch, budget, loss, optimizer, offload, progress, holds_output=holds_output
-    )
+    if _is_compiled(request.model):
+        return CompiledPlanner.of_compiled(request, progress).plan_for(budget)
+    return make_plan(request, budget, progress)
 
 
 def _is_compiled(model: Any) -> bool:
@@ -157,8 +143,8 @@ def fit(
     check_budget(budget)
     report = reporter(progress)
     if batch is not None:
-        plan = _make_plan(model, batch, budget, loss, optimizer, offload, holds_output, report)
-        return plan.apply(model)
+        request = Request(model, batch, loss, optimizer, offload, holds_output)
+        return _make_plan(request, budget, report).apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
             raise ValueError(
@@ -215,8 +201,8 @@ def frontier(
             "budget"
         )
     make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of
-    report = reporter(progress)
-    return Frontier(make(model, batch, loss, optimizer, offload, report, holds_output=holds_output))
+    request = Request(model, batch, loss, optimizer, offload, holds_output)
+    return Frontier(make(request, reporter(progress)))
 
 
 class Frontier:

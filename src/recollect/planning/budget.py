@@ -76,7 +76,7 @@ def _amount(text: str) -> float:
     try:
         amount = float(number)
     except ValueError:
-        return parse_bytes(text)
+        return _bytes(text)
     if number != text.strip():
         if not 0 < amount <= 100:
             raise ValueError(
@@ -86,6 +86,15 @@ def _amount(text: str) -> float:
     is_whole = number.isdecimal()
     _check_number(int(number) if is_whole else amount, repr(text))
     return int(number) if is_whole else amount
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(
+            f'budget={error} A part of the plain step is "50%"; "auto" is what the device has'
+        ) from None
 
 
 def _is_fraction(budget: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ import torch
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain, uses_under
+from recollect.graph.stack import Copy, stacked, stacked_plain
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
 from recollect.planning.solving.solve import Solution
 from recollect.planning.trial import Candidate, Trials
 from recollect.planning.ways import expensive_ops
+from recollect.report.bands import Band, Stack, bands_of
 from recollect.report.page_data import thinned
-from recollect.report.plan_report import Mark, PlanReport, Point
+from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "list_rows",
     "make_report",
     "marks_of",
+    "stack_of",
 ]
 
 #: The parts of a peak, in the order of `Outcome.parts`.
@@ -39,13 +42,18 @@ PEAK_PARTS = (
 )
 #: How many points of a curve are shown.
 _POINTS = 1000
+#: In how many columns memory by module is drawn.
+_COLUMNS = 360
 #: The spread of times from which on a note says so.
 _NOTABLE_SPREAD = 0.1
 
 
-def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> PlanReport:
-    """The report of a plan or a frontier, without rows and points."""
+def make_report(
+    trials: Trials, schedule: Schedule | None, outcome: Outcome, figures: dict[str, Any]
+) -> PlanReport:
+    """The report of a plan or a frontier, without rows and points. ``schedule``: None is plain."""
     device, plain = trials.step.device, simulate_plain(trials.graph, curve=True)
+    after_stack, traffic = stack_of(trials.graph, schedule, outcome)
     return PlanReport(
         title=type(trials.step.model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
@@ -55,6 +63,9 @@ def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> Pl
         after=curve_of(outcome),
         before_marks=marks_of(trials.graph, plain),
         after_marks=marks_of(trials.graph, outcome),
+        before_stack=stack_of(trials.graph, None, plain)[0],
+        after_stack=after_stack,
+        traffic=traffic,
         origin=str(Origin.now()),
         rows=(),
         points=(),
@@ -63,24 +74,87 @@ def make_report(trials: Trials, outcome: Outcome, figures: dict[str, Any]) -> Pl
 
 def curve_of(outcome: Outcome) -> tuple[tuple[float, int], ...]:
     """The curve of a report."""
-    return tuple(thinned(outcome.curve, _POINTS))
+    drawn = _drawn_time(outcome)
+    return tuple(thinned([(drawn(time), nbytes) for time, nbytes in outcome.curve], _POINTS))
+
+
+def _drawn_time(outcome: Outcome) -> Callable[[float], float]:
+    """From simulated times to those of the picture.
+
+    The simulator counts the overhead of the engine before the first event. The picture spreads it
+    over the step, which takes as long as predicted.
+    """
+    start, end = outcome.starts[0] if outcome.starts else 0.0, outcome.curve[-1][0]
+    factor = outcome.seconds / (end - start) if end > start else 1.0
+    return lambda seconds: max(0.0, seconds - start) * factor
 
 
 def marks_of(graph: Graph, outcome: Outcome) -> tuple[Mark, ...]:
     """When which op runs, or goes backward: what a curve shows under the pointer."""
     marks: list[Mark] = []
+    drawn = _drawn_time(outcome)
+    last = max((n for n, event in enumerate(graph.events) if event.backward), default=None)
     for number, (event, start) in enumerate(zip(graph.events, outcome.starts, strict=True)):
-        is_backward = number >= graph.turn
+        is_backward = number >= graph.turn and (last is None or number <= last)
         op = event.op
         if op < 0 and event.unpacks:
             op = graph.values[graph.saved[event.unpacks[0]].value].op
         if op < 0 and marks and marks[-1].is_backward == is_backward:
             continue
         path, name = ("", "") if op < 0 else (graph.ops[op].path, graph.ops[op].name)
-        mark = Mark(float(f"{start:.7g}"), path, name, is_backward)
+        mark = Mark(float(f"{drawn(start):.7g}"), path, name, is_backward)
         if not marks or marks[-1][1:] != mark[1:]:
             marks.append(mark)
     return tuple(marks)
+
+
+def stack_of(
+    graph: Graph, schedule: Schedule | None, outcome: Outcome
+) -> tuple[Stack, Traffic | None]:
+    """Memory by module over the step, and the copies to the host if there are any.
+
+    ``outcome``: of ``schedule``, or of the plain step if that is None.
+    """
+    drawn = _drawn_time(outcome)
+    made = [sum(graph.values[value].nbytes for value in each) for each in graph.results]
+    names, bands = bands_of([op.path for op in graph.ops], made)
+    if schedule is None:
+        step = stacked_plain(graph, bands, _COLUMNS)
+    else:
+        step = stacked(graph, schedule, bands, _COLUMNS)
+    levels = zip(*(levels for _, _, levels in step.points), strict=True)
+    stack = Stack(
+        tuple(float(f"{drawn(seconds):.7g}") for seconds, _, _ in step.points),
+        tuple(fixed for _, fixed, _ in step.points),
+        tuple(Band(name, level) for name, level in zip(names, levels, strict=False)),
+        _busy(step.out, drawn),
+        _busy(step.back, drawn),
+        graph.base,
+    )
+    if schedule is None or not step.out:
+        return stack, None
+    turn, end = outcome.starts[graph.turn] - outcome.starts[0], outcome.curve[-1][0]
+    spent = [sum(end - start for start, end, _ in copies) for copies in (step.out, step.back)]
+    traffic = Traffic(
+        sum(copy.nbytes for copy in step.out),
+        spent[0] / turn if turn else 0.0,
+        spent[1] / (end - outcome.starts[graph.turn]) if end > outcome.starts[graph.turn] else 0.0,
+        outcome.waits,
+    )
+    return stack, traffic
+
+
+def _busy(
+    copies: Iterable[Copy], drawn: Callable[[float], float]
+) -> tuple[tuple[float, float], ...]:
+    """When the link is busy: spans of seconds, those merged that follow each other."""
+    spans: list[tuple[float, float]] = []
+    for start, end, _ in copies:
+        if spans and start - spans[-1][1] <= 0.01 * (end - start):
+            spans[-1] = spans[-1][0], end
+        else:
+            spans.append((start, end))
+    return tuple((float(f"{drawn(a):.7g}"), float(f"{drawn(b):.7g}")) for a, b in spans)
 
 
 def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
@@ -113,7 +187,7 @@ def list_rows(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
             if number in schedule.kept or op.forced:
                 fate = "kept"
             reason = "must not run again" if op.forced else ""
-            rows.append(Row(op.path, op.name, fate, nbytes, op.seconds, reason))
+            rows.append(Row(op.path, op.name, fate, nbytes, op.seconds, reason, source=op.source))
     return tuple(rows)
 
 

@@ -52,8 +52,9 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
             inner = ".".join(("model", *([path] if path else []), "module"))
             raise ValueError(
                 f"model: {what} is wrapped in DistributedDataParallel, whose buckets and "
-                "collectives are no part of a plan. Plan for what it wraps: "
-                f"recollect.plan({inner}, batch, budget), and plan.apply({inner})"
+                "collectives are no part of a plan. Fit what it wraps: "
+                f"recollect.fit({inner}, budget=...); or plan it: recollect.plan({inner}, batch, "
+                f"budget), and plan.apply({inner})"
             )
         if fsdp1 is not None and isinstance(module, fsdp1):
             raise ValueError(

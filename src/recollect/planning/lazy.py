@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.loop.kinds import Step
 from recollect.planning.loop.live import LiveStep
-from recollect.planning.loop.planned_step import SeenForward
+from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
@@ -78,7 +79,8 @@ class LazyPlan:
         )
         if plan is None:
             return None
-        _compare_first(graph, _ran_by(recordings), plan)
+        first = replace(graph, base=live.first_base(model))
+        _compare_first((first, with_gradients(first, live.accumulated)), _ran_by(recordings), plan)
         slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
         _log.info(
             "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
@@ -144,9 +146,9 @@ def _ran_by(recordings: list[Recording]) -> Schedule:
     return Schedule(frozenset(number for number, op in enumerate(ops) if op.planned is not None))
 
 
-def _compare_first(graph: Graph, ran: Schedule, plan: Plan) -> None:
+def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:
     """Warn if the steps before there was a plan have exceeded the budget."""
-    peak = simulate(graph, ran).peak
+    peak = max(simulate(graph, ran).peak for graph in graphs)
     if peak > plan.budget >= plan.predicted_peak:
         warn_user(
             f"the training steps before there was a plan took about {bytes_text(peak)}, more "

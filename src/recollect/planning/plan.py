@@ -24,10 +24,11 @@ from recollect.planning.origin import Origin
 from recollect.planning.recording.model_state import ModelState, first_difference
 from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
+from recollect.report.bands import Band, Stack
 from recollect.report.compare import Comparison
 from recollect.report.notebook import framed
 from recollect.report.page import page
-from recollect.report.plan_report import Mark, PlanReport, Point
+from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
@@ -36,7 +37,7 @@ __all__ = ["Plan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 8
+_FORMAT = 9
 
 #: What marks a model that a plan is applied to.
 _RUNNERS = (Runner, Installed)
@@ -276,9 +277,17 @@ def _from_json(content: dict[str, Any]) -> dict[str, Any]:
                 "points": tuple(Point(**point) for point in report["points"]),
                 "before_marks": tuple(Mark(*mark) for mark in report["before_marks"]),
                 "after_marks": tuple(Mark(*mark) for mark in report["after_marks"]),
+                "before_stack": _stack(report["before_stack"]),
+                "after_stack": _stack(report["after_stack"]),
+                "traffic": report["traffic"] and Traffic(*report["traffic"]),
             }
         ),
     }
+
+
+def _stack(content: Any) -> Stack:
+    found = Stack(*content)
+    return found._replace(bands=tuple(Band(*band) for band in found.bands))
 
 
 def _tuples(value: Any) -> Any:

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from recollect._torch.groups import has_peers
 from recollect.errors import InfeasibleBudget
@@ -29,10 +28,10 @@ from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, lis
 from recollect.planning.loop.choice import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.prepare import Offload, Prepared, prepare
+from recollect.planning.prepare import Prepared, Request, prepare
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
-from recollect.planning.recording.step import Loss, TrainingStep
+from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.pool import best_of
 from recollect.planning.solving.solve import Solution, Solver
@@ -112,18 +111,13 @@ class Planner:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None = None,
-        optimizer: Optimizer | None = None,
-        offload: Offload = "auto",
+        request: Request,
         progress: Progress = silent,
         *,
-        holds_output: bool = True,
         record: Record = record_step,
     ) -> Planner:
-        """Record a step, by ``record``. Other arguments as of `recollect.plan`."""
-        prepared = prepare(model, batch, loss, optimizer, offload, holds_output=holds_output)
+        """A planner for the step of a request, which is recorded by ``record``."""
+        prepared = prepare(request)
         progress("recording a step", 0.0)
         profile = record(prepared.step, prepared.link)
         return cls.of_recorded(prepared, profile, progress)
@@ -311,7 +305,7 @@ class Planner:
         }
         chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
         report = replace(
-            make_report(self.trials, outcome, figures),
+            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
             rows=list_rows(graph, candidate.schedule),
             points=(*self.points(), *candidate.baselines, chosen),
             parts=tuple(zip(PEAK_PARTS, outcome.parts, strict=True)),
@@ -340,6 +334,10 @@ class Planner:
             ),
             from_loop=self._from_loop,
         )
+
+    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
+        """The schedule of the picture; None: the step runs plain."""
+        return None if budget >= self.plain_peak else candidate.schedule
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
         """The figures that a plan and its report have in common, by name."""
@@ -427,10 +425,11 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        outcome = simulate(self.graph, self.solver.least().schedule, curve=True)
+        schedule = self.solver.least().schedule
+        outcome = simulate(self.graph, schedule, curve=True)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
-        report = make_report(self.trials, outcome, figures)
+        report = make_report(self.trials, schedule, outcome, figures)
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 

@@ -1,4 +1,4 @@
-"""Checks a model and a batch before a step is planned, and makes the step of them (P1)."""
+"""Checks what `recollect.plan` is given, and makes the training step of it (P1)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,30 @@ from recollect.planning.recording.model_state import ModelState, find_mode_layer
 from recollect.planning.recording.prices import measured_link
 from recollect.planning.recording.step import Loss, TrainingStep
 
-__all__ = ["Offload", "Prepared", "check_offload", "check_unplanned", "prepare", "prepare_step"]
+__all__ = [
+    "Offload",
+    "Prepared",
+    "Request",
+    "check_offload",
+    "check_unplanned",
+    "is_gradient_checkpointing",
+    "prepare",
+    "prepare_step",
+]
 
 Offload = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `recollect.plan` is given, but for the budget. See there."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    offload: Offload = "auto"
+    holds_output: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,42 +57,31 @@ class Prepared:
     signature: tuple[Any, ...]
 
 
-def prepare(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss | None,
-    optimizer: Optimizer | None,
-    offload: Offload,
-    *,
-    holds_output: bool,
-) -> Prepared:
-    """The step that `recollect.plan` is given, checked, and what is known before it is recorded."""
-    step = prepare_step(model, batch, loss, optimizer, offload, holds_output)
-    link = _link_for(step, offload)
+def prepare(request: Request) -> Prepared:
+    """The step of a request, checked, and what is known before it is recorded."""
+    step = prepare_step(request)
+    link = _link_for(step, request.offload)
     if step.on_cuda:
         # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
         # would count in the peak of every plan.
         step.free_memory()
-    return Prepared(step, link, ModelState.of(model), signature_of_batch(step.args, step.kwargs))
+    state = ModelState.of(request.model)
+    return Prepared(step, link, state, signature_of_batch(step.args, step.kwargs))
 
 
-def prepare_step(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss | None,
-    optimizer: Optimizer | None,
-    offload: Offload,
-    holds_output: bool,
-) -> TrainingStep:
-    """The step that `recollect.plan` is given, checked. Arguments as there."""
-    check_offload(offload)
+def prepare_step(request: Request) -> TrainingStep:
+    """The step of a request, checked."""
+    model, batch, holds_output = request.model, request.batch, request.holds_output
+    check_offload(request.offload)
     if holds_output not in (True, False):
         raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
     check_unplanned(model)
     check_batch(batch, model)
     args, kwargs = split_batch(batch, model)
     step = TrainingStep(
-        model, args, kwargs, loss, optimizer, holds_output=holds_output, batch=batch
+        *(model, args, kwargs, request.loss, request.optimizer),
+        holds_output=holds_output,
+        batch=batch,
     )
     step.check_call()
     if profiler_is_on():
@@ -119,6 +129,13 @@ def check_offload(offload: Any) -> None:
         raise ValueError(f"offload should be True, False or 'auto', but is {offload!r}")
 
 
+def is_gradient_checkpointing(model: Any) -> bool:
+    """Whether the checkpointing of a transformers model is on. Newer versions rename it."""
+    if hasattr(type(model), "is_activation_checkpointing"):
+        return bool(model.is_activation_checkpointing)
+    return bool(getattr(model, "is_gradient_checkpointing", False))
+
+
 def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
     """Refuse a model with checkpointed parts: they would hide what there is to plan.
 
@@ -142,15 +159,15 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
     check_not_distributed(model, runs_steps=runs_steps)
-    if getattr(model, "is_gradient_checkpointing", False):
+    if is_gradient_checkpointing(model):
         raise ValueError(
             f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
             "its place. Switch it off: model.gradient_checkpointing_disable()"
         )
     for name, module in model.named_modules():
         if vars(module).get(OPTIONS) is not None:
-            what = f"its {name}" if name else "it"
+            what, which = (f"its {name}", f"model.{name}") if name else ("it", "model")
             raise ValueError(
-                f"model: {what} is checkpointed or has a plan already, and a plan takes the place "
-                "of that: recollect.unwrap it, or plan.remove(model), first"
+                f"model: {what} is checkpointed or has a plan already, which a new plan would "
+                f"replace. Undo that first: recollect.unwrap({which})"
             )

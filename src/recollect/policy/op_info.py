@@ -18,16 +18,6 @@ from recollect._torch.ops import (
     returned_aliases,
 )
 
-__all__ = [
-    "ATTENTION",
-    "MATMULS",
-    "SAC_IGNORED_OPS",
-    "OpInfo",
-    "known_ops",
-    "op_info",
-    "tensors_in",
-]
-
 _Args = tuple[Any, ...]
 #: Position and name of an argument.
 _Place = tuple[int, str]

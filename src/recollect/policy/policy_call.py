@@ -34,8 +34,6 @@ from recollect.policy.rulings import OpRuling, Rulebook, Ruling, rulebook_of
 from recollect.state.module_state import index_of
 from recollect.state.reachable import Reachable
 
-__all__ = ["PolicyCall"]
-
 #: Modules, with the ranks of the rules that match each.
 _Matched = list[tuple[nn.Module, tuple[int, ...]]]
 _Named = list[tuple[str, nn.Module]]

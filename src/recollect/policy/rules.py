@@ -21,26 +21,6 @@ from recollect._torch.ops import (
     packet_of,
 )
 
-__all__ = [
-    "CheckpointPolicy",
-    "FunctionRule",
-    "ModuleRule",
-    "NameRule",
-    "OpRule",
-    "PatternRule",
-    "Policy",
-    "Rule",
-    "SelectiveCheckpointContext",
-    "as_decision",
-    "as_policy",
-    "checked_ops",
-    "first_unmatched",
-    "fits",
-    "listed",
-    "written",
-]
-
-
 # --- decisions ------------------------------------------------------------------------------------
 
 

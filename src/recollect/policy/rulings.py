@@ -17,8 +17,6 @@ from recollect.policy.rules import (
     as_decision,
 )
 
-__all__ = ["OpRuling", "Rulebook", "Ruling", "rulebook_of"]
-
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 

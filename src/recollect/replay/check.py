@@ -57,8 +57,6 @@ from recollect.replay.record import Recorder
 from recollect.replay.recording import ExpectedCall, Recording
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["Checker"]
-
 _Tensor = torch.Tensor
 #: Starts recording the rest of a call after so many ops; see `engine._Call.record_rest`.
 RecordRest = Callable[[int, ExitStack], Recorder | None]
@@ -195,7 +193,8 @@ class Checker:
         self._count_versions()
         is_at_end = self._next is None
         went_on = self._recording.reason or "the function went on"
-        self._differ(went_on if is_at_end else f"another call of {func}")
+        name = getattr(func, "__qualname__", None) or str(func)
+        self._differ(went_on if is_at_end else f"another call of {name}")
         self._start_recording()
         if self._rest is not None:
             return func(*args, **kwargs)
@@ -212,10 +211,15 @@ class Checker:
         if record_rest is None:
             return
         self.is_unrecorded = True
+        if not unpacks_by(self._remat.unpack):
+            self.difference = (
+                f"{self.difference}, inside of saved-tensor hooks such as those of "
+                "torch.utils.checkpoint: leave checkpointing of parts of the model to the plan"
+            )
+            return
         if (
             self._recording.reason is not None  # a second recording would not get further
             or dispatch_mode_count() != self._modes  # modes and hooks have to be left in order
-            or not unpacks_by(self._remat.unpack)
             or (self._stream is not None and not is_current_stream(self._stream))
         ):
             return

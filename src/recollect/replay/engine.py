@@ -65,8 +65,6 @@ from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["CallReport", "LeftToRerun", "obstacle_around", "observe_region", "replay_region"]
-
 #: Saved-tensor hooks: pack and unpack.
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -25,29 +25,6 @@ from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
 from recollect.state.rng import HAS_ACCELERATOR
 
-__all__ = [
-    "DEVICES",
-    "EXPOSING",
-    "METADATA",
-    "UNREADABLE",
-    "UNREADABLE_IF_PACKED",
-    "UNSUPPORTED",
-    "USUAL",
-    "WRONG_IN_MODES",
-    "FunctionCall",
-    "Metadata",
-    "OutsideTensor",
-    "PackedTensor",
-    "TensorNumbers",
-    "call_mode",
-    "casts",
-    "equal_type",
-    "flatten",
-    "is_comparable",
-    "metadata_of",
-    "same_constant",
-]
-
 _Tensor = torch.Tensor
 
 

@@ -24,8 +24,6 @@ from recollect.replay.recorded_graph import (
 )
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
-__all__ = ["HeldTensor", "HeldValues", "Ticket", "hold_for_good"]
-
 #: Replaces a saved tensor in the autograd graph: the tensor if it is held, its version, and if it
 #: is not held the view to recompute it by. A list because it is fast to make.
 Ticket = list[Any]

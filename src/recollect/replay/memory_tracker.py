@@ -32,8 +32,6 @@ from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View, lay
 from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import Flags
 
-__all__ = ["OPAQUE", "MemoryTracker", "RecordedStorage", "start_of"]
-
 _Tensor = torch.Tensor
 
 #: Why a value is kept: another call may compute it differently, or no recorded op made it.

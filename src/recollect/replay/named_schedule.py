@@ -28,8 +28,6 @@ from recollect.policy.rulings import Ruling
 from recollect.replay.recorded_graph import RecordedOp
 from recollect.store.host import HostStore
 
-__all__ = ["Alike", "NamedSchedule", "ScheduleQuery", "trimmed"]
-
 #: Keys of ops, each with the positions of some of its results.
 _Results = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -26,8 +26,6 @@ from recollect.replay.recorded_graph import (
     tensors_of,
 )
 
-__all__ = ["OpRecorder"]
-
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
 #: Why the results of an op of another library are kept.

@@ -50,8 +50,6 @@ from recollect.replay.recording import Recording, saved_by
 from recollect.replay.rematerialize import Rematerializer
 from recollect.state.flags import read_flags
 
-__all__ = ["Recorder"]
-
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
 _DATA = _Tensor.data.__get__  # type: ignore[attr-defined]

@@ -19,22 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "NEEDS_CARE",
-    "Layout",
-    "RecordedGraph",
-    "RecordedOp",
-    "RecordedValue",
-    "View",
-    "Views",
-    "copy_of_storage",
-    "copying",
-    "is_whole",
-    "layout_of",
-    "tensors_of",
-    "view_of",
-]
-
 #: Size, strides and offset (in elements) of a tensor, its dtype, and the offset in bytes. Offsets
 #: are relative to the first tensor seen on the storage, whose own offset may differ per call.
 Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]

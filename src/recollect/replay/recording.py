@@ -26,16 +26,6 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.state.flags import read_flags, read_usual_flags, usual_flags
 
-__all__ = [
-    "Chains",
-    "ExpectedCall",
-    "Recording",
-    "RegionSchedule",
-    "find_holdable",
-    "forced_values",
-    "saved_by",
-]
-
 #: The ops that recompute a value, by its number and the values that have been recomputed before.
 Chains = dict[tuple[int, ...], list[RecordedOp]]
 #: Where a call finds a value to keep, the value, the layout of the tensor there, and whether it is

@@ -22,8 +22,6 @@ from recollect.replay.function_call import casts, is_comparable, metadata_of
 from recollect.replay.recording import Recording
 from recollect.state.flags import Flags
 
-__all__ = ["CacheEntry", "UnsupportedArgument", "entry_of", "recordings_preserved"]
-
 #: How many signatures of a function have an entry.
 _SIGNATURES = 16
 #: After so many calls in a row that differ from the recording, every call is recorded.

@@ -39,8 +39,6 @@ from recollect.settings import version_guard_enabled
 from recollect.state.flags import Flags, read_flags, write_flags
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["Rematerializer"]
-
 _LOST = (
     "a tensor that {op} made cannot be recomputed. This is a bug in recollect's replay engine: "
     "please report it, and use engine='rerun' until it is fixed."

@@ -14,8 +14,6 @@ from recollect.report.rows import Row, lists_by, pattern, sums_of
 from recollect.report.table import columns, counted
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = ["Change", "Comparison"]
-
 #: How many lines of changes are printed.
 _LINES = 30
 _NOT_NEEDED = "not needed"

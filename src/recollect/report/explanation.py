@@ -13,8 +13,6 @@ from recollect.report.rows import RegionCall, Row, Totals, lists_by, pattern
 from recollect.report.table import columns, counted, modules_table, rows_table
 from recollect.report.units import bytes_text
 
-__all__ = ["AUTOGRAD", "ELSEWHERE", "RESULT", "Explanation"]
-
 #: Reasons for memory that no region holds.
 AUTOGRAD = "autograd"
 RESULT = "part of the result"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["framed"]
-
 
 def framed(page: str) -> str:
     """``page`` in a frame of its own: neither it nor the notebook can change the other's looks."""

@@ -29,13 +29,12 @@ from recollect.report.page_data import (
 from recollect.report.plan_report import (
     Figure,
     PlanReport,
-    Point,
     figures,
     heading,
     point_cells,
     summary,
 )
-from recollect.report.rows import Row, lists_by, pattern, sums_of
+from recollect.report.rows import Row, common_text, lists_by, pattern, sums_of
 from recollect.report.sizes import (
     SIZES_HEADER,
     SizesReport,
@@ -45,19 +44,17 @@ from recollect.report.sizes import (
     sizes_summary,
     sizes_table,
 )
-from recollect.report.table import counted, table
+from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["comparison_page", "explanation_page", "page", "sizes_page"]
-
-_SCRIPTS = ("units.js", "charts.js", "tree.js", "page.js")
+_SCRIPTS = ("units.js", "charts.js", "stack.js", "tree.js", "page.js")
 _COLOURS = 7
 #: How many of the largest tensors are listed.
 _LARGEST = 5
 
 _PLAN_MODULES = """\
 Bytes of the results that backward needs, and the time that their ops take; that of recomputed ones
-is spent once more. A bar compares a module with its siblings."""
+is spent once more. Equal layers are one row. A bar compares a module with its siblings."""
 _PREDICTED = "What is not said to be measured is predicted from one recorded step."
 _HELD_MODULES = """\
 Bytes that are held on the device, among them the inputs of regions; that regions recompute in
@@ -73,6 +70,7 @@ def page(report: PlanReport) -> str:
         "head": _head(report),
         "tiles": _tiles(figures(report)),
         "memory": _memory(report),
+        "stack": _stack(report),
         "frontier": _frontier(report),
         "parts": _parts(report),
         "largest": _largest(report.rows),
@@ -225,6 +223,20 @@ def _memory(report: PlanReport) -> _Fields:
     return {"legend": _legend(keys)}
 
 
+def _stack(report: PlanReport) -> _Fields:
+    names = [
+        name
+        for name, stack in (("plain", report.before_stack), ("with the plan", report.after_stack))
+        if stack.bands
+    ]
+    buttons = "".join(
+        f'<button type="button" aria-pressed="{"true" if name == names[-1] else "false"}">'
+        f"{name}</button>"
+        for name in names
+    )
+    return {"buttons": buttons} if names else None
+
+
 def _frontier(report: PlanReport) -> _Fields:
     points = shown_points(report)
     if len(points) < 2:
@@ -235,13 +247,8 @@ def _frontier(report: PlanReport) -> _Fields:
         ("peer", "diamond", "other ways", "peer" in kinds),
         ("plain", "box", "plain", "plain" in kinds),
     ]
-    rows = "\n".join(_point_row(point, report) for point in points)
-    return {"legend": _legend(keys), "rows": rows}
-
-
-def _point_row(point: Point, report: PlanReport) -> str:
-    data = "".join(f"<td>{escape(cell)}</td>" for cell in point_cells(point, report))
-    return f'<tr class="{escape(point.kind)}"><th scope="row">{escape(point.name)}</th>{data}</tr>'
+    lines = [(point.name, *point_cells(point, report)) for point in points]
+    return {"legend": _legend(keys), "rows": _body(lines, [point.kind for point in points])}
 
 
 def _parts(report: PlanReport) -> _Fields:
@@ -276,18 +283,29 @@ def _largest(rows: Sequence[Row]) -> _Fields:
         [row for row in rows if row.bytes],
     )
     groups.sort(key=lambda group: (-group[0].bytes, -len(group)))
-    lines = []
+    lines, has_lines = [], any(row.source for group in groups[:_LARGEST] for row in group)
     for group in groups[:_LARGEST]:
         row = group[0]
-        name, count = counted([each.path for each in group]), len(group)
+        name, count = common_text([each.path for each in group]) or "the model itself", len(group)
         times = f"{count} times, {bytes_text(count * row.bytes)} in all" if count > 1 else ""
         lines.append(
             f'<tr><th scope="row"><span class="name">{escape(name)}</span> '
             f'<span class="op">{escape(row.op)}</span></th>'
             f"<td>{bytes_text(row.bytes)}</td><td>{times}</td>"
+            f"{_source_cell(group) if has_lines else ''}"
             f'<td class="{row.fate}"><i class="swatch"></i>{escape(row.fate)}</td></tr>'
         )
-    return {"rows": "\n".join(lines)} if lines else None
+    line = '<th scope="col">line</th>' if has_lines else ""
+    return {"rows": "\n".join(lines), "line": line} if lines else None
+
+
+def _source_cell(group: Sequence[Row]) -> str:
+    """The line of code, with the whole path where a pointer rests on it."""
+    sources = {row.source for row in group}
+    if len(sources) > 1 or not (source := sources.pop()):
+        return '<td class="source"></td>'
+    short = source.replace("\\", "/").rpartition("/")[2]
+    return f'<td class="source" title="{escape(source)}"><code>{escape(short)}</code></td>'
 
 
 def _modules(rows: Sequence[Row], fates: Sequence[str], text: str) -> _Fields:
@@ -309,26 +327,23 @@ def _sizes(report: SizesReport) -> _Fields:
         ("plan", "", "under a plan", True),
         ("peer", "diamond", "predicted", "predicted" in kinds),
     ]
-    head = _header(SIZES_HEADER)
-    rows = []
-    for point in report.points:
-        first, *others = size_cells(point, report)
-        data = "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        kind = "chosen" if point.size == report.size else point.kind
-        rows.append(f'<tr class="{kind}"><th scope="row">{escape(first)}</th>{data}</tr>')
-    return {"legend": _legend(keys), "header": head, "rows": "\n".join(rows)}
+    lines = [size_cells(point, report) for point in report.points]
+    classes = ["chosen" if p.size == report.size else p.kind for p in report.points]
+    header, rows = _header(SIZES_HEADER), _body(lines, classes)
+    return {"legend": _legend(keys), "header": header, "rows": rows}
 
 
 def _header(names: Iterable[str]) -> str:
     return "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
 
 
-def _body(lines: Iterable[Sequence[str]]) -> str:
-    """Rows of a table, each with its name first."""
+def _body(lines: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """Rows of a table, each with its name first, and of its kind if these are given."""
+    starts = [f'<tr class="{escape(kind)}">' for kind in kinds] or ["<tr>"] * len(lines)
     return "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
+        f'{start}<th scope="row">{escape(name)}</th>'
         f"{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, *cells in lines
+        for start, (name, *cells) in zip(starts, lines, strict=True)
     )
 
 

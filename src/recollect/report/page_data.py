@@ -8,21 +8,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from recollect.report.bands import Stack
 from recollect.report.plan_report import Mark, PlanReport, Point
 from recollect.report.rows import Row
 from recollect.report.sizes import SizesReport
-
-__all__ = [
-    "HELD",
-    "PLANNED",
-    "as_json",
-    "comparison_data",
-    "plan_data",
-    "rows_data",
-    "shown_points",
-    "sizes_data",
-    "thinned",
-]
 
 #: The fates that a plan chooses from, and those that a forward ends in, as the page shows them.
 PLANNED = ("kept", "recomputed", "offloaded")
@@ -70,6 +59,14 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
             )
             if curve
         ],
+        "stacks": [
+            _stack(name, stack, marks)
+            for name, stack, marks in (
+                ("plain", report.before_stack, report.before_marks),
+                ("with the plan", report.after_stack, report.after_marks),
+            )
+            if stack.bands
+        ],
         "points": [vars(point) for point in shown_points(report)],
         **rows_data(report.rows, PLANNED),
     }
@@ -83,9 +80,21 @@ def rows_data(rows: Sequence[Row], fates: Sequence[str]) -> dict[str, Any]:
 
 
 def shown_points(report: PlanReport) -> list[Point]:
-    """The points whose time is known, from the least peak to the largest."""
+    """The points whose time is known, from the least peak to the largest.
+
+    Of our plans only those that no other one beats: the chosen plan may have been measured to be
+    faster than others of more memory were predicted to be.
+    """
     known = [point for point in report.points if math.isfinite(point.seconds)]
-    return sorted(known, key=lambda point: (point.peak, point.seconds))
+    known.sort(key=lambda point: (point.peak, point.seconds))
+    best, shown = math.inf, []
+    for point in known:
+        if point.kind in ("plan", "chosen"):
+            if point.kind == "plan" and point.seconds > best:
+                continue
+            best = min(best, point.seconds)
+        shown.append(point)
+    return shown
 
 
 def comparison_data(
@@ -102,6 +111,30 @@ def comparison_data(
     }
 
 
+def _stack(name: str, stack: Stack, marks: Sequence[Mark]) -> dict[str, Any]:
+    """Memory by module: the fixed parts first, then modules in the order of forward."""
+    return {
+        "name": name,
+        "times": stack.seconds,
+        **_phases(marks),
+        "bands": [
+            ["parameters, optimizer state", "c0", [stack.base] * len(stack.seconds)],
+            ["gradients, loss, workspace", "c1", stack.fixed],
+            *([band.name, "", band.bytes] for band in stack.bands),
+        ],
+        "out": stack.out,
+        "back": stack.back,
+    }
+
+
+def _phases(marks: Sequence[Mark]) -> dict[str, float | None]:
+    """When backward begins, and when it is over, if the step goes on."""
+    turn = next((mark.seconds for mark in marks if mark.is_backward), None)
+    after = [mark for mark in marks if turn is not None and mark.seconds >= turn]
+    over = next((mark.seconds for mark in after if not mark.is_backward), None)
+    return {"turn": turn, "over": over}
+
+
 def _curve(name: str, kind: str, curve: _Curve, marks: Sequence[Mark]) -> dict[str, Any]:
     """A curve, what runs under it, and when backward begins."""
     points = thinned(curve, _BUCKETS)
@@ -110,7 +143,7 @@ def _curve(name: str, kind: str, curve: _Curve, marks: Sequence[Mark]) -> dict[s
     return {
         "name": name,
         "kind": kind,
-        "turn": next((mark.seconds for mark in marks if mark.is_backward), None),
+        **_phases(marks),
         "marks": [
             [mark.seconds, *(texts.setdefault(text, len(texts)) for text in (mark.path, mark.op))]
             for mark in marks

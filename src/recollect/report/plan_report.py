@@ -6,20 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from recollect.report.bands import NO_STACK, Stack
 from recollect.report.rows import Row
 from recollect.report.units import bytes_text, percent_text, seconds_text
-
-__all__ = [
-    "Figure",
-    "Mark",
-    "PlanReport",
-    "Point",
-    "figures",
-    "heading",
-    "longer_text",
-    "point_cells",
-    "summary",
-]
 
 
 @dataclass(frozen=True)
@@ -39,6 +28,15 @@ class Mark(NamedTuple):
     path: str  #: the module
     op: str  #: in backward, the op whose saved tensor is used
     is_backward: bool
+
+
+class Traffic(NamedTuple):
+    """Copies between device and host under a plan."""
+
+    bytes: int  #: that are offloaded in one step
+    busy_out: float  #: the fraction of forward during which the link copies to the host
+    busy_back: float  #: the fraction of the rest of the step during which it copies back
+    waits: float  #: seconds that the device waits for copies
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,6 +64,9 @@ class PlanReport:
     spread: float = 0.0  #: by how much times may be off, as a fraction
     before_marks: tuple[Mark, ...] = ()  #: what runs over the plain step
     after_marks: tuple[Mark, ...] = ()  #: the same under the plan
+    before_stack: Stack = NO_STACK  #: memory by module over the plain step
+    after_stack: Stack = NO_STACK  #: the same under the plan
+    traffic: Traffic | None = None  #: None if nothing is offloaded
     #: The versions it was made with, and when.
     origin: str = field(default="", compare=False)
 
@@ -105,6 +106,8 @@ def figures(report: PlanReport) -> list[Figure]:
         found.append(_time(label, report.predicted_time, report.plain_time))
     if report.measured_time is not None:
         found.append(_time("measured time", report.measured_time, report.measured_plain_time))
+    if report.traffic is not None:
+        found.append(_offloaded(report.traffic))
     if _has_bound(report):
         remark = f"no plan that fits is below {seconds_text(report.bound_time)}"
         found.append(Figure("gap to the bound", percent_text(report.gap), remark))
@@ -128,6 +131,16 @@ def _time(label: str, seconds: float, plain: float | None) -> Figure:
         return Figure(label, seconds_text(seconds), "there was no plain step to compare with")
     remark = f"{seconds_text(seconds)}, plain {seconds_text(plain)}"
     return Figure(label, longer_text(seconds, plain), remark)
+
+
+def _offloaded(traffic: Traffic) -> Figure:
+    remark = (
+        f"link busy for {percent_text(traffic.busy_out)} of forward, "
+        f"{percent_text(traffic.busy_back)} of backward"
+    )
+    if traffic.waits > 0:
+        remark += f"; waits {seconds_text(traffic.waits)}"
+    return Figure("offloaded", bytes_text(traffic.bytes), remark)
 
 
 def _has_bound(report: PlanReport) -> bool:

@@ -11,20 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = [
-    "FATES",
-    "Group",
-    "RegionCall",
-    "Row",
-    "Sum",
-    "Totals",
-    "common_text",
-    "grouped",
-    "lists_by",
-    "pattern",
-    "sums_of",
-]
-
 #: What can happen to a result. A plan only keeps, recomputes or offloads.
 FATES = ("kept", "input", "recomputed", "offloaded", "not held")
 
@@ -45,6 +31,7 @@ class Row:
     shape: tuple[int, ...] | None = None  #: None if the row is about several results
     dtype: Any = None  #: likewise
     region: str | None = None  #: the region that holds or recomputes it, if one does
+    source: str = ""  #: the line that called the op, as ``file:line``, if that is known
 
     def __repr__(self) -> str:
         size = "" if self.shape is None else f" {'x'.join(map(str, self.shape)) or 'scalar'}"

@@ -9,17 +9,6 @@ from recollect.report.plan_report import Figure, longer_text
 from recollect.report.table import columns, head_text
 from recollect.report.units import bytes_text, seconds_text
 
-__all__ = [
-    "SIZES_HEADER",
-    "SizePoint",
-    "SizesReport",
-    "size_cells",
-    "sizes_figures",
-    "sizes_heading",
-    "sizes_summary",
-    "sizes_table",
-]
-
 #: The columns of the table.
 SIZES_HEADER = (
     *("size", "plain peak", "peak", "step", "per sample"),

@@ -9,16 +9,6 @@ from recollect.report.plan_report import Figure, PlanReport, figures, heading, p
 from recollect.report.rows import FATES, Row, Sum, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
-__all__ = [
-    "columns",
-    "counted",
-    "frontier_table",
-    "head_text",
-    "modules_table",
-    "rows_table",
-    "table",
-]
-
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 80
 _NAME = 34

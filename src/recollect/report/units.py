@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-__all__ = ["bytes_text", "parse_bytes", "percent_text", "seconds_text"]
-
 _FACTORS = {"b": 1}
 _FACTORS |= {f"{prefix}b": 1000**n for n, prefix in enumerate("kmgtp", start=1)}
 _FACTORS |= {f"{prefix}ib": 1024**n for n, prefix in enumerate("kmgtp", start=1)}

@@ -40,8 +40,6 @@ from recollect.errors import AlreadyUnpacked
 from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket
 from recollect.rerun.recompute import Recomputation
 
-__all__ = ["Frame", "GraphExecGroup"]
-
 
 class Frame(ForwardFrame):
     """One call of a checkpointed function, and the tensors recomputed for it."""

@@ -29,16 +29,6 @@ from recollect.state.inputs import Inputs
 from recollect.state.region_state import RegionState
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = [
-    "Contexts",
-    "ForwardFrame",
-    "RecomputedTensors",
-    "Ticket",
-    "as_one",
-    "make_contexts",
-    "noting",
-]
-
 #: Stands in the graph for a saved tensor: its number, and its description by the check.
 Ticket = tuple[Any, ...]
 

@@ -39,8 +39,6 @@ from recollect.rerun.frame import ForwardFrame, RecomputedTensors, Ticket, as_on
 from recollect.rerun.selective import RecomputeMode
 from recollect.state.buffers import UseOfChanged
 
-__all__ = ["Recomputation"]
-
 
 class Recomputation:
     """One run of a frame's function in backward."""

@@ -22,8 +22,6 @@ from recollect.state.inputs import Inputs
 from recollect.state.region_state import RegionState
 from recollect.state.tensors import are_statistics
 
-__all__ = ["CheckpointFunction", "check_backward_validity", "detach_variable"]
-
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """``inputs`` with each tensor detached, requiring grad if it did; the rest as it is."""

@@ -45,8 +45,6 @@ from recollect.state.tensors import (
     same_values,
 )
 
-__all__ = ["BufferState", "Guards", "UseOfChanged"]
-
 _Tensor = torch.Tensor
 
 

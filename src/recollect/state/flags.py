@@ -9,8 +9,6 @@ from typing import Any
 
 from recollect._torch.flags import FLAGS, SPECIAL_FLAGS, read_precisions, write_precisions
 
-__all__ = ["Flags", "read_flags", "read_usual_flags", "usual_flags", "write_flags"]
-
 #: The value of each flag; then, if one could not be read, the precisions that prevent it.
 Flags = tuple[Any, ...]
 

@@ -22,7 +22,8 @@ result of the region thus holds itself, until backward frees the graph; so it do
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -48,8 +49,6 @@ from recollect.state.restorers import (
 )
 from recollect.state.tensors import are_statistics, is_small
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
-
-__all__ = ["ArgumentSnapshot", "Inputs", "check_arguments"]
 
 _Tensor = torch.Tensor
 
@@ -167,49 +166,42 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _swapping = threading.RLock()
 
 
-class _Swapped:
+@contextmanager
+def _swapped(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
     """A context in which objects have the contents of ``entries``.
 
     What cannot be restored is an ``InputChanged`` with its ``name``; without ``name``, it stays as
     it is.
     """
-
-    __slots__ = ("_before", "_entries", "_name")
-
-    def __init__(self, entries: list[Entry], name: Callable[[Any], str] | None) -> None:
-        self._entries = entries
-        self._name = name
-        #: What each holds without us, and whether it was given other contents.
-        self._before: list[tuple[Entry, bool]] = []
-
-    def __enter__(self) -> None:
-        if not _swapping.acquire(timeout=PATIENCE):
-            raise CheckpointError(_STUCK)
+    if not _swapping.acquire(timeout=PATIENCE):
+        raise CheckpointError(_STUCK)
+    #: What each holds without us, and whether it was given other contents.
+    before: list[tuple[Entry, bool]] = []
+    try:
+        differ = [not restorer.same(thing, held) for thing, restorer, held in entries]
+        for (thing, restorer, held), differs in zip(entries, differ, strict=True):
+            present = restorer.take(thing) if differs else held
+            if not differs or _put((thing, restorer, held), name):
+                before.append(((thing, restorer, present), differs))
+        yield
+    finally:
         try:
-            differ = [not restorer.same(thing, held) for thing, restorer, held in self._entries]
-            for entry, differs in zip(self._entries, differ, strict=True):
-                thing, restorer, held = entry
-                present = restorer.take(thing) if differs else held
-                if not differs or _put(entry, self._name):
-                    self._before.append(((thing, restorer, present), differs))
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        """Give everything what it held before, whatever has happened to it since."""
-        refusal: InputChanged | None = None
-        try:
-            for entry, was_changed in reversed(self._before):
-                if was_changed or not entry[1].same(entry[0], entry[2]):
-                    try:
-                        _put(entry, self._name)
-                    except InputChanged as error:
-                        refusal = error
+            _swap_back(before, name)
         finally:
             _swapping.release()
-        if refusal is not None:
-            raise refusal
+
+
+def _swap_back(before: list[tuple[Entry, bool]], name: Callable[[Any], str] | None) -> None:
+    """Give everything what it held before, whatever has happened to it since."""
+    refusal: InputChanged | None = None
+    for entry, was_changed in reversed(before):
+        if was_changed or not entry[1].same(entry[0], entry[2]):
+            try:
+                _put(entry, name)
+            except InputChanged as error:
+                refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:
@@ -394,14 +386,14 @@ class Inputs:
         kwargs = {k: v.unpack() if type(v) is _Saved else v for k, v in self._kwargs.items()}
         return args, kwargs
 
-    def swapped(self) -> _Swapped | None:
+    def swapped(self) -> AbstractContextManager[None] | None:
         """A context in which containers and objects have the contents of the call.
 
         Enter it after ``recall``, which may have to rerun another region. None: there are none.
         """
         if self._contents is None or not self._contents.mutable:
             return None
-        return _Swapped(self._contents.mutable, self._name if self._guard else None)
+        return _swapped(self._contents.mutable, self._name if self._guard else None)
 
     def has(self, tensor: _Tensor) -> bool:
         """Whether ``tensor`` is one of the arguments."""

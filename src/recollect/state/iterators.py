@@ -13,8 +13,6 @@ from typing import Any
 
 from recollect.state.restorers import ITERATOR, is_made_in_python, restorers_of
 
-__all__ = ["StandIn", "exchanged", "is_used_up", "successor", "with_exchanged"]
-
 #: The methods by which a generator is drawn from.
 _DRAWING = frozenset({"send", "throw", "close", "asend", "athrow", "aclose", "__anext__"})
 

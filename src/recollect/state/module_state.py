@@ -37,8 +37,6 @@ from recollect.checks.names import name_in
 from recollect.errors import InputChanged
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
 
-__all__ = ["BARE", "Attributes", "ModuleIndex", "ModuleState", "Writes", "index_of"]
-
 #: Where in a module it is stored.
 _KEY = "_recollect_tree"
 
@@ -89,13 +87,6 @@ class ModuleIndex:
 
     Lists of attributes lack those of the root, which refer to the index: there is no cycle.
     """
-
-    __slots__ = (
-        *("__weakref__", "_empty", "_unfinished", "bare", "child_classes", "childless"),
-        *("children", "classes", "communicates", "content", "families", "functions", "globals"),
-        *("guarded", "is_own", "is_scripted", "keys", "names", "offspring", "own", "owners"),
-        *("parameters", "recurrent", "root", "root_class", "scripted", "with_buffers", "writes"),
-    )
 
     def __init__(self, root: nn.Module) -> None:
         self.root = ref(root)

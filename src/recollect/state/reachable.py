@@ -9,7 +9,6 @@ names that a piece of code uses are remembered, and so is the index of a module.
 
 from __future__ import annotations
 
-import dis
 import gc
 from collections import deque
 from collections.abc import Iterable
@@ -26,9 +25,6 @@ from torch import nn
 from recollect.state.module_state import BARE, Attributes, ModuleIndex, Writes, index_of
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
 from recollect.state.rng import generator_types
-
-__all__ = ["BufferPlace", "Reachable", "lazy_module"]
-
 
 #: The buffers of a module, the name of one, and how it may be written to.
 BufferPlace = tuple[dict[str, Any], str, Writes]
@@ -290,11 +286,10 @@ def _globals_of(function: FunctionType) -> list[_Names]:
     return found
 
 
-def _globals_in(code: CodeType) -> frozenset[str]:
-    """The names of the globals in a piece of code, functions inside of it included."""
-    inside = (_globals_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    loaded = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
-    return frozenset(loaded).union(*inside)
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names of globals and attributes in a piece of code, functions inside of it included."""
+    inside = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inside)
 
 
 def _find_globals(function: FunctionType) -> list[_Names]:
@@ -306,7 +301,7 @@ def _find_globals(function: FunctionType) -> list[_Names]:
         if namespace.get("__name__", "").partition(".")[0] in ("torch", "recollect"):
             continue
         _, names = found.setdefault(id(namespace), (namespace, {}))
-        for name in sorted(_globals_in(current.__code__)):
+        for name in sorted(names_in(current.__code__)):
             value = namespace.get(name, UNSET)
             if type(value) is FunctionType:
                 if id(value.__code__) not in seen:

@@ -49,8 +49,6 @@ from recollect.state.rng import (
     write_streams,
 )
 
-__all__ = ["Ambient", "RegionState", "read_autocast", "write_autocast"]
-
 _Tensor = torch.Tensor
 
 

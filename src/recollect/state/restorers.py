@@ -40,27 +40,6 @@ from torch import nn
 
 from recollect.state.rng import generator_types
 
-__all__ = [
-    "ARRAY",
-    "ARRAY_COPY",
-    "ATOMS",
-    "CAPTURED_ELSEWHERE",
-    "CELL",
-    "CLASS",
-    "FUNCTION",
-    "ITERATOR",
-    "TENSOR",
-    "UNSET",
-    "VARIABLES",
-    "Entry",
-    "Restorer",
-    "Restorers",
-    "attribute_restorers",
-    "is_made_in_python",
-    "put_until",
-    "restorers_of",
-]
-
 _Tensor = torch.Tensor
 
 #: Types of values that hold nothing that can change.

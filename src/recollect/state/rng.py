@@ -33,27 +33,6 @@ from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
 from recollect.state.tensors import same_values
 
-__all__ = [
-    "DefaultDeviceType",
-    "HAS_ACCELERATOR",
-    "RngState",
-    "Streams",
-    "generator_types",
-    "get_device_states",
-    "infer_device_type",
-    "read_libraries",
-    "read_rng",
-    "read_same_streams",
-    "read_streams",
-    "reseed_recurrent_layers",
-    "same_rng",
-    "set_device_states",
-    "settle_streams",
-    "write_libraries",
-    "write_rng",
-    "write_streams",
-]
-
 # --- torch's default generators -------------------------------------------------------------------
 
 _read_cpu = torch.default_generator.get_state

@@ -19,7 +19,6 @@ from functools import partial
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
     FunctionType,
     MethodType,
     MethodWrapperType,
@@ -41,7 +40,7 @@ from recollect._torch.tensors import memory_key, tensor_hooks
 from recollect.errors import CheckpointError
 from recollect.state.flags import read_flags, write_flags
 from recollect.state.iterators import StandIn, is_used_up, successor, with_exchanged
-from recollect.state.reachable import lazy_module
+from recollect.state.reachable import lazy_module, names_in
 from recollect.state.region_state import read_autocast, write_autocast
 from recollect.state.restorers import (
     ARRAY,
@@ -62,8 +61,6 @@ from recollect.state.restorers import (
 from recollect.state.rng import generator_types, read_streams, settle_streams, write_streams
 from recollect.state.tensor_snapshot import TensorSnapshot, WriteLog, Written
 from recollect.state.tensors import nbytes
-
-__all__ = ["LIMIT", "Snapshot", "StandIn"]
 
 _Tensor = torch.Tensor
 #: How many objects are visited.
@@ -228,7 +225,7 @@ class Snapshot:
             if name not in taken:
                 taken[name] = value
                 self._push([value], function)
-        names = _names_in(function.__code__) - self._called
+        names = names_in(function.__code__) - self._called
         self._called |= names
         for name in names & self._idle.keys():
             self._push(self._idle.pop(name), function)
@@ -394,18 +391,12 @@ def _parts_of(value: Any, cls: type) -> list[Any] | None:
     return None
 
 
-def _names_in(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes in a piece of code, functions inside of it included."""
-    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(code.co_names).union(*inside)
-
-
 def _variables_of(function: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """The global variables that a function may use: namespace, name, value or `UNSET`.
 
     Those of modules that it names, too (``config.calls``), unless a module is closed.
     """
-    names = _names_in(function.__code__)
+    names = names_in(function.__code__)
     pending, seen = [function.__globals__], set()
     while pending:
         namespace = pending.pop()

@@ -29,15 +29,11 @@ from recollect._torch.tensors import (
 from recollect.checks.fingerprint import fingerprint
 from recollect.policy.op_info import op_info
 
-__all__ = ["TensorSnapshot", "WriteLog", "Written"]
-
 _Tensor = torch.Tensor
 
 
 class _StorageState:
     """What one storage holds: a copy of it on the host, or its fingerprint."""
-
-    __slots__ = ("copy", "fingerprint", "nbytes", "storage")
 
     fingerprint: _Tensor
 
@@ -81,11 +77,6 @@ def _bytes(storage: Any) -> _Tensor:
 
 class _TensorState:
     """A tensor as it was: the memory that it shows, and what autograd knows of it."""
-
-    __slots__ = (
-        *("alias", "gradient", "hooks", "is_leaf", "required_grad", "storages", "tensor"),
-        "version",
-    )
 
     def __init__(self, tensor: _Tensor, storages: set[int]) -> None:
         self.tensor = tensor

@@ -13,8 +13,6 @@ import torch
 
 from recollect._torch.tensors import is_plain_tensor
 
-__all__ = ["LARGE", "SMALL", "are_statistics", "is_copyable", "is_small", "nbytes", "same_values"]
-
 #: Bytes that are copied at every call: of buffers and of what may be statistics; of other tensors.
 LARGE = 64 * 1024
 SMALL = 4 * 1024

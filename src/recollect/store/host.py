@@ -32,8 +32,6 @@ from recollect.store.transfers import (
     leaves_of,
 )
 
-__all__ = ["HostStore", "host_store"]
-
 _GIB = 1024**3
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLink", "Piece", "cuda_links"]
-
 #: Source and target, with the same number of bytes.
 Piece = tuple[Tensor, Tensor]
 

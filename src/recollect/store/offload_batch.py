@@ -22,8 +22,6 @@ from recollect.store.host import host_store
 from recollect.store.protocol import Store, as_store
 from recollect.store.spans import laid_out, shift_of
 
-__all__ = ["OffloadBatch", "OffloadedTensor"]
-
 
 class OffloadedTensor:
     """A tensor in a store, which drops it when this object is freed."""

@@ -24,16 +24,6 @@ from torch import Tensor
 
 from recollect.errors import RecollectWarning
 
-__all__ = [
-    "LARGEST",
-    "SMALLEST",
-    "Block",
-    "HostBuffer",
-    "PinnedPool",
-    "block_sizes",
-    "memory_of_machine",
-]
-
 SMALLEST = 4 * 1024
 LARGEST = 64 * 1024 * 1024
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from recollect.store.spans import copy_of
 
-__all__ = ["DeviceStore", "Store", "as_store", "check_store"]
-
 
 class Store:
     """Holds kept tensors from forward to backward. Derive from it and write `put` and `get`.

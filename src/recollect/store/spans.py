@@ -13,19 +13,6 @@ from torch import Tensor, nn
 from recollect._torch.modes import raw_memory, unobserved
 from recollect._torch.tensors import is_plain_tensor
 
-__all__ = [
-    "Layout",
-    "Span",
-    "bytes_of",
-    "copy_of",
-    "laid_out",
-    "layout_of",
-    "shift_of",
-    "span_of",
-    "span_to_store",
-    "tensor_on",
-]
-
 #: Ranges start at a multiple of this, as allocations of a device do. So a copy is aligned for every
 #: dtype and kernel if the original was.
 _ALIGNMENT = 512

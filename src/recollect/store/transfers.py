@@ -32,8 +32,6 @@ from recollect.store.links import CudaLink, Piece
 from recollect.store.pool import HostBuffer
 from recollect.store.spans import Layout, Span, bytes_of, copy_of, span_to_store, tensor_on
 
-__all__ = ["Composite", "HostCopy", "OnDevice", "OnHost", "Transfers", "leaves_of"]
-
 _DROPPED = "this handle of a HostStore was dropped: it can be neither read nor dropped again"
 
 _MODIFIED = """\

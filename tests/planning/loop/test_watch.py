@@ -21,6 +21,7 @@ import recollect
 from recollect.graph.simulate import simulate_plain
 from recollect.planning.loop.watch import watch_output
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording.record import predict_step, profile_step
 from recollect.planning.recording.step import TrainingStep
 from tests._support import assert_identical, gradients, measure
@@ -105,7 +106,7 @@ def peak(model: nn.Module, loop: Callable[[nn.Module], None]) -> int:
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_the_plain_peak_is_that_of_the_loop_to_the_byte(model: Model, holds: bool) -> None:
-    made_by = Planner.of(model, X, loss_of, holds_output=holds)
+    made_by = Planner.of(Request(model, X, loss_of, holds_output=holds))
     assert made_by.plain_peak == peak(model, LOOPS[holds])
     assert simulate_plain(made_by.graph).peak == made_by.plain_peak
 

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording import prices, sampling
 from recollect.planning.recording.prices import OpPrice, Prices
 from recollect.planning.recording.record import profile_step
@@ -59,7 +60,7 @@ def test_an_op_has_its_price_whatever_disturbs_two_of_three_samples(
 
 def test_all_ops_of_a_step_have_theirs(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "now", Clock(outliers()).perf_counter)
-    made_by = Planner.of(_model(), X, squares)
+    made_by = Planner.of(Request(_model(), X, squares))
     assert made_by.trials.profile.untimed is not None
     found = [op.seconds for op in made_by.trials.profile.untimed.ops if op.makes]
     assert found == pytest.approx([TICK] * len(found))

@@ -18,6 +18,7 @@ import recollect
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.planner import Planner
+from recollect.planning.prepare import Request
 from recollect.planning.recording import prices
 from recollect.planning.recording.batch import split_batch
 from recollect.planning.recording.prices import Prices
@@ -90,7 +91,7 @@ def test_nothing_is_left_changed(name: str, optimizer: str, has_state: bool) -> 
             optim.step()
     identities = [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()]
     before = _seen(model, optim)
-    made_by = Planner.of(model, case.batch, case.loss, optim)
+    made_by = Planner.of(Request(model, case.batch, case.loss, optim))
     made_by.trials.peak(Schedule(frozenset()))  # as plans are tried out
     assert_identical(_seen(model, optim), before)
     assert [(id(p), id(p.grad), p.data_ptr()) for p in model.parameters()] == identities
@@ -102,7 +103,7 @@ def test_the_tensors_of_the_optimizers_state_are_the_same_objects() -> None:
     case.step()
     optimizer.step()
     before = {p: {k: id(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-    Planner.of(case.model, case.batch, case.loss, optimizer)
+    Planner.of(Request(case.model, case.batch, case.loss, optimizer))
     after = {p: {k: id(v) for k, v in state.items()} for p, state in optimizer.state.items()}
     assert after == before
 
@@ -115,7 +116,7 @@ def test_training_goes_on_as_if_nothing_had_been_planned() -> None:
         found = []
         for number in range(4):
             if is_planned and number in (0, 2):
-                Planner.of(case.model, case.batch, case.loss, optimizer)
+                Planner.of(Request(case.model, case.batch, case.loss, optimizer))
             optimizer.zero_grad()
             loss = case.loss_of(case.forward())
             loss.backward()
@@ -132,10 +133,10 @@ def test_eval_mode_and_no_grad_around_are_left_as_they_are() -> None:
     told = pytest.warns(recollect.PlanWarning, match="ConvNet is in eval mode")
     with torch.no_grad():
         with told:
-            Planner.of(case.model, case.batch, case.loss)
+            Planner.of(Request(case.model, case.batch, case.loss))
         assert not torch.is_grad_enabled()
     with torch.inference_mode(), told:
-        Planner.of(case.model, case.batch, case.loss)
+        Planner.of(Request(case.model, case.batch, case.loss))
     assert_identical(_seen(case.model, None), before)
 
 
@@ -143,7 +144,7 @@ def test_the_gradient_of_the_batch_is_left_as_it_was() -> None:
     case = made("custom")
     case.batch.requires_grad_()
     before = case.batch.grad = torch.ones_like(case.batch)
-    Planner.of(case.model, case.batch, case.loss)
+    Planner.of(Request(case.model, case.batch, case.loss))
     assert case.batch.grad is before
     assert bool((before == 1).all())
 
@@ -162,7 +163,7 @@ def test_attributes_and_lists_of_the_model_are_left_as_they_were() -> None:
             return self.last
 
     model = Notes()
-    Planner.of(model, torch.randn(8, 48), squares)
+    Planner.of(Request(model, torch.randn(8, 48), squares))
     assert (model.calls, model.norms_seen, model.last, model.leaf.grad) == ([0], [], None, None)
 
 
@@ -198,7 +199,7 @@ class Criterion(nn.Module):
 def test_the_random_stream_is_left_where_it_was_if_only_the_loss_draws() -> None:
     case = made("conv")
     before = torch.get_rng_state()
-    Planner.of(case.model, case.batch, lambda out: squares(nn.functional.dropout(out)))
+    Planner.of(Request(case.model, case.batch, lambda out: squares(nn.functional.dropout(out))))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -208,7 +209,7 @@ def test_a_loss_with_weights_and_buffers_is_left_as_it_was(is_a_function: bool) 
     for parameter in criterion.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = _seen(criterion, None)
-    Planner.of(case.model, case.batch, criterion.forward if is_a_function else criterion)
+    Planner.of(Request(case.model, case.batch, criterion.forward if is_a_function else criterion))
     assert_identical(_seen(criterion, None), before)
 
 
@@ -216,7 +217,7 @@ def test_gradients_of_what_only_the_optimizer_has_are_left_as_they_were() -> Non
     case, criterion = made("conv"), Criterion().eval()
     optimizer = torch.optim.SGD([*case.model.parameters(), *criterion.parameters()], lr=0.1)
     before = _seen(criterion, optimizer)
-    Planner.of(case.model, case.batch, criterion, optimizer)
+    Planner.of(Request(case.model, case.batch, criterion, optimizer))
     assert_identical(_seen(criterion, optimizer), before)
 
 
@@ -230,7 +231,7 @@ def test_the_gradient_of_a_tensor_in_a_dict_of_the_model_is_left_as_it_was() -> 
             return super().forward(x) * self.table["shift"]
 
     model = Table()
-    Planner.of(model, torch.randn(8, 48), squares)
+    Planner.of(Request(model, torch.randn(8, 48), squares))
     assert model.table["shift"].grad is None
 
 
@@ -256,8 +257,8 @@ def _whole_step(case: Made, optimizer: torch.optim.Optimizer) -> int:
 def test_the_plain_peak_has_the_optimizer_in_it(name: str, foreach: bool) -> None:
     case = made(name)
     optimizer = torch.optim.AdamW(case.model.parameters(), foreach=foreach)
-    made_by = Planner.of(case.model, case.batch, case.loss, optimizer)
-    assert made_by.plain_peak > Planner.of(case.model, case.batch, case.loss).plain_peak
+    made_by = Planner.of(Request(case.model, case.batch, case.loss, optimizer))
+    assert made_by.plain_peak > Planner.of(Request(case.model, case.batch, case.loss)).plain_peak
     assert made_by.plain_peak == _whole_step(case, optimizer)
     assert simulate_plain(made_by.graph).peak == made_by.plain_peak
 
@@ -267,7 +268,7 @@ def test_what_a_step_of_the_optimizer_allocates_can_be_the_peak() -> None:
     model = nn.Linear(256, 256)
     batch = torch.randn(2, 256)
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    made_by = Planner.of(model, batch, squares, optimizer)
+    made_by = Planner.of(Request(model, batch, squares, optimizer))
     assert made_by.plain_peak == _whole_step(Made(model, batch, squares), optimizer)
     assert made_by.plain_peak > 5 * static_bytes(model)
 
@@ -300,7 +301,7 @@ def test_batches_of_every_form_give_the_same_plan() -> None:
     torch.manual_seed(0)
     model, x = Decoder(2), tokens(2, 24)
     peaks = {
-        form: Planner.of(model, batch, squares).plain_peak
+        form: Planner.of(Request(model, batch, squares)).plain_peak
         for form, batch in {
             "tensor": x,
             "tuple": (x,),
@@ -346,8 +347,8 @@ def test_the_default_loss_refuses_what_has_no_floating_tensor() -> None:
 @pytest.mark.parametrize("name", ["with_loss", "loss_in_dict"])
 def test_the_loss_of_a_model_that_computes_it_is_found(name: str) -> None:
     case = made(name)
-    made_by = Planner.of(case.model, case.batch)
-    other = Planner.of(case.model, case.batch, case.loss_of)
+    made_by = Planner.of(Request(case.model, case.batch))
+    other = Planner.of(Request(case.model, case.batch, case.loss_of))
     assert made_by.plain_peak == other.plain_peak
     assert len(made_by.graph.saved) == len(other.graph.saved)
 
@@ -416,7 +417,7 @@ def test_a_plan_for_a_model_without_memory_is_for_the_model_with_it(make: Any) -
     with torch.device("meta"):
         model = make()
     frontier = recollect.frontier(model, batch.to("meta"), loss=loss)
-    made_by = Planner.of(real, batch, loss)
+    made_by = Planner.of(Request(real, batch, loss))
     assert frontier.plain_peak == made_by.plain_peak
     plan = frontier.plan_for(0.8)
     assert all(p.is_meta and p.grad is None for p in model.parameters())
@@ -453,7 +454,9 @@ def test_a_model_without_memory_that_depends_on_data_says_that_it_cannot_be_plan
 
 def test_the_times_of_the_graph_add_up_to_the_measured_step() -> None:
     case = made("decoder")
-    profile = Planner.of(case.model, case.batch, case.loss).trials.profile  # as it was measured
+    profile = Planner.of(
+        Request(case.model, case.batch, case.loss)
+    ).trials.profile  # as it was measured
     assert profile.seconds > 0
     assert profile.graph.plain_seconds == pytest.approx(profile.seconds)
     assert simulate_plain(profile.graph).seconds == pytest.approx(profile.seconds)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from recollect.graph.graph import Graph
+from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
@@ -105,6 +106,14 @@ class Choice:
         """The simulated peak; None if that is not known."""
         outcome = self._outcomes.get(schedules)
         return None if outcome is None else outcome.peak
+
+    def simulate(self, graph: Graph, schedules: Schedules) -> int | None:
+        """The simulated peak of forwards by any schedules; None if that is not known."""
+        if None in schedules or schedules in self._outcomes:
+            return self.simulated(schedules)
+        parts = [each.schedule_in(graph, [n]) for n, each in enumerate(schedules) if each]
+        kept = frozenset().union(*(part.kept | part.away for part in parts))
+        return simulate(graph, Schedule(kept)).peak
 
     def seconds(self, schedules: Schedules) -> float:
         """The time to expect."""

@@ -20,6 +20,7 @@ from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
+from recollect.planning.loop.updates import StateWatch, local_bytes
 from recollect.planning.loop.variant import Variant
 from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
 from recollect.planning.recording.model_state import (
@@ -28,6 +29,8 @@ from recollect.planning.recording.model_state import (
     facts_of,
     gradient_bytes,
     newly_compiled,
+    rounded_growth,
+    with_state,
 )
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
@@ -85,6 +88,8 @@ class Kinds:
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
             self._too_large.append(self._planned[0])
+        self._optimizers = StateWatch()
+        self._planned_state: float | None = None
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
 
@@ -96,12 +101,35 @@ class Kinds:
             return Kind(signature)
         facts, found = self._seen  # once: another thread may change it
         now, parameters = facts_of(model)
+        now.append(self._state_growth(model, parameters))
         if now != facts:
-            found = compare_state(self._plan.state, model)
+            found = with_state(compare_state(self._plan.state, model), now[-1])
             self._seen = now, found
             self._warn_if_compiled(model)
         more = gradient_bytes(model, parameters, self._plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
+
+    def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
+        """The bytes of optimizer state that were not there when the plan was made, rounded up.
+
+        An optimizer has state for a parameter from its first update on, as for a head that is not
+        used in every step.
+        """
+        nbytes = self._optimizers.nbytes(parameters)
+        if self._planned_state is None:
+            self._planned_state = self._find_planned_state(model, parameters, nbytes)
+        grown = math.ceil(max(0.0, nbytes - self._planned_state))
+        return rounded_growth(grown, self._plan.budget // 256)
+
+    def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
+        """The bytes of optimizer state that the plan allows for; infinite if that is not known."""
+        plan = self._plan
+        if plan.from_loop:
+            return nbytes  # this is its first forward
+        if any(each.is_cuda for each in parameters):
+            return math.inf  # where the peak is watched
+        state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
+        return state if state > 0 else math.inf  # it was made without an optimizer
 
     def _warn_if_compiled(self, model: nn.Module) -> None:
         compiled = newly_compiled(self._plan.state, model)
@@ -265,7 +293,7 @@ class Kinds:
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
         # What was traced is known to the byte; on a device the peak itself is watched.
-        ran = choice.simulated(ran_by) or later
+        ran = choice.simulate(graph, ran_by) or later
         if max(later, ran) > self._plan.budget:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):

@@ -21,7 +21,7 @@ from recollect._torch.autograd import after_each_backward, at_end_of_backward, c
 from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
-from recollect.planning.loop.updates import Updates, later_base
+from recollect.planning.loop.updates import Updates, local_bytes
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.model_state import gradients_of, parameters_of
@@ -85,8 +85,8 @@ class LiveStep:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self.device = device_of(model)
-        #: Notices steps of optimizers.
-        self._updates = Updates(parameters_of(model))
+        #: The steps of optimizers since its forward.
+        self.updates = Updates(parameters_of(model))
         #: The bytes of gradients that are there before it.
         self.gradients = sum(storage_sizes(gradients_of(model)))
         self._base = base
@@ -105,6 +105,8 @@ class LiveStep:
         #: Whether it is being traced, and whether its backward has ended.
         self.is_open = False
         self.is_over = False
+        #: Whether forwards have followed that were not traced.
+        self.is_followed = False
         #: Whether it has exchanged messages with another process, once there is a graph.
         self.has_messages = False
         #: Whether backward has reached it, and whether one has that did not end.
@@ -112,11 +114,6 @@ class LiveStep:
         #: How many backwards have ended that were not its own.
         self._missed = 0
         self._stop_waiting: Callable[[], None] = lambda: None
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether an optimizer has made a step since its forward."""
-        return self._updates.has_updated
 
     def can_join(self) -> bool:
         """Whether another forward that begins now is part of it, and can be traced with it."""
@@ -157,7 +154,7 @@ class LiveStep:
         """Begin to trace."""
         self.is_open = True
         _active.step = self
-        self._updates.watch()
+        self.updates.begin()
         self._trace.__enter__()
         # Nothing of the process may hold this object: its thread or its model may be gone first.
         weak = ref(self)
@@ -214,7 +211,7 @@ class LiveStep:
 
         Backward has gone through all of it, and an optimizer has made its step.
         """
-        if self.has_updated and self.is_pending and all(e.is_reached for e in self._waiting):
+        if self.updates.are_there and self.is_pending and all(e.is_reached for e in self._waiting):
             self.is_over = True
             self._finish()
 
@@ -247,7 +244,24 @@ class LiveStep:
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""
-        return later_base(model, self.device, self._updates, self.gradients)
+        gradients = sum(storage_sizes(gradients_of(model)))
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
+        shards = shards_of(model)
+        late = 0 if shards is None else shards.in_flight_bytes()
+        held = local_bytes([*parameters_of(model), *model.buffers()]) + self.updates.state_bytes()
+        return held + self.gradients + late
+
+    def first_base(self, model: nn.Module) -> int:
+        """The bytes that were allocated before it, when optimizers had no state perhaps."""
+        if self.device.type == "cuda":
+            return self._base
+        return self.later_base(model) - self.updates.made_bytes()
+
+    @property
+    def accumulated(self) -> int:
+        """The bytes of gradients with which the forwards began that followed before an update."""
+        return max(0, self.updates.gradients - self.gradients) if self.is_followed else 0
 
 
 def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:

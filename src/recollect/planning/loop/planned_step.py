@@ -117,7 +117,7 @@ def with_gradients(graph: Graph, nbytes: int) -> Graph:
     """The graph of a step that adds its gradients to ``nbytes`` of them that are there before."""
     events = [
         replace(event, before=event.before - kept, during=event.during - kept)
-        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+        for event, kept in zip(graph.events, _gradients_at(graph, nbytes), strict=True)
     ]
     return replace(graph, events=events, base=graph.base + nbytes)
 
@@ -130,7 +130,7 @@ def with_larger_batch(graph: Graph, times: int) -> Graph:
             before=kept + times * (event.before - kept),
             during=kept + times * (event.during - kept),
         )
-        for event, kept in zip(graph.events, _kept_to_the_end(graph), strict=True)
+        for event, kept in zip(graph.events, _gradients_at(graph), strict=True)
     ]
     return replace(
         graph,
@@ -140,7 +140,16 @@ def with_larger_batch(graph: Graph, times: int) -> Graph:
     )
 
 
-def _kept_to_the_end(graph: Graph) -> list[int]:
-    """By event: the fixed bytes before it that stay until the end of the step: gradients."""
+def _gradients_at(graph: Graph, nbytes: int | None = None) -> list[int]:
+    """By event: the fixed bytes since the end of forward that stay until the end: gradients.
+
+    ``nbytes``: of all gradients, if known. What the last op reads is there until the end as well.
+    """
     befores = [event.before for event in reversed(graph.events)]
-    return [*accumulate(befores, min)][::-1]
+    kept = [*accumulate(befores, min)][::-1]
+    others = kept[graph.turn] if graph.turn < len(kept) else 0  # as an output that the loop holds
+    if nbytes is not None:
+        last = len(kept) - 1
+        at_end = sum(each.nbytes for each in graph.fixed if each.dies >= last)
+        others = max(others, at_end - nbytes)
+    return [max(0, each - others) for each in kept]

@@ -318,6 +318,8 @@ class Runner:
             forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
+            if live is not None:
+                live.is_followed = True
             result = self._run_untraced(model, function, args, kwargs)
             waiting = Waiting(result)
         forwards.add(kind, waiting)
@@ -380,7 +382,7 @@ class Runner:
             live.close()
             forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
             return
-        if is_first and live.is_over and not live.has_updated and forwards.waited < _UPDATE:
+        if is_first and live.is_over and not live.updates.are_there and forwards.waited < _UPDATE:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
@@ -391,7 +393,8 @@ class Runner:
                 self._kinds.failed(forwards.traced)
         elif not live.is_over:
             self._tried_in_vain(
-                "no backward went through what the model returned, in the thread that called it"
+                "no backward went through what the model returned, in the thread that called it. "
+                "If none is to come, call the model under torch.no_grad()"
             )
         elif self._make_plan is not None:
             assert forwards.state is not None

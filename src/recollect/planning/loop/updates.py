@@ -1,76 +1,148 @@
-"""Notices the steps of the optimizers that train a model (P8)."""
+"""Notices the steps of optimizers, and the state that they hold (P8)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-from weakref import WeakSet
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from recollect._torch.fsdp import shards_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
-from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.step import storage_sizes
 
-__all__ = ["Updates", "later_base"]
+__all__ = ["StateWatch", "Updates", "local_bytes"]
+
+
+#: After how many steps of other optimizers none of its own is to come.
+_OTHERS = 8
 
 
 class Updates:
-    """The optimizers that have made a step of ``parameters`` since `watch`."""
+    """The steps that the optimizers of some parameters make from now on."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = {id(parameter) for parameter in parameters}
+        self._parameters = {id(each) for each in parameters}
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self.has_updated = False
+        self._is_any = False
+        #: The bytes of their state before their first step.
+        self._before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        #: The bytes of gradients that the first steps found.
+        self.gradients = 0
+        #: How often optimizers of other parameters have made a step.
+        self.others = 0
 
-    def watch(self) -> None:
-        """Begin."""
-        # One hook, which stays: torch goes through all hooks while one is called, and none may
-        # leave.
-        global _is_registered  # noqa: PLW0603 - once in a process
-        if not _is_registered:
-            _is_registered = True
-            register_optimizer_step_post_hook(_after_update)
+    def begin(self) -> None:
+        """Notice steps."""
+        _watch_optimizers()
         _watching.add(self)
 
-    def noticed(self, optimizer: Optimizer) -> None:
+    @property
+    def are_there(self) -> bool:
+        """Whether an optimizer has made a step; of others so often that none of these will.
+
+        As where `torch.func.functional_call` puts other values in the place of parameters.
+        """
+        return self._is_any or self.others >= _OTHERS
+
+    def state_bytes(self) -> int:
+        """The bytes of all state of optimizers that have made a step."""
+        return sum(local_bytes(_state_of(each)) for each in self._optimizers)
+
+    def made_bytes(self) -> int:
+        """The bytes of that state which these steps have made."""
+        states = {each: local_bytes(_state_of(each)) for each in self._optimizers}
+        return sum(nbytes - self._before.get(each, nbytes) for each, nbytes in states.items())
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer begins a step."""
+        if optimizer not in self._before and _has_any(optimizer, self._parameters):
+            self._before[optimizer] = local_bytes(_state_of(optimizer))
+            found = [each.grad for group in optimizer.param_groups for each in group["params"]]
+            self.gradients += local_bytes(each for each in found if each is not None)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
-        groups = optimizer.param_groups
-        if any(id(each) in self._parameters for group in groups for each in group["params"]):
-            self.has_updated = True
+        if _has_any(optimizer, self._parameters):
+            self._is_any = True
             self._optimizers.add(optimizer)
-
-    def state(self) -> Iterator[torch.Tensor]:
-        """The tensors of the state of these optimizers."""
-        for optimizer in self._optimizers:
-            leaves = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
-            yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        else:
+            self.others += 1
 
 
-def later_base(model: nn.Module, device: torch.device, updates: Updates, gradients: int) -> int:
-    """The bytes that are allocated before a later step, with so many of gradients.
+class StateWatch:
+    """The state of the optimizers of a model: it grows when they first update a parameter."""
 
-    It may begin now.
-    """
-    if device.type == "cuda":
-        now = sum(storage_sizes(gradients_of(model)))
-        return torch.cuda.memory_allocated(device) - now + gradients
-    shards = shards_of(model)
-    late = 0 if shards is None else shards.in_flight_bytes()
-    held = [*parameters_of(model), *model.buffers(), *updates.state()]
-    local = [part for tensor in held for part in local_tensors(tensor)]
-    return sum(storage_sizes(local)) + gradients + late
+    def __init__(self) -> None:
+        _watch_optimizers()
+        self._seen = -1
+        self._ids: frozenset[int] = frozenset()
+        self._nbytes = 0
+
+    def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """The bytes of the state of those that have made a step with one of ``parameters``."""
+        ids = frozenset(map(id, parameters))
+        if self._seen != _changes.count or ids != self._ids:
+            self._seen, self._ids = _changes.count, ids
+            mine = [each for each in [*_changes.lengths] if _has_any(each, ids)]
+            self._nbytes = sum(local_bytes(_state_of(each)) for each in mine)
+        return self._nbytes
 
 
+class _Changes:
+    """By optimizer that has made a step: how much state it had; and how often that has changed."""
+
+    def __init__(self) -> None:
+        self.lengths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.count = 0
+        self.is_registered = False
+
+    def note(self, optimizer: Optimizer) -> None:
+        length = len(optimizer.state)
+        if length == 1:  # as that of LBFGS, which has a history in it
+            length = len(_state_of(optimizer))
+        if self.lengths.get(optimizer) != length:
+            self.lengths[optimizer] = length
+            self.count += 1
+
+
+_changes = _Changes()
 _watching: WeakSet[Updates] = WeakSet()
-_is_registered = False
 
 
-def _after_update(optimizer: Optimizer, *_: Any) -> None:
-    for updates in [*_watching]:
-        updates.noticed(optimizer)
+def _watch_optimizers() -> None:
+    # Hooks that stay: torch goes through all of them while one is called, and none may leave.
+    if not _changes.is_registered:
+        _changes.is_registered = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for each in [*_watching]:
+        each.step_begins(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    _changes.note(optimizer)
+    for each in [*_watching]:
+        each.step_ends(optimizer)
+
+
+def _has_any(optimizer: Optimizer, ids: frozenset[int] | set[int]) -> bool:
+    return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
+
+
+def _state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    leaves = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of ``tensors``, in the parts that this process has."""
+    return sum(storage_sizes(each for tensor in tensors for each in local_tensors(tensor)))

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from recollect._torch.fsdp import shards_of
 from recollect._torch.groups import group_timeout
@@ -26,11 +25,11 @@ from recollect.planning.distributed import ranks_of
 from recollect.planning.loop.planned_step import COSTS, SeenForward
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
-from recollect.planning.prepare import Offload, Prepared, prepare
+from recollect.planning.prepare import Prepared, Request, prepare
 from recollect.planning.ranks.team import Team
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
-from recollect.planning.recording.step import Loss, TrainingStep, is_out_of_memory
+from recollect.planning.recording.step import TrainingStep, is_out_of_memory
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench, Peaks, Way, samples_under
 from recollect.replay.named_schedule import NamedSchedule
@@ -45,28 +44,16 @@ _ROUNDS = 3
 _IN_A_LOOP = 30.0
 
 
-def make_plan(
-    model: nn.Module,
-    batch: Any,
-    budget: float | str,
-    loss: Loss | None = None,
-    optimizer: Optimizer | None = None,
-    offload: Offload = "auto",
-    progress: Progress = silent,
-    *,
-    holds_output: bool = True,
-) -> Plan:
+def make_plan(request: Request, budget: float | str, progress: Progress = silent) -> Plan:
     """The plan of `recollect.plan`, the same on all ranks that have the model."""
-    ranks = ranks_of(model)
+    ranks = ranks_of(request.model)
     if ranks is None:
-        planner = Planner.of(
-            model, batch, loss, optimizer, offload, progress, holds_output=holds_output
-        )
-        return planner.plan_for(budget)
+        return Planner.of(request, progress).plan_for(budget)
     team = Team(ranks)
     with team.failing_together():
-        prepared = prepare(model, batch, loss, optimizer, offload, holds_output=holds_output)
-        team, _ = meet(team, Meeting.of(model, prepared.state, budget), "recollect.plan or fit")
+        prepared = prepare(request)
+        about = Meeting.of(request.model, prepared.state, budget)
+        team, _ = meet(team, about, "recollect.plan or fit")
     with team.failing_together():
         progress("recording a step", 0.0)
         profile = record_step(prepared.step, prepared.link, team.agree)

@@ -157,6 +157,7 @@ class _Region:
             can_send=can_keep and self._can_offload(op),
             forced=not self._forced.isdisjoint(op.results),
             last=last if last < 0 else self._first + last,
+            source="" if event is None else event.source,
         )
 
     @cached_property

@@ -13,6 +13,7 @@ from recollect._torch.fsdp import shards_of
 from recollect._torch.modules import COMPILED_CALL, is_compiled
 from recollect._torch.tensors import local_tensors
 from recollect.replay.function_call import DEVICES, casts
+from recollect.report.units import bytes_text
 
 __all__ = [
     "Differences",
@@ -25,6 +26,8 @@ __all__ = [
     "gradients_of",
     "newly_compiled",
     "parameters_of",
+    "rounded_growth",
+    "with_state",
 ]
 
 
@@ -118,7 +121,7 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     """All gradients, with those that FSDP has yet to reduce, in the parts that are here."""
     shards = shards_of(model)
-    found = [each.grad for each in parameters_of(model) if each.grad is not None]
+    found = [grad for each in parameters_of(model) if (grad := _gradient(each)) is not None]
     found += [] if shards is None else shards.gradients()
     return [part for gradient in found for part in local_tensors(gradient)]
 
@@ -136,7 +139,7 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
         if module is None:
             continue
         attributes = module.__dict__
-        if "_parameters" not in attributes:  # of TorchScript
+        if "training" not in attributes or "_parameters" not in attributes:  # of TorchScript
             training.append(module.training)
             parameters += module.parameters(recurse=False)
             modules += module.children()
@@ -158,7 +161,7 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 def gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int:
     """The bytes of gradients beyond the planned ones, rounded up: close numbers are one case."""
-    gradients = {id(each): each.grad for each in parameters}
+    gradients = {id(each): _gradient(each) for each in parameters}
     more = sum(_nbytes(grad) for grad in gradients.values() if grad is not None) - planned
     if (shards := shards_of(model)) is not None:
         more += sum(map(_nbytes, shards.gradients()))
@@ -169,9 +172,14 @@ def gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int
     return -(-more // unit) * unit
 
 
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter. What `functional_call` puts in its place may be no leaf."""
+    return parameter.grad if parameter.is_leaf else None
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     """The bytes that this process has of ``tensor``."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
         return tensor.nbytes
     return sum(each.nbytes for each in local_tensors(tensor))
 
@@ -203,6 +211,8 @@ class Differences:
     texts: tuple[str, ...]  #: the differences
     cures: tuple[str, ...]  #: how to make a plan for such steps
     nbytes: int = 0  #: bytes that are allocated throughout because of them
+    #: Those of them that an optimizer will have, if it is like most.
+    for_optimizer: int = 0
 
 
 def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
@@ -224,13 +234,31 @@ def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
             was = "were" if len(others) > 1 else "was"
             texts += _clause(others, "is", "are", f"in {mode} mode, and {was} not")
             cures.append(f"model.{mode}(), then recollect.plan(...)")
-    nbytes = 0
+    nbytes = for_optimizer = 0
     if now.tensors != planned.tensors:
-        tensor_texts, nbytes = _compare_tensors(planned.by_name, now.by_name)
+        tensor_texts, nbytes, for_optimizer = _compare_tensors(planned.by_name, now.by_name)
         texts += tensor_texts
         if tensor_texts:
             cures.append("recollect.plan(...) once the model is as it is trained")
-    return Differences(tuple(texts), tuple(cures), nbytes) if texts else None
+    if not texts:
+        return None
+    return Differences(tuple(texts), tuple(cures), nbytes + for_optimizer, for_optimizer)
+
+
+def with_state(found: Differences | None, grown: int) -> Differences | None:
+    """The same with ``grown`` bytes of optimizer state that were not there when it was planned."""
+    texts, cures, nbytes, guessed = ((), (), 0, 0) if found is None else vars(found).values()
+    if grown <= guessed:
+        return found
+    text = f"optimizers have {bytes_text(grown)} more of state"
+    cure = "recollect.plan(...) once all parameters have been updated"
+    return Differences((*texts, text), (*cures, cure), nbytes - guessed + grown, grown)
+
+
+def rounded_growth(nbytes: int, unit: int) -> int:
+    """``nbytes`` rounded up, to an eighth or to ``unit``: close numbers are one case."""
+    unit = max(1, unit, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // unit) * unit
 
 
 def _in_words(autocast: tuple[tuple[str, str], ...]) -> str:
@@ -247,8 +275,8 @@ def _autocast_cure(autocast: tuple[tuple[str, str], ...]) -> str:
 
 def _compare_tensors(
     before: dict[str, _TensorState], now: dict[str, _TensorState]
-) -> tuple[list[str], int]:
-    """The differences of parameters and buffers, and the bytes that are added."""
+) -> tuple[list[str], int, int]:
+    """The differences of parameters and buffers, the bytes that are added, and those of states."""
     both = [name for name in now if name in before]
     newly_trained = [n for n in both if now[n].is_trained and not before[n].is_trained]
     newly_frozen = [n for n in both if before[n].is_trained and not now[n].is_trained]
@@ -268,7 +296,7 @@ def _compare_tensors(
     growth = sum(t.nbytes for t in now.values()) - sum(t.nbytes for t in before.values())
     # Gradients are counted in backward. Most optimizers have two values for each parameter.
     trained = [*newly_trained, *(name for name in added if now[name].is_trained)]
-    return texts, max(0, growth) + 2 * sum(now[name].nbytes for name in trained)
+    return texts, max(0, growth), 2 * sum(now[name].nbytes for name in trained)
 
 
 def _clause(names: list[str], verb: str, plural: str, rest: str) -> list[str]:

@@ -166,9 +166,29 @@ class TrainingStep:
             return self.model(*self.args, **self.kwargs)
         except TypeError as error:
             # Only now: hooks may have changed the arguments.
-            if _refusal(self.model.forward, self.args, self.kwargs) is None:
+            if _refusal(self.model.forward, self.args, self.kwargs) is not None:
+                raise self._cannot_be_called(error) from error
+            if not tensors_of_batch(self.args, self.kwargs):
+                raise TypeError(
+                    f"batch: there is no tensor in this {type(self.batch).__name__}, and the model "
+                    f"cannot be called with it ({error}). Pass what the loop calls the model with: "
+                    'recollect.plan(model, batch, "12GiB"); or no batch: '
+                    'recollect.fit(model, budget="12GiB")'
+                ) from error
+            raise
+        except RuntimeError as error:
+            if (where := self._other_device()) is None or is_out_of_memory(error):
                 raise
-            raise self._cannot_be_called(error) from error
+            raise RuntimeError(f"batch: {where} ({error})") from error
+
+    def _other_device(self) -> str | None:
+        """What to do if no tensor of the batch is on a device of the model; None if one is."""
+        given = {tensor.device for tensor in tensors_of_batch(self.args, self.kwargs)}
+        own = {parameter.device for parameter in self.model.parameters()}
+        if not given or not own or given & own:
+            return None
+        (device, *_), (other, *_) = own, given
+        return f'it is on {other}, but the model on {device}. Move it: batch.to("{device}")'
 
     def _cannot_be_called(self, why: object) -> TypeError:
         return TypeError(

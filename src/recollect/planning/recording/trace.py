@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -25,6 +26,7 @@ from recollect._torch.groups import MESSAGES
 from recollect._torch.modes import DispatchMode, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
+from recollect.checks.place import source_line
 from recollect.planning.recording.batch import tensors_of_batch
 from recollect.planning.recording.prices import OpPrice, Prices
 from recollect.replay.recorded_graph import copying, tensors_of
@@ -32,6 +34,8 @@ from recollect.replay.recorded_graph import copying, tensors_of
 __all__ = ["StepTrace", "TraceMode", "TracedOp"]
 
 _Tensor = torch.Tensor
+#: The file that calls the model while it is traced.
+_CALLER = str(Path(__file__).with_name("observe.py"))
 #: How many events a step may have at most, and for each event of its forward: a loop may keep the
 #: output of a model, and never go backward.
 _MOST_EVENTS, _TIMES = 10_000, 50
@@ -58,6 +62,8 @@ class TracedOp:
     adds_to: int | None = None
     #: Bytes that no op has allocated, before it ran and after: gathered parameters.
     gathered: tuple[int, int] = (0, 0)
+    #: The line of the model that called it, such as ``model.py:12``; empty for ops of backward.
+    source: str = ""
 
 
 @dataclass(slots=True)
@@ -174,6 +180,8 @@ class TraceMode(DispatchMode):
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
             op.dropped = self._dropped
+            if number >= 0:
+                op.source = source_line(sys._getframe(1), _CALLER)
             self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
             trace.events.append(op)
             self.is_paused |= len(trace.events) >= self.limit

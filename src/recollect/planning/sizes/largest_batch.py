@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from recollect._torch.fsdp import shards_of
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.plan import Plan
-from recollect.planning.prepare import Offload, check_unplanned
+from recollect.planning.prepare import Offload, Request, check_unplanned
 from recollect.planning.progress import reporter
 from recollect.planning.recording.step import Loss, device_of
 from recollect.planning.sizes.largest import LargestSearch, Limit
@@ -158,9 +158,8 @@ def largest_batch(
             f"most={most} is less than multiple_of={multiple_of}, so there is no size to consider"
         )
     report = reporter(progress)
-    steps = SizedSteps(
-        model, make_batch, loss, optimizer, offload, report, holds_output=holds_output
-    )
+    request = Request(model, None, loss, optimizer, offload, holds_output)
+    steps = SizedSteps(request, make_batch, report)
     check_unplanned(model, runs_steps=False)
     if shards_of(model) is not None:
         raise ValueError(

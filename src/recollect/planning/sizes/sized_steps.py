@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from recollect.planning.planner import Planner, Record
-from recollect.planning.prepare import Offload
+from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.recording.batch import check_batch, split_batch, tensors_of_batch
 from recollect.planning.recording.record import record_step
-from recollect.planning.recording.step import Loss, TrainingStep
 from recollect.planning.trial import Progress
 from recollect.report.units import bytes_text
 from recollect.state.rng import read_streams, settle_streams, write_streams
@@ -25,33 +24,27 @@ class SizedSteps:
     """The training steps of a model with batches of several sizes.
 
     Holds no batch: on a device one would count in the peak of all other sizes.
+
+    Args:
+        request: The steps, without a batch.
+        make_batch: Makes the batch of a size.
+        progress: Called with what is being done.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        make_batch: Callable[[int], Any],
-        loss: Loss | None,
-        optimizer: Optimizer | None,
-        offload: Offload,
-        progress: Progress,
-        *,
-        holds_output: bool,
+        self, request: Request, make_batch: Callable[[int], Any], progress: Progress
     ) -> None:
         if not callable(make_batch):
             raise TypeError(
                 "make_batch should be a function of a size that returns a batch of that size, such "
                 f"as lambda n: torch.randn(n, 64), but got {make_batch!r}"
             )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
-        self.model = model
+        self.model = request.model
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"model should be an nn.Module, but got {type(self.model).__name__}")
+        self._request = request
         self._make_batch = make_batch
-        self._loss = loss
-        self._optimizer = optimizer
-        self._offload = offload
         self._progress = progress
-        self._holds_output = holds_output
         #: By size: the bytes of the tensors in its batch.
         self._nbytes: dict[int, int] = {}
 
@@ -61,27 +54,13 @@ class SizedSteps:
         def progress(what: str, done: float) -> None:
             self._progress(f"size {size}: {what}", done)
 
-        return Planner.of(
-            self.model,
-            self._batch(size),
-            self._loss,
-            self._optimizer,
-            self._offload,
-            progress,
-            holds_output=self._holds_output,
-            record=record,
-        )
+        request = replace(self._request, batch=self._batch(size))
+        return Planner.of(request, progress, record=record)
 
     def plain_seconds(self, size: int) -> float:
         """Time the plain step at a size."""
         self._progress(f"size {size}: timing the plain step", 0.0)
-        batch = self._batch(size)
-        args, kwargs = split_batch(batch, self.model)
-        step = TrainingStep(
-            *(self.model, args, kwargs, self._loss, self._optimizer),
-            holds_output=self._holds_output,
-            batch=batch,
-        )
+        step = prepare_step(replace(self._request, batch=self._batch(size)))
         with step.undone():
             step.run()
             return step.measured_seconds().seconds

@@ -50,7 +50,7 @@ class Chart {
     svg.setAttribute("aria-hidden", "true");
     this.place.replaceChildren(svg, this.tip);
     this.hide();
-    this.box = { left: 58, right: width - 14, top: 26, bottom: height - 44, small };
+    this.box = { left: 58, right: width - 14, top: 34, bottom: height - 44, small };
     this.svg = svg;
     this.render(this);
     this.lit = draw(svg, "g", { class: "lights" });
@@ -205,9 +205,16 @@ function phases(chart, curve, x) {
   if (curve.turn === null || curve.turn <= curve.times[0]) return;
   const { top, bottom } = chart.box;
   const at = x(curve.turn);
-  draw(chart.svg, "line", { class: "turn", x1: at, x2: at, y1: top, y2: bottom });
-  draw(chart.svg, "text", { class: "phase", x: at - 8, y: bottom - 7, "text-anchor": "end" }, "forward");
-  draw(chart.svg, "text", { class: "phase", x: at + 8, y: bottom - 7 }, "backward");
+  const put = (x0, text, anchor) => draw(chart.svg, "text", { class: "phase", x: x0, y: top - 4, "text-anchor": anchor }, text);
+  const line = (x0) => draw(chart.svg, "line", { class: "turn", x1: x0, x2: x0, y1: top - 14, y2: bottom });
+  line(at);
+  put(at - 6, "forward", "end");
+  put(at + 6, "backward", "start");
+  // What follows backward: the step of the optimizer.
+  if (curve.over !== null && x(curve.over) - at > 70) {
+    line(x(curve.over));
+    if (chart.box.right - x(curve.over) > 70) put(x(curve.over) + 6, "optimizer", "start");
+  }
 }
 
 // What runs at `time`: module and op, or nothing if that is not known.
@@ -220,6 +227,7 @@ function runningAt(curve, time) {
     if (marks[middle][0] <= time) low = middle; else high = middle - 1;
   }
   const [, path, op] = marks[low];
+  if (curve.over !== null && time >= curve.over) return [["", "after backward", "optimizer"]];
   const isBackward = curve.turn !== null && time >= curve.turn;
   const found = [["", isBackward ? "backward of" : "forward of", texts[path] || "the model itself"]];
   if (texts[op]) found.push(["", "op", texts[op]]);

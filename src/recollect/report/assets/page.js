@@ -6,6 +6,8 @@
   const sizes = document.getElementById("sizes");
   const modules = document.getElementById("modules");
   if (memory) memoryChart(memory, data.curves, data.budget);
+  const stack = document.getElementById("stack");
+  if (stack) stackChart(stack, data.stacks, data.budget);
   if (frontier) frontierChart(frontier, data.points, data.plain_time, data.budget);
   if (sizes) sizesChart(sizes, data.sizes, data.plain_size);
   if (modules) {

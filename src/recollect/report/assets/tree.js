@@ -27,14 +27,61 @@ function treeOf(rows, matches, fates) {
     }
     node.children.push({ row, parent: node, depth: node.depth + 1, children: [] });
   }
+  groupEqual(root);
   addUp(root, fates);
   return root;
+}
+
+// Numbered layers whose ops have the same fates and bytes become one node, such as 0-3,7. Returns what makes
+// `node` equal to another, apart from its name.
+function groupEqual(node) {
+  if (node.row) {
+    const { op, fate, bytes, reason } = node.row;
+    return [op, fate, bytes, reason].join("|");
+  }
+  const alike = new Map(), prints = [];
+  for (const child of node.children) {
+    const print = groupEqual(child);
+    const isLayer = !child.row && /^\d+$/.test(child.name);
+    const key = isLayer ? print : child;
+    if (!alike.has(key)) alike.set(key, []);
+    alike.get(key).push(child);
+    prints.push(child.row ? print : `${isLayer ? "" : child.name}(${print})`);
+  }
+  node.children = [...alike.values()].map((children) => (children.length > 1 ? merged(children) : children[0]));
+  return prints.join(";");
+}
+
+// One node for equal ones: the sums of all of them, at every level.
+function merged(nodes) {
+  const [first] = nodes;
+  if (first.row) {
+    const seconds = nodes.reduce((sum, { row }) => sum + row.seconds, 0);
+    const bytes = nodes.reduce((sum, { row }) => sum + row.bytes, 0);
+    return { ...first, row: { ...first.row, seconds, bytes, count: nodes.reduce((sum, { row }) => sum + (row.count || 1), 0) } };
+  }
+  const isLayer = nodes.some(({ name }) => name !== first.name);
+  const node = isLayer ? newNode(ranges(nodes.map(({ name }) => Number(name))), first.parent) : newNode(first.name, first.parent);
+  node.layers = isLayer ? nodes.length : 0;
+  node.children = first.children.map((_, n) => merged(nodes.map((each) => each.children[n])));
+  for (const child of node.children) child.parent = node;
+  return node;
+}
+
+// Such as 0-3,7: as recollect.report.rows writes them.
+function ranges(numbers) {
+  const runs = [];
+  for (const number of [...numbers].sort((a, b) => a - b)) {
+    const run = runs[runs.length - 1];
+    if (run && number === run[1] + 1) run[1] = number; else runs.push([number, number]);
+  }
+  return runs.map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`)).join(",");
 }
 
 function addUp(node, fates) {
   node.bytes = fates.map(() => 0);
   node.seconds = fates.map(() => 0);
-  node.ops = node.row ? 1 : 0;
+  node.ops = node.row ? node.row.count || 1 : 0;
   if (node.row) {
     node.bytes[node.row.fate] = node.row.bytes;
     node.seconds[node.row.fate] = node.row.seconds;
@@ -212,7 +259,7 @@ class Tree {
     cell.setAttribute("role", "rowheader");
     const label = make("div", "label");
     if (node.row) {
-      const op = make("span", "op", node.row.op);
+      const op = make("span", "op", node.row.count > 1 ? `${node.row.op} ×${node.row.count}` : node.row.op);
       if (node.row.reason) op.append(" ", make("span", "note", node.row.reason));
       label.append(op);
     } else if (node === this.root) {
@@ -222,7 +269,7 @@ class Tree {
       toggle.type = "button";
       toggle.setAttribute("aria-expanded", node.isOpen);
       toggle.setAttribute("aria-label", node.key.slice(1));
-      label.append(toggle, make("span", "name", node.name), make("span", "count", `${node.ops} op${node.ops === 1 ? "" : "s"}`));
+      label.append(toggle, make("span", "name", node.name), make("span", "count", `${node.layers ? `${node.layers} equal, ` : ""}${node.ops} op${node.ops === 1 ? "" : "s"}`));
       cell.title = node.key.slice(1);
     }
     cell.append(label);

@@ -27,8 +27,6 @@ from torch import nn
 
 from recollect._torch.autograd import cast_weight
 
-__all__ = ["Labels", "differ"]
-
 #: A tensor, weakly, and its label.
 _Labelled = tuple[Any, int | None]
 

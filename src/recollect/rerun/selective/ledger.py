@@ -23,8 +23,6 @@ from recollect.state.rng import RngState
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 from recollect.store.spans import laid_out
 
-__all__ = ["Kept", "KeptCall", "Ledger", "map_only"]
-
 
 def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
     """``function`` applied to each of ``kinds`` in the results of an op.

@@ -28,8 +28,6 @@ from recollect.rerun.selective.ledger import KeptCall, Ledger
 from recollect.state.rng import write_rng
 from recollect.state.tensors import same_values
 
-__all__ = ["RecomputeMode"]
-
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
 

@@ -31,8 +31,6 @@ from recollect.rerun.selective.ledger import KeptCall, Ledger, map_only
 from recollect.rerun.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
 
-__all__ = ["RecordMode"]
-
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
 

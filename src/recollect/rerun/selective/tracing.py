@@ -20,13 +20,9 @@ from recollect.policy.rules import CheckpointPolicy, fits, listed
 from recollect.policy.rulings import Ruling
 from recollect.rerun.selective.ledger import Ledger
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """Applies a policy to the ops of a region as they are traced."""
-
-    __slots__ = ("_graph_id", "_ledger", "_paths", "_policy", "_ranks", "traces")
 
     def __init__(self, policy: PolicyCall, ledger: Ledger, graph_id: int | None) -> None:
         self._policy = policy
