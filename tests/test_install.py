@@ -485,3 +485,30 @@ ORDERS = {
 @pytest.mark.parametrize("order", sampled(ORDERS, usual=["ours first", "the wrapper first"]))
 def test_the_order_of_imports_does_not_matter(order):
     subprocess.run([sys.executable, "-c", ORDERS[order]], check=True)
+
+
+COMPILED = """
+import sys
+import torch, torch.utils.checkpoint, recollect
+assert "torch._dynamo.variables.builder" not in sys.modules
+recollect.install()
+assert "torch._dynamo.variables.builder" not in sys.modules
+layer = torch.nn.Linear(4, 4)
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def region(x):
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, engine="replay")
+
+region(torch.randn(2, 4)).sum().backward()
+recollect.uninstall()
+torch.compiler.reset()
+torch.compile(
+    lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+    backend="aot_eager",
+    fullgraph=True,
+)(torch.randn(2, 4)).sum().backward()
+"""
+
+
+def test_a_compiler_that_is_loaded_later_knows_our_options():
+    subprocess.run([sys.executable, "-c", COMPILED], check=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch.utils.checkpoint as torch_checkpoint
 
 from recollect import compat
-from recollect._torch.dynamo import dynamo_is_loaded, forget_checkpoint, know_checkpoint
+from recollect._torch.dynamo import forget_checkpoint, know_checkpoint
 from recollect.options import Engine, installed_options
 from recollect.rerun import selective
 
@@ -69,8 +69,7 @@ def install(
         was_active = installed_options.is_active
         if keywords or not was_active:
             installed_options.set(keywords)
-        if keywords or dynamo_is_loaded():  # else loading it would take long, for nothing mostly
-            know_checkpoint(_THEIRS["checkpoint"])
+        know_checkpoint(_THEIRS["checkpoint"])
         if was_active:
             return
         _Installed.held_before = frozenset((m.__name__, attr) for m, attr, _ in _occurrences(_OURS))

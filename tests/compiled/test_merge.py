@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from recollect.compiled.costs import NodeCosts
-from recollect.compiled.merge import Merged, merge, merge_alone, torch_schedule
+from recollect.compiled.merge import Merged, merge, merge_alone, saved_schedule
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.timeline import Stretch
 from recollect.graph.schedule import Schedule
@@ -78,7 +78,7 @@ def test_the_schedule_of_torch_is_what_its_split_saves():
     saves = [call.graph.saved for call in calls if call.graph is not None]
     found = merged()
     by_name = [
-        {found.parts[n].names[k] for k in found.decided(n, torch_schedule(found, saves))}
+        {found.parts[n].names[k] for k in found.decided(n, saved_schedule(found, saves))}
         for n in range(2)
     ]
     assert by_name == [set(each) for each in saves]
@@ -86,12 +86,12 @@ def test_the_schedule_of_torch_is_what_its_split_saves():
 
 def test_what_was_held_around_the_graphs_is_counted():
     bare = merged()
-    levels = simulate(bare.graph, torch_schedule(bare, _saves()), curve=True)
+    levels = simulate(bare.graph, saved_schedule(bare, _saves()), curve=True)
     order = [(False, 0), (False, 1), (True, 1), (True, 0), None]
     more = 10 * levels.peak
     stretches = [Stretch(more, more, call) for call in order]
     found = merged(stretches)
-    assert simulate(found.graph, torch_schedule(found, _saves())).peak >= BASE + more
+    assert simulate(found.graph, saved_schedule(found, _saves())).peak >= BASE + more
     assert len(found.around) == 5
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from recollect.compiled.timeline import measured_stretches
+from recollect.compiled.timeline import measured_timeline
 
 CPU = torch.device("cpu")
 BYTES = 64 * 64 * 4
@@ -25,8 +25,9 @@ def test_a_step_of_two_graphs_is_measured_between_them():
         x.grad = None
 
     run()
-    stretches = measured_stretches(run, CPU)
-    assert stretches is not None
+    timeline = measured_timeline(run, CPU)
+    assert timeline is not None
+    stretches = timeline.stretches
     assert [each.call for each in stretches] == [
         (False, 0),
         (False, 1),
@@ -39,10 +40,12 @@ def test_a_step_of_two_graphs_is_measured_between_them():
     assert between == BYTES  # the result of sin
     assert turn == 2 * BYTES + 4  # the result of exp, which is saved, and what is beside
     assert all(each.most >= each.end for each in stretches)
+    assert timeline.peak >= max(each.most for each in stretches)
 
 
 def test_a_step_without_compiled_graphs_is_one_stretch():
-    stretches = measured_stretches(lambda: torch.empty(64, 64), CPU)
-    assert stretches is not None
-    (only,) = stretches
+    timeline = measured_timeline(lambda: torch.empty(64, 64), CPU)
+    assert timeline is not None
+    (only,) = timeline.stretches
     assert (only.most, only.end, only.call) == (BYTES, 0, None)
+    assert timeline.peak == BYTES

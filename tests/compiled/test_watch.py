@@ -126,16 +126,20 @@ def test_a_plan_is_in_effect_when_compiled_code_calls_the_model(
 def test_steps_of_many_forms_are_by_the_code_of_the_plan(fitted: Compiled):
     model, batch, loss = fitted.model, fitted.batch, fitted.loss_of
     for _ in range(2):
-        first, second = model(batch), model(batch)
-        loss(first).backward()
-        loss(second).backward()
-        fitted.bare.zero_grad()
-        (loss(model(batch)) + loss(model(batch))).backward()
+        loss(model(batch)).backward()
         fitted.bare.zero_grad()
         with torch.no_grad():
             model(batch)
         model(batch)  # and no backward
         torch.autograd.grad(loss(model(batch)), [*fitted.bare.parameters()])
+
+
+def test_more_forwards_than_were_planned_are_told(fitted: Compiled):
+    model, batch, loss = fitted.model, fitted.batch, fitted.loss_of
+    first = model(batch)
+    with pytest.warns(recollect.PlanWarning, match="2 forwards wait for their backward"):
+        second = model(batch)
+    (loss(first) + loss(second)).backward()
 
 
 def test_a_graph_that_is_retained_is_by_the_code_of_the_plan(

@@ -6,7 +6,9 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import CodeType, FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -49,12 +51,41 @@ def called_while_traced(function: F) -> F:
     return function
 
 
+_BUILDER = "torch._dynamo.variables.builder"
+
+
+class _WhenLoaded(MetaPathFinder):
+    """Has ``act`` called once the part of dynamo that knows torch's checkpoint is loaded."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The usual spec of that module, with another loader; None for others."""
+        if name != _BUILDER:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self._act()
+
+            loader.exec_module = exec_module
+        return spec
+
+
 class _Known:
     """What dynamo knows as torch's checkpoint, if that is not what is in torch's module."""
 
     checkpoint: Callable[..., Any] | None = None
     #: How dynamo itself knows it.
     test: Callable[[Any], bool] | None = None
+    #: Waits for dynamo to be loaded.
+    finder: _WhenLoaded | None = None
 
 
 def torch_checkpoint() -> Callable[..., Any]:
@@ -65,11 +96,15 @@ def torch_checkpoint() -> Callable[..., Any]:
 def know_checkpoint(function: Callable[..., Any]) -> None:
     """Have dynamo know torch's own ``function`` as such while another one is in torch's module.
 
-    It takes whatever is there for torch's, and would never look into ours.
+    It takes whatever is there for torch's, and would never look into ours. If dynamo is not loaded
+    yet, which takes long, it is told when it is.
     """
-    from torch._dynamo.variables import builder
-
-    names = vars(builder)
+    if _BUILDER not in sys.modules:
+        forget_checkpoint()
+        _Known.finder = _WhenLoaded(lambda: know_checkpoint(function))
+        sys.meta_path.insert(0, _Known.finder)
+        return
+    names = vars(sys.modules[_BUILDER])
     if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 and 2.13
         _Known.test = staticmethod(names["is_utils_checkpoint"])
         _Known.checkpoint = staticmethod(function)
@@ -78,16 +113,11 @@ def know_checkpoint(function: Callable[..., Any]) -> None:
 
 def forget_checkpoint() -> None:
     """Undo `know_checkpoint`."""
+    if _Known.finder in sys.meta_path:
+        sys.meta_path.remove(_Known.finder)
     if _Known.test is not None:
-        from torch._dynamo.variables import builder
-
-        vars(builder)["is_utils_checkpoint"] = _Known.test
+        vars(sys.modules[_BUILDER])["is_utils_checkpoint"] = _Known.test
         _Known.checkpoint = _Known.test = None
-
-
-def dynamo_is_loaded() -> bool:
-    """Whether there is something to compile with already."""
-    return "torch._dynamo.variables.builder" in sys.modules
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,6 +133,20 @@ def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     import torch._dynamo
 
     return torch._dynamo.disable(_call, wrapping=False)(function, args, kwargs)
+
+
+def outside_of_compiler(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """``function``, called as it is by code that is compiled, too: nothing in it is compiled.
+
+    But for what is compiled by itself. ``reason``: as of `never_traced`.
+    """
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if dynamo_callback() is None:
+            return function(*args, **kwargs)
+        return run_without_dynamo(function, *args, **kwargs)
+
+    return never_traced(outside, reason)
 
 
 #: Whether ops are traced by running eager code unchanged (torch >= 2.12).

@@ -5,6 +5,7 @@ Tried on torch 2.11 and 2.13. Everything is imported when it is used: most progr
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,11 @@ def compiler_context(module: nn.Module) -> Any:
 
 def backend_in(context: Any) -> Any:
     """The backend that a compiled module was given."""
-    backend = context.callback
+    return _backend_of(context.callback)
+
+
+def _backend_of(callback: Any) -> Any:
+    backend = callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend
@@ -96,9 +101,51 @@ def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = No
     return make(module._call_impl)
 
 
+def method_settings(function: Any) -> tuple[Callable[..., Any], Any, bool | None] | None:
+    """Of a function that ``torch.compile`` returned: the original, its backend and ``dynamic``."""
+    original: Any = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return None
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "self" not in closure:
+        raise UnknownTorch("a compiled function does not keep its settings where it did")
+    context = closure["self"].cell_contents
+    return original, backend_in(context), context._dynamic
+
+
+def settings_in(callback: Any) -> tuple[Any, bool | None] | None:
+    """The backend and ``dynamic`` of the compiler at work, by its `dynamo_callback`."""
+    from torch._dynamo import config
+
+    if not hasattr(callback, "_torchdynamo_orig_backend"):
+        return None  # it only runs what was compiled before
+    is_static = config.assume_static_by_default
+    dynamic = None if config.automatic_dynamic_shapes else False
+    return _backend_of(callback), dynamic if is_static else True
+
+
+def compile_in_place(module: nn.Module, backend: Any, dynamic: bool | None) -> None:
+    """As ``module.compile(backend=backend, dynamic=dynamic)``, for a backend as torch has it."""
+    import torch._dynamo
+
+    compiled = torch._dynamo.optimize(backend=backend, dynamic=dynamic)
+    module._compiled_call_impl = compiled(module._call_impl)
+
+
+def drop_compiled(module: nn.Module) -> None:
+    """Undo `compile_in_place`."""
+    module._compiled_call_impl = None
+
+
 def called_around(called: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """What `compiled_with` returned, with its function wrapped by another one."""
     return (called[0], wrap(called[1])) if isinstance(called, tuple) else wrap(called)
+
+
+def function_of(called: Any) -> Callable[..., Any]:
+    """The function in what `compiled_with` or `called_by_compiler` returned."""
+    function: Callable[..., Any] = called[1] if isinstance(called, tuple) else called
+    return function
 
 
 def shares_code(module: nn.Module, other: nn.Module) -> bool:
@@ -205,6 +252,11 @@ def simplify(graph: fx.GraphModule) -> None:
     graph.graph.eliminate_dead_code()
     if config.cse:
         graph.graph = fx_graph_cse(graph.graph)
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint graph, for `min_cut` to change. Its nodes have the same names."""
+    return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
 def min_cut(

@@ -12,4 +12,6 @@ which tensors forward saves for backward. The path through the package:
    corrected by what the simulation was off.
 5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
    where it is split, and `watch` warns of steps that do not run by the plan.
+6. Without a batch, `lazy` has the loop's own steps take the place of those that the planner runs:
+   `loop` measures them, and `loop_planner` makes and corrects the plan.
 """

@@ -28,15 +28,22 @@ from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
 
-__all__ = ["Applied", "Code", "make_code"]
+__all__ = ["Applied", "Code", "Installed", "make_code"]
 
 _log = logging.getLogger("recollect")
 #: What is around the only graph of a step: before forward, before backward, and after that.
 _GAPS = 3
 
 
-class Applied:
-    """A plan that is in effect in a compiled model; marks the model as `Runner` does."""
+class Installed:
+    """Marks a compiled model that runs code of ours, as `Runner` marks others."""
+
+    #: The plan that is in effect; None if there is none yet.
+    plan: Any = None
+
+
+class Applied(Installed):
+    """A plan that is in effect in a compiled model."""
 
     def __init__(self, plan: Any, model: nn.Module) -> None:
         step: CompiledStep = plan.compiled
@@ -48,8 +55,9 @@ class Applied:
             code = make_code(step, self._sites)
         fused = self._sites[0].compiler.is_fused
         code.other.solve = _Unplanned(step, plan.budget, device_of(model), fused)
+        self.code = code
         self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self._sites)}
-        self._watch = Watch(plan, model, self._sites, code.runs)
+        self._watch = Watch(plan, model, self._sites, code.runs, step.forwards)
         install(self._sites, self._watch.watched(code.called))
 
     def unwrapped(self, _model: nn.Module) -> None:
@@ -59,13 +67,14 @@ class Applied:
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model is no part of this."""
-        self._warn_of_copy()
+        self.warn_of_copy()
 
     def __reduce__(self) -> Any:
-        self._warn_of_copy()
+        self.warn_of_copy()
         return type(None), ()
 
-    def _warn_of_copy(self) -> None:
+    def warn_of_copy(self) -> None:
+        """The model is copied: warn if the copy has no plan."""
         if any(is_compiled_in_place(site.module) for site in self._sites):
             warn_user(
                 "a model with a plan is copied or pickled, and compiled by module.compile(), which "

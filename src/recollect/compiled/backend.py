@@ -65,7 +65,7 @@ class Compiler:
         if self.options is None:
             assert self.arguments is not None
             return run_as_it_is(graph, inputs, self.arguments, split)
-        planned = _PLANNED if isinstance(split, Player) and split.decides else {}
+        planned = _PLANNED if split.decides else {}
         ours = partitioner(split, split.uuid)
         return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)
 
@@ -95,13 +95,27 @@ class Notes:
 
     site: int = 0  #: the compiled module that was called last
     calls: list[Call] = field(default_factory=list)
+    forwards: int = 0  #: how often the first compiled module was called
+
+    def begin(self, site: int) -> None:
+        """A compiled module is called."""
+        self.site = site
+        self.forwards += site == 0
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self.calls.clear()
+        self.forwards = 0
 
 
 @dataclass
 class Runs:
-    """How often compiled graphs ran under a plan."""
+    """How often compiled graphs ran, and how many were compiled."""
 
     count: int = 0
+    compiled: int = 0
+    #: Called when a graph is about to be compiled.
+    on_compile: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -114,6 +128,7 @@ class Backend:
         on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
         runs: Counts the graphs that run.
         notes: Where calls of the compiled graphs are noted, if they are to be.
+        on_copy: Called when a model with this code is copied: the copy has the same.
     """
 
     compiler: Compiler
@@ -121,12 +136,16 @@ class Backend:
     on_larger: Callable[[], None] | None = None
     runs: Runs = field(default_factory=Runs)
     notes: Notes | None = None
+    on_copy: Callable[[], None] | None = None
     #: By the ranks of the tensors that graphs take: their largest sizes.
     _largest: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Compile a graph."""
         source = _source_key(graph, inputs)
+        self.runs.compiled += 1
+        if self.runs.on_compile is not None:
+            self.runs.on_compile()
         if isinstance(self.split, Player):
             self.split.source = source
             with self._for_largest(graph):
@@ -167,6 +186,8 @@ class Backend:
         return watched
 
     def __deepcopy__(self, memo: Any) -> Backend:
+        if self.on_copy is not None:
+            self.on_copy()
         return self
 
     @property

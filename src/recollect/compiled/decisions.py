@@ -40,6 +40,7 @@ class CompiledStep:
         around: If there is one graph: the bytes that are held before its forward, before its
             backward and after that, and are not its own; each with the most that there are.
         returned: The bytes that its forward returns.
+        forwards: How often the step calls the first compiled module.
         code: What was compiled to try the plan, for the model not to be compiled again; not part
             of files.
     """
@@ -51,6 +52,7 @@ class CompiledStep:
     base: int
     around: tuple[tuple[int, int], ...] = ()
     returned: int = 0
+    forwards: int = 1
     code: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -68,6 +70,7 @@ class CompiledStep:
             "base": self.base,
             "around": self.around,
             "returned": self.returned,
+            "forwards": self.forwards,
         }
 
     @classmethod

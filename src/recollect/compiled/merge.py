@@ -18,7 +18,7 @@ from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under
 
-__all__ = ["Merged", "merge", "merge_alone", "torch_schedule"]
+__all__ = ["Merged", "merge", "merge_alone", "saved_schedule", "unmodelled_bytes"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def merge(
     parts: Sequence[Part],
     calls: Sequence[Call],
     stretches: Sequence[Stretch] | None,
-    torch_saves: Sequence[Mapping[str, int]],
+    saves: Sequence[Mapping[str, int]],
     base: int,
 ) -> Merged:
     """The graph of a step.
@@ -68,15 +68,15 @@ def merge(
     Args:
         parts: By call: what it adds.
         calls: The calls.
-        stretches: What was held around them in a step with torch's own split.
-        torch_saves: By call: what that saves, in bytes by name of a node.
+        stretches: What was held around them in a step that ran.
+        saves: By call: what it saved in that step, in bytes by name of a node.
         base: Bytes that are there throughout.
     """
     order = _order_of(len(parts), stretches)
     bare = _Merger(parts, calls, order, base, [(0, 0)] * (len(order) + 1)).merged()
     if stretches is None:
         return bare
-    around = _around(bare, order, stretches, torch_saves)
+    around = _around(bare, order, stretches, saves)
     return replace(_Merger(parts, calls, order, base, around).merged(), around=around)
 
 
@@ -102,29 +102,33 @@ def _order_of(count: int, stretches: Sequence[Stretch] | None) -> list[_Turn]:
     return seen if is_whole and turns == sorted(turns) else usual
 
 
-def torch_schedule(merged: Merged, torch_saves: Sequence[Mapping[str, int]]) -> Schedule:
-    """What torch's own split keeps, of results that have memory in our model."""
-    pairs = zip(merged.parts, torch_saves, strict=True)
+def saved_schedule(merged: Merged, saves: Sequence[Mapping[str, int]]) -> Schedule:
+    """What a split keeps, of results that have memory in our model. ``saves``: as of `merge`."""
+    pairs = zip(merged.parts, saves, strict=True)
     return merged.together(
-        [frozenset(part.results[n] for n in saves if n in part.results) for part, saves in pairs]
+        [frozenset(part.results[n] for n in each if n in part.results) for part, each in pairs]
     )
+
+
+def unmodelled_bytes(merged: Merged, saves: Sequence[Mapping[str, int]]) -> list[int]:
+    """By call: what is saved of results that have no memory in our model."""
+    return [
+        sum(nbytes for name, nbytes in each.items() if name not in part.results)
+        for part, each in zip(merged.parts, saves, strict=True)
+    ]
 
 
 def _around(
     bare: Merged,
     order: Sequence[_Turn],
     stretches: Sequence[Stretch],
-    torch_saves: Sequence[Mapping[str, int]],
+    saves: Sequence[Mapping[str, int]],
 ) -> list[tuple[int, int]]:
     """By gap: the bytes that were held at its end and the most in it, beside the graphs' own."""
     if len(stretches) != len(order) + 1:
         return [(0, 0)] * (len(order) + 1)
-    levels = levels_under(bare.graph, torch_schedule(bare, torch_saves))
-    # What torch saves of results that have no memory in our model.
-    others = [
-        sum(nbytes for name, nbytes in each.items() if name not in part.results)
-        for part, each in zip(bare.parts, torch_saves, strict=True)
-    ]
+    levels = levels_under(bare.graph, saved_schedule(bare, saves))
+    others = unmodelled_bytes(bare, saves)
     held = 0
     found = []
     for number, stretch in enumerate(stretches):

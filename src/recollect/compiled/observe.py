@@ -10,17 +10,17 @@ from typing import Any
 from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
-from recollect.compiled.merge import Merged, merge, torch_schedule
+from recollect.compiled.merge import Merged, merge, saved_schedule
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare
 from recollect.compiled.split import Observer, SeenGraph
-from recollect.compiled.timeline import measured_stretches
+from recollect.compiled.timeline import Timeline, measured_timeline
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.step import TrainingStep
 
-__all__ = ["ObservedStep", "observe_step"]
+__all__ = ["ObservedStep", "merged_calls", "observe_step"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ObservedStep:
         merged: The step as a graph.
         torch_schedule: What torch keeps in it.
         profile: The graph with what was measured.
+        forwards: How often it calls the first compiled module.
     """
 
     sites: Sequence[Site]
@@ -42,6 +43,7 @@ class ObservedStep:
     merged: Merged
     torch_schedule: Schedule
     profile: Profile
+    forwards: int = 1
 
     @property
     def site_of(self) -> list[int]:
@@ -70,32 +72,45 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     with step.undone(), installed(sites, noting):
         with compiled_collectives_refused():
             step.run()  # compiles
-        notes.calls.clear()
+        notes.clear()
         step.run()
-        calls = [call for call in notes.calls if call.graph is not None]
+        calls, forwards = [call for call in notes.calls if call.graph is not None], notes.forwards
         _check_calls(step, calls)
-        stretches = measured_stretches(step.run, step.device)
+        timeline = measured_timeline(step.run, step.device)
         peak = step.measured_peak()
         expected = peak + step.spare_blocks()
         timing = step.measured_seconds()
         base = step.base_bytes()
-        notes.calls.clear()
-    graphs = [call.graph for call in calls if call.graph is not None]
-    costs = NodeCosts(step.device)
-    parts = _parts(graphs, costs, [sites[call.site].compiler for call in calls])
-    saves = [graph.saved for graph in graphs]
-    merged = merge(parts, calls, stretches, saves, base)
-    graph = replace(merged.graph, spread=costs.spread)
-    costs.settle()
+        notes.clear()
+    merged = merged_calls(calls, sites, timeline, base, NodeCosts(step.device))
+    graph = merged.graph
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
     profile = replace(profile, graph=profile.timed(timing.seconds))
     merged = replace(merged, graph=profile.graph)
-    return ObservedStep(sites, called, calls, merged, torch_schedule(merged, saves), profile)
+    saves = [call.graph.torch_saves for call in calls if call.graph is not None]
+    torchs = saved_schedule(merged, saves)
+    return ObservedStep(sites, called, calls, merged, torchs, profile, forwards)
+
+
+def merged_calls(
+    calls: Sequence[Call],
+    sites: Sequence[Site],
+    timeline: Timeline | None,
+    base: int,
+    costs: NodeCosts,
+) -> Merged:
+    """The graph of a step. ``calls``: all those of graphs that have a backward."""
+    graphs = [call.graph for call in calls if call.graph is not None]
+    parts = _parts(graphs, costs, [sites[call.site].compiler for call in calls])
+    stretches = None if timeline is None else timeline.stretches
+    merged = merge(parts, calls, stretches, [graph.saved for graph in graphs], base)
+    costs.settle()
+    return replace(merged, graph=replace(merged.graph, spread=costs.spread))
 
 
 def _noting(notes: Notes, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
-        notes.site = number
+        notes.begin(number)
         return function(*args, **kwargs)
 
     return noting

@@ -31,14 +31,23 @@ from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport
 
-__all__ = ["CompiledPlanner"]
+__all__ = ["WORTH", "CompiledPlanner", "check_not_offloaded"]
 
 #: How often a schedule is compiled for a budget.
 _COMPILES = 4
 #: The part of a budget that may stay unused.
 _CLOSE = 0.03
 #: A faster schedule is not compiled for less than this part of a step's time.
-_WORTH = 0.01
+WORTH = 0.01
+
+
+def check_not_offloaded(offload: Any) -> None:
+    """Refuse to offload."""
+    if offload is True:
+        raise ValueError(
+            "offload=True: plans for compiled models do not offload. Leave it out, or plan "
+            "for the model without torch.compile"
+        )
 
 
 class CompiledPlanner(Planner):
@@ -49,11 +58,7 @@ class CompiledPlanner(Planner):
     @classmethod
     def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
         """A planner for the step of a request, which is observed."""
-        if request.offload is True:
-            raise ValueError(
-                "offload=True: plans for compiled models do not offload. Leave it out, or plan "
-                "for the model without torch.compile"
-            )
+        check_not_offloaded(request.offload)
         step = prepare_step(request)
         if step.is_shared:
             raise ValueError(
@@ -132,7 +137,7 @@ class CompiledPlanner(Planner):
         if solution is None:
             return False
         now = simulate(self.graph, schedule).seconds
-        return bool(solution.outcome.seconds < now - _WORTH * self.graph.plain_seconds)
+        return bool(solution.outcome.seconds < now - WORTH * self.graph.plain_seconds)
 
     # --- the plan ---------------------------------------------------------------------------------
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from recollect._torch.dynamo import tag_recompute_nodes
-from recollect._torch.inductor import min_cut, simplify
+from recollect._torch.inductor import copied, min_cut, simplify
 from recollect._torch.pytree import tree_leaves
 from recollect.compiled.joint import Joint, key_of, nbytes_of
 
-__all__ = ["Observer", "Player", "SeenGraph"]
+__all__ = ["Observer", "Player", "SeenGraph", "Solve"]
 
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
 #: Decides which nodes of a graph that was not planned are kept.
@@ -25,25 +25,30 @@ Solve = Callable[[str, Joint], Collection[str]]
 
 @dataclass(frozen=True)
 class SeenGraph:
-    """A joint graph that was split as torch does.
+    """A joint graph that was split.
 
     Args:
         key: Of the joint graph.
         joint: The graph.
         saved: The names of the results that forward saves for backward, each with its bytes.
+        torch_saves: The same as torch would split it.
     """
 
     key: str
     joint: Joint
     saved: Mapping[str, int]
+    torch_saves: Mapping[str, int]
 
 
 class Observer:
-    """Splits as torch does, and keeps what it has seen."""
+    """Splits as torch does, or as ``solve`` says, and keeps what it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, solve: Solve | None = None) -> None:
         self.seen: list[SeenGraph] = []
+        self._solve = solve
         self._count = 0
+        #: Whether anything is decided, and not left to torch.
+        self.decides = solve is not None
 
     def uuid(self) -> str:
         """Of its own at each call: out of a cache, nothing would be seen."""
@@ -55,8 +60,14 @@ class Observer:
         simplify(graph)
         key, outputs = key_of(graph), kwargs["num_fwd_outputs"]
         joint = Joint(graph, outputs)
+        torch_saves = None
+        if self._solve is not None:
+            torchs = min_cut(copied(graph), inputs, **kwargs)[0]
+            torch_saves = _saved_bytes(joint, torchs, outputs)
+            tag(joint, self._solve(key, joint))
         halves = min_cut(graph, inputs, **kwargs)
-        self.seen.append(SeenGraph(key, joint, _saved_bytes(joint, halves[0], outputs)))
+        saved = _saved_bytes(joint, halves[0], outputs)
+        self.seen.append(SeenGraph(key, joint, saved, torch_saves or saved))
         return halves
 
 

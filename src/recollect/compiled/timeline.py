@@ -6,7 +6,8 @@ it is: only its bytes count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from recollect.planning.recording.prices import profiled_events
 
-__all__ = ["Stretch", "measured_stretches"]
+__all__ = ["Stretch", "Timeline", "measured_timeline", "timeline_of"]
 
 #: How autograd's functions of AOTAutograd are called in a profile.
 _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
@@ -32,15 +33,31 @@ class Stretch(NamedTuple):
     call: tuple[bool, int] | None  #: the call: whether it is backward, and its number in forward
 
 
-def measured_stretches(run: Callable[[], Any], device: torch.device) -> list[Stretch] | None:
+@dataclass(frozen=True)
+class Timeline:
+    """What a step holds, in bytes that were allocated since it began.
+
+    Args:
+        stretches: Before each call of a compiled graph, and after the last.
+        peak: The most at any time, inside of the graphs too.
+    """
+
+    stretches: Sequence[Stretch]
+    peak: int
+
+
+def measured_timeline(run: Callable[[], Any], device: torch.device) -> Timeline | None:
     """Run a step, and measure what it holds around its compiled graphs; None: it cannot be told."""
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     found = profiled_events(run)
-    if found is None:
-        return None
+    return None if found is None else timeline_of(found, device)
+
+
+def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:
+    """What a step has held, by the events of a profiler."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     marks: list[tuple[int, int, Any]] = []
     numbers: dict[int, int] = {}
-    for event in found:
+    for event in events:
         name, start = event.name(), event.start_ns()
         if name == _MEMORY:
             if event.device_type() == kind and _is_on(event, device):
@@ -48,12 +65,13 @@ def measured_stretches(run: Callable[[], Any], device: torch.device) -> list[Str
         elif name in (_FORWARD, _BACKWARD):
             marks.append((start, 2, event))
             marks.append((start + event.duration_ns(), 0, None))
-    level = most = 0
+    level = most = peak = 0
     depth = 0
     stretches: list[Stretch] = []
     for _, order, what in sorted(marks, key=lambda mark: mark[:2]):
         if order == 1:
             level += what
+            peak = max(peak, level)
             most = max(most, level) if not depth else level
         elif order == 2:
             depth += 1
@@ -65,7 +83,7 @@ def measured_stretches(run: Callable[[], Any], device: torch.device) -> list[Str
         else:
             depth -= 1
             most = level
-    return [*stretches, Stretch(most, level, None)]
+    return Timeline([*stretches, Stretch(most, level, None)], peak)
 
 
 def _is_on(event: Any, device: torch.device) -> bool:

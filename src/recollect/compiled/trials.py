@@ -89,6 +89,7 @@ class CompiledTrials(Trials):
             base=merged.graph.base,
             around=tuple(merged.around) if len(merged.parts) == 1 else (),
             returned=merged.parts[0].returned,
+            forwards=observed.forwards,
         )
 
     # --- peaks ------------------------------------------------------------------------------------

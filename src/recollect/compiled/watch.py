@@ -16,20 +16,21 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
-from recollect._torch.dynamo import never_traced
+from recollect._torch.dynamo import outside_of_compiler
 from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Runs
 from recollect.compiled.sites import Called, Site
 from recollect.planning.loop.planned_step import PlannedStep
-from recollect.planning.loop.watch import PeakWatch
+from recollect.planning.loop.watch import PeakWatch, Waiting
 from recollect.planning.recording.model_state import compare_state, gradient_bytes
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
 
-__all__ = ["Watch"]
+__all__ = ["FULLGRAPH", "Watch"]
 
-_FULLGRAPH = (
+#: The error if code that is compiled with ``fullgraph=True`` calls a model with a plan.
+FULLGRAPH = (
     "a compiled model with a plan of recollect is called in code that is compiled, too: leave out "
     "fullgraph=True there, or plan.remove(model)"
 )
@@ -47,13 +48,22 @@ class Watch:
         model: The model.
         sites: Its compiled modules.
         runs: Counts the graphs that run by the plan.
+        forwards: How often the planned step calls the first of them.
     """
 
     def __init__(
-        self, plan: PlannedStep, model: nn.Module, sites: Sequence[Site], runs: Runs
+        self,
+        plan: PlannedStep,
+        model: nn.Module,
+        sites: Sequence[Site],
+        runs: Runs,
+        forwards: int = 1,
     ) -> None:
         self._plan, self._model = plan, ref(model)
         self._sites, self._runs = sites, runs
+        self._forwards = forwards
+        #: The calls of the first module that wait for their backward.
+        self._waiting: list[Waiting] = []
         self._warnings = WarnOnce()
         self._peaks = PeakWatch(plan.budget)
         #: What autocast casts to, when it was last looked at.
@@ -83,16 +93,28 @@ class Watch:
             before = runs.count
             result = function(*args, **kwargs)
             self._called(number, runs.count - before)
+            if number == 0:
+                self._waiting.append(Waiting(result))
             if peak is not None:
                 self._peaks.compare(result, peak)
             return result
 
-        return never_traced(watched, _FULLGRAPH)
+        return outside_of_compiler(watched, FULLGRAPH)
 
     # --- steps that are not as planned ------------------------------------------------------------
 
     def _begin(self) -> int | None:
         """The first module is called. Returns the peak so far, if that can be read."""
+        self._waiting = [each for each in self._waiting if each.is_waiting()]
+        if len(self._waiting) >= self._forwards:
+            self._warnings.warn(
+                "forwards",
+                f"{len(self._waiting) + 1} forwards wait for their backward, and the plan was made "
+                f"for a step that has {self._forwards} at once: what all hold is in memory, "
+                "and this step may exceed its budget. Have the loop's own steps planned, "
+                "recollect.fit(model, budget=...); or if no backward is to come, let go of the "
+                "output, or call the model under torch.no_grad()",
+            )
         model, over = self._model(), self._peaks.over
         if over is not None:
             self._peaks.over = None
@@ -112,7 +134,7 @@ class Watch:
 
     def _check_gradients(self, model: nn.Module) -> None:
         more = gradient_bytes(model, [*model.parameters()], self._plan.gradients)
-        if self._plan.predicted_peak + more > self._plan.budget:
+        if more and self._plan.predicted_peak + more > self._plan.budget:
             self._warnings.warn(
                 "gradients",
                 f"{bytes_text(more)} of gradients are there when forward begins, as when they "

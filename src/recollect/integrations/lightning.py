@@ -14,6 +14,7 @@ except ImportError as error:
         "recollect.integrations.lightning needs lightning: pip install 'recollect[lightning]'"
     ) from error
 
+from recollect.compiled.lazy import CompiledMethod, LazyFit, is_compiled_method
 from recollect.modules import copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
@@ -49,7 +50,9 @@ class Fit(Callback):
         self._budget = budget
         self._module = module
         self._options = options
-        self._runner: Runner | None = None
+        self._runner: Runner | LazyFit | None = None
+        #: Its ``training_step`` as a module, if that is compiled.
+        self._compiled: CompiledMethod | None = None
         #: A ``training_step`` that was set on the module itself.
         self._own_step: Callable[..., Any] | None = None
         self._is_fitted = False
@@ -67,8 +70,14 @@ class Fit(Callback):
                 "backward itself. Name the module to plan: "
                 f"Fit(budget, module=...), one of {names}"
             )
-        runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
         self._own_step = vars(pl_module).get(_STEP)
+        if is_compiled_method(self._own_step):  # the trainer was given torch.compile(module)
+            assert self._own_step is not None
+            method = self._compiled = CompiledMethod(pl_module, self._own_step)
+            fit(method, budget=self._budget, **self._options)
+            pl_module.training_step = copy_signature(self._own_step, _called(method))
+            return
+        runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
         pl_module.training_step = _planned(runner, pl_module.training_step)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -76,12 +85,15 @@ class Fit(Callback):
         if self._is_fitted:
             self._is_fitted = False
             unwrap_module(self._found(pl_module))
-        elif self._runner is not None:
+        elif self._runner is not None or self._compiled is not None:
             vars(pl_module).pop(_STEP, None)
             if self._own_step is not None:
                 vars(pl_module)[_STEP] = self._own_step
-            self._runner.unwrapped(pl_module)
-            self._runner = None
+            if self._runner is not None:
+                self._runner.unwrapped(pl_module)
+            if self._compiled is not None:
+                unwrap_module(self._compiled)
+            self._runner = self._compiled = None
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
@@ -100,6 +112,13 @@ class Fit(Callback):
                 f"{type(pl_module).__name__}: {names}"
             ) from None
         return found
+
+
+def _called(method: CompiledMethod) -> Callable[..., Any]:
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return training_step
 
 
 def _planned(runner: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ except ImportError as error:
         "pip install 'recollect[transformers]'"
     ) from error
 
+from recollect.compiled.lazy import LazyFit
 from recollect.modules import OPTIONS, unwrap_module
 from recollect.planning.api import fit
 from recollect.planning.budget import check_budget
@@ -56,7 +57,7 @@ class FitCallback(TrainerCallback):
     ) -> None:
         """Fit the model, once the trainer has prepared it."""
         assert model is not None
-        if isinstance(vars(model).get(OPTIONS), Runner):
+        if isinstance(vars(model).get(OPTIONS), (Runner, LazyFit)):
             unwrap_module(model)  # an earlier training that was interrupted
         if is_gradient_checkpointing(model):
             _log.info("gradient checkpointing is off while the model trains under a budget")

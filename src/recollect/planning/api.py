@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import is_parallel, shards_of
-from recollect.compiled.planner import CompiledPlanner
+from recollect.compiled.lazy import LazyFit
+from recollect.compiled.planner import CompiledPlanner, check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
-from recollect.modules import wrap_module
+from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
@@ -113,7 +114,8 @@ def fit(
 
     Without one, nothing runs here. The first training step of your own loop is traced as it
     happens, forward, loss and backward, with the results of every block recomputed, so that a
-    model trains which would not fit otherwise. The plan is made before the second step. Steps that
+    model trains which would not fit otherwise. The plan is made before the second step; that of a
+    compiled model after a few, which are compiled with little saved. Steps that
     differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
     the same way, once for each kind.
 
@@ -150,7 +152,11 @@ def fit(
                 f"has its {name}. Leave it out, or pass the batch too: recollect.fit(model, batch, "
                 f"budget, {name}=...)"
             )
-    wrap_module(model, lazy_runner(model, budget, offload=offload, progress=progress))
+    lazy = lazy_runner(model, budget, offload=offload, progress=progress)
+    if isinstance(lazy, LazyFit) and lazy.is_of_model:
+        vars(model)[OPTIONS] = lazy
+    else:
+        wrap_module(model, lazy)
     return model
 
 
@@ -160,13 +166,16 @@ def lazy_runner(
     *,
     offload: Offload = "auto",
     progress: bool | Progress | None = None,
-) -> Runner:
-    """What runs the forward of a model without a plan, and makes one after its first step."""
+) -> Runner | LazyFit:
+    """What runs the forward of a model without a plan, and makes one after its first steps."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
     check_budget(budget)
     check_offload(offload)
     check_unplanned(model, runs_steps=False)
+    if _is_compiled(model):
+        check_not_offloaded(offload)
+        return LazyFit(model, budget, reporter(progress))
     return Runner(None, LazyPlan(budget, offload, reporter(progress)))
 
 

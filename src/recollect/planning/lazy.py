@@ -12,7 +12,10 @@ from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.checks.place import warn_user
-from recollect.errors import InfeasibleBudget, PlanWarning
+from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
+from recollect.compiled.planner import check_not_offloaded
+from recollect.compiled.sites import is_compiled_throughout
+from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
@@ -91,6 +94,21 @@ class LazyPlan:
         )
         _log.debug("%s", plan)
         return plan
+
+    def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
+        """Have a model be planned as a compiled one, if it is. Returns why not, if it cannot.
+
+        Its modules are compiled, or it is called by compiled code: ``callback`` is that of dynamo.
+        """
+        try:
+            check_not_offloaded(self.offload)
+            if is_compiled_throughout(model):
+                fit_lazily(model, self.budget, self.progress)
+            elif not fit_called_by_compiler(model, self.budget, self.progress, callback):
+                return "only small parts of it are compiled, or the code that calls it was before"
+        except (ValueError, CheckpointError) as error:
+            return str(error)
+        return None
 
     def _plan(
         self,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.modules import is_compiled
-from recollect.compiled.applied import Applied
+from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.sites import has_sites
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
@@ -40,7 +40,7 @@ M = TypeVar("M", bound=nn.Module)
 _FORMAT = 9
 
 #: What marks a model that a plan is applied to.
-_RUNNERS = (Runner, Applied)
+_RUNNERS = (Runner, Installed)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from recollect._torch.devices import profiler_is_on
 from recollect.checks.place import warn_user
-from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import PlanWarning
 from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
@@ -160,13 +159,6 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
     check_not_distributed(model, runs_steps=runs_steps)
-    if not runs_steps and is_compiled_throughout(model):
-        raise ValueError(
-            "model: it is compiled, and a step that is traced as the loop runs it does not show "
-            "what compiled code does. Pass the batch too, with the loss and the optimizer of the "
-            "loop: recollect.fit(model, batch, budget, loss=lambda output, batch: ..., "
-            "optimizer=optimizer); or recollect.fit(model, budget=...) and do not compile it"
-        )
     if is_gradient_checkpointing(model):
         raise ValueError(
             f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "

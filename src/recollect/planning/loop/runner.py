@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -25,6 +25,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.modes import forward_ad_active, is_transforming
+from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.forwards import Forwards
@@ -55,9 +56,24 @@ from recollect.store.offload_batch import OffloadBatch
 __all__ = ["MakePlan", "Runner", "run_planned"]
 
 
-#: Makes a plan from a model, a traced step of it, the kinds of its forwards and the state of the
-#: model; None if there can be none.
-MakePlan = Callable[[nn.Module, LiveStep, Step, ModelState], PlannedStep | None]
+class MakePlan(Protocol):
+    """Makes the plan of a fit without a batch."""
+
+    def __call__(
+        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState, /
+    ) -> PlannedStep | None:
+        """Make it from a traced step, the kinds of its forwards and the state of the model.
+
+        None if there can be none.
+        """
+
+    def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
+        """Have something else plan a model that is compiled. Returns why not, if it cannot.
+
+        ``callback``: that of dynamo, if the model is called by compiled code.
+        """
+
+
 #: How many forwards may come before the first step of an optimizer.
 _UPDATE = 64
 #: After how many forwards without a plan a warning says so.
@@ -116,6 +132,8 @@ class Runner:
         self._warnings = WarnOnce()
         self._forwards = Forwards()
         self._is_watching = False
+        #: Why a compiled model is not planned as such.
+        self._unplanned = ""
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
@@ -148,8 +166,8 @@ class Runner:
         if torch.compiler.is_dynamo_compiling():
             return _run_uncompiled(self, function, args, kwargs)
         if dynamo_callback() is not None:
-            self._warn_of_compiler()
-            return run_without_dynamo(self, _bound(function), args, kwargs)
+            run = self._run_in_compiled
+            return run_without_dynamo(run, dynamo_callback(), _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
         self._end_trace(model)
@@ -158,6 +176,16 @@ class Runner:
         if self._kinds is None or self.plan is None:
             return self._run_first(model, function, args, kwargs)
         return self._run(self.plan, self._kinds, model, function, args, kwargs)
+
+    def _run_in_compiled(
+        self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a forward that compiled code has called."""
+        model: Any = getattr(function, "__self__", None)
+        if self._is_handed_over(model, callback):
+            return self._run_untraced(model, function, args, kwargs)
+        self._warn_of_compiler()
+        return self(function, args, kwargs)
 
     def _run(
         self,
@@ -267,6 +295,8 @@ class Runner:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
+            if self._is_handed_over(model):
+                return vars(model)[OPTIONS](function, args, kwargs)
             self._warn_of_compiled_parts(compiled[0])
             self._make_plan = None
             return function(*args, **kwargs)
@@ -290,19 +320,26 @@ class Runner:
         else:
             if live is not None:
                 live.is_followed = True
-            result = self._run_untraced(model, function, args, kwargs, blocks)
+            result = self._run_untraced(model, function, args, kwargs)
             waiting = Waiting(result)
         forwards.add(kind, waiting)
         forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
         return result
 
+    def _is_handed_over(self, model: Any, callback: Any = None) -> bool:
+        """Whether a model without a plan is compiled, and is planned as such from now on."""
+        is_mine = isinstance(model, nn.Module) and vars(model).get(OPTIONS) is self
+        if self.plan is not None or self._make_plan is None or not is_mine:
+            return False
+        unwrap_module(model)
+        reason = self._make_plan.for_compiled(model, callback)
+        if reason is not None:
+            wrap_module(model, self)
+            self._unplanned = f" It is not planned as a compiled model: {reason}"
+        return reason is None
+
     def _run_untraced(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        blocks: Iterable[nn.Module],
+        self, model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a forward before there is a plan with little kept, if possible."""
         if obstacle_around() is not None:
@@ -312,7 +349,7 @@ class Runner:
             wrap_modules(model, units)
             by = NamedSchedule(units=units)
             return run_planned(function, args, kwargs, by, self._warnings)
-        return run_blocks(function, args, kwargs, blocks)
+        return run_blocks(function, args, kwargs, find_blocks(model))
 
     def _can_trace(self, model: Any) -> bool:
         is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
@@ -395,7 +432,8 @@ class Runner:
             "compiled",
             "this model is called by compiled code, and runs under a plan: torch.compile leaves "
             "its forward as it is, and compiles what is around it. To have it compiled, "
-            "plan.remove(model); or compile parts of it before recollect.plan(...)",
+            "plan.remove(model); or compile it before recollect.plan(...) or fit(...)."
+            + self._unplanned,
         )
 
     def _warn_of_compiled_parts(self, name: str) -> None:
@@ -403,7 +441,7 @@ class Runner:
             "compiled parts",
             f"parts of the model are compiled ({name}), and a step that is traced as the loop runs "
             "it does not show what compiled code does: there is no plan, and steps may exceed the "
-            "budget. Pass the batch: recollect.fit(model, batch, budget)",
+            "budget. Pass the batch: recollect.fit(model, batch, budget)." + self._unplanned,
         )
 
     def _warn_of_more(self) -> None:

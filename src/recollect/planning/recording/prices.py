@@ -32,9 +32,9 @@ __all__ = [
     "OpPrice",
     "Prices",
     "allocated_by",
+    "ended_profiler",
     "limit_single_runs",
     "profiled_events",
-    "timing_on_cuda",
 ]
 
 _Tensor = torch.Tensor
@@ -407,20 +407,26 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
 
 def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
     """Run with a profiler of memory, and return its events; None if another one is at work."""
-    profiler = _started_profiler()
+    profiler = started_profiler()
     if profiler is None:
         run()
         return None
     try:
         run()
     finally:
-        with stderr_hushed():
-            profiler.__exit__(None, None, None)
+        events = ended_profiler(profiler)
+    return events
+
+
+def ended_profiler(profiler: profile) -> list[Any]:
+    """End a profiler, and return its events."""
+    with stderr_hushed():
+        profiler.__exit__(None, None, None)
     assert profiler.kineto_results is not None
     return list(profiler.kineto_results.events())
 
 
-def _started_profiler() -> profile | None:
+def started_profiler() -> profile | None:
     """A profiler of memory; None if another one is at work, which this would end.
 
     Not `torch.profiler`, which spends most of its time on events that are not read here.

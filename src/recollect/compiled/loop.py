@@ -1,0 +1,165 @@
+"""Notices the training steps of the user's loop in a compiled model, and measures them (P8).
+
+A step begins when the model is called and no forward of it waits for its backward. It ends with the
+backward after which none waits. A profiler of memory is on for that time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+from torch.autograd.profiler import profile
+
+from recollect._torch.autograd import after_each_backward, current_graph_task
+from recollect.compiled.backend import Runs
+from recollect.compiled.timeline import Timeline, timeline_of
+from recollect.planning.loop.updates import Updates, local_bytes
+from recollect.planning.loop.watch import Waiting
+from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.prices import ended_profiler, started_profiler
+from recollect.planning.recording.step import device_of, storage_sizes
+
+__all__ = ["LoopSteps"]
+
+#: How many steps are measured at most, while one waits for the first update.
+_MEASURED = 4
+
+
+class LoopSteps:
+    """The training steps of one loop.
+
+    Args:
+        model: The model.
+        runs: Counts what is compiled. Another one may take its place.
+        on_begin: Called before the first forward of a step.
+        on_measured: Called after a step was measured that is larger than those before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runs: Runs,
+        on_begin: Callable[[], None],
+        on_measured: Callable[[], None],
+    ) -> None:
+        self.device = device_of(model)
+        self._model, self._on_begin, self._on_measured = ref(model), on_begin, on_measured
+        self.updates = Updates(parameters_of(model))
+        self.updates.begin()
+        self._runs = runs
+        #: The profiler that is on, if one is.
+        self._profilers: list[profile] = []
+        self._thread = threading.get_ident()
+        self._waiting: list[Waiting] = []
+        #: How many calls of the model and its modules are under way: the outermost begins a step.
+        self._depth = 0
+        #: How many steps have begun, and how many of them could not be measured.
+        self.count = self.missed = 0
+        #: How many were measured since other code is in effect.
+        self._measured = 0
+        self._is_over = False
+        #: The most bytes of gradients that were there when a step began.
+        self.gradients = 0
+        #: What the last step has held that was measured.
+        self.timeline: Timeline | None = None
+        weak = ref(self)
+        self._stop = after_each_backward(lambda: _call(weak, LoopSteps._after_backward))
+        finalize(self, self._stop)
+        finalize(self, _end_all, self._profilers)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call a compiled module, or the model around it."""
+        if self._is_over or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+            return call()
+        if not self._depth:
+            self._begin()
+        self._depth += 1
+        try:
+            result = call()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._depth -= 1
+        self._waiting.append(Waiting(result))
+        return result
+
+    def watch_compiler(self, runs: Runs) -> None:
+        """Other code is in effect, of which ``runs`` counts what is compiled."""
+        self._runs.on_compile = None
+        self._runs = runs
+        self.timeline, self.missed, self._measured = None, 0, 0
+
+    def end(self) -> None:
+        """Notice no more."""
+        self._is_over = True
+        self._give_up()
+        self._runs.on_compile = None
+        self._stop()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._is_waiting():
+            return
+        self._give_up()  # of a step without backward
+        self._waiting.clear()
+        model = self._model()
+        if model is not None:
+            self.gradients = max(self.gradients, sum(storage_sizes(gradients_of(model))))
+        self._on_begin()
+        self.count += 1
+        # A step that compiles says nothing: whatever the compiler does would be measured.
+        if not self._is_over and self._runs.compiled and self._measured < _MEASURED:
+            profiler = started_profiler()
+            self._runs.on_compile = self._give_up
+            self._profilers += [] if profiler is None else [profiler]
+            self.missed += profiler is None
+
+    def _is_waiting(self) -> bool:
+        return any(each.is_waiting() for each in self._waiting)
+
+    def _after_backward(self) -> None:
+        is_inside = current_graph_task() != -1  # of another one
+        if is_inside or threading.get_ident() != self._thread or self._is_waiting():
+            return
+        if self._profilers:
+            timeline = timeline_of(ended_profiler(self._profilers.pop()), self.device)
+            if len(timeline.stretches) > 1:
+                self._compare(timeline)
+
+    def _compare(self, timeline: Timeline) -> None:
+        """Keep the larger one."""
+        self._measured += 1
+        if self.timeline is None or timeline.peak >= self.timeline.peak:
+            self.timeline = timeline
+            self._on_measured()
+
+    def base_bytes(self, model: nn.Module) -> int:
+        """The bytes that are allocated before a later step, which may begin now."""
+        if self.device.type == "cuda":
+            now = sum(storage_sizes(gradients_of(model)))
+            return torch.cuda.memory_allocated(self.device) - now + self.gradients
+        held = local_bytes([*parameters_of(model), *model.buffers()])
+        return held + self.updates.state_bytes() + self.gradients
+
+    def _give_up(self) -> None:
+        """Do not measure the step that has begun."""
+        self.missed += len(self._profilers)
+        _end_all(self._profilers)
+
+
+def _end_all(profilers: list[profile]) -> None:
+    while profilers:
+        ended_profiler(profilers.pop())
+
+
+def _call(weak: Callable[[], LoopSteps | None], method: Callable[[LoopSteps], None]) -> None:
+    steps = weak()
+    if steps is not None:
+        method(steps)

@@ -1,0 +1,160 @@
+"""Makes the plan of a compiled model from a step of the user's loop, which is not run again (P8).
+
+Peaks are simulated, and corrected by what the steps of the loop were measured to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from recollect.checks.place import warn_user
+from recollect.compiled.applied import Code
+from recollect.compiled.backend import Call
+from recollect.compiled.costs import NodeCosts
+from recollect.compiled.merge import saved_schedule, unmodelled_bytes
+from recollect.compiled.observe import ObservedStep, merged_calls
+from recollect.compiled.planner import WORTH, CompiledPlanner
+from recollect.compiled.sites import Site
+from recollect.compiled.timeline import Timeline
+from recollect.compiled.trials import CompiledTrials
+from recollect.errors import InfeasibleBudget, PlanWarning
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
+from recollect.planning.budget import resolve_budget
+from recollect.planning.plan import Plan
+from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.record import Profile
+from recollect.planning.recording.sampling import Timing
+from recollect.planning.recording.step import TrainingStep
+from recollect.planning.trial import Candidate, Progress
+from recollect.planning.ways import Peaks
+
+__all__ = ["LoopPlanner", "LoopTrials", "observed_calls"]
+
+#: The fraction of a budget that stays free before a plan was measured: where ops run as they are,
+#: and in fused code, whose memory is known by rules of thumb.
+_UNTRIED, _UNTRIED_FUSED = 0.005, 0.03
+_MEASURED = "The peak was measured: a step of the loop ran under this plan. Times are predicted."
+
+
+class LoopTrials(CompiledTrials):
+    """Knows what the loop's steps took, and simulates the others."""
+
+    #: By how many bytes steps take more than simulated.
+    excess = 0
+
+    def _try(self, schedule: Schedule) -> int:
+        return simulate(self.graph, schedule).peak + self.excess
+
+    def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
+        return None
+
+    def note(self, schedule: Schedule, peak: int, code: Code) -> None:
+        """A step of the loop under a schedule has taken ``peak`` bytes."""
+        self._peaks[schedule] = Peaks(peak, peak, None, (peak,))
+        self.code[schedule] = code
+        self.excess = peak - simulate(self.graph, schedule).peak
+        self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
+
+    def is_noted(self, schedule: Schedule) -> bool:
+        """Whether a step of the loop has run so."""
+        return schedule in self._peaks
+
+
+class LoopPlanner(CompiledPlanner):
+    """Makes plans for one step of the user's loop."""
+
+    trials: LoopTrials
+    #: What the last plan was made of.
+    last: Candidate
+    _has_warned = False  # that there is none for the budget
+
+    @classmethod
+    def of_loop(
+        cls,
+        model: nn.Module,
+        observed: ObservedStep,
+        state: ModelState,
+        gradients: int,
+        peak: int,
+        progress: Progress,
+    ) -> LoopPlanner:
+        """A planner for a step that was seen.
+
+        ``gradients``: the bytes of those that were there before it; ``peak``: what it took.
+        """
+        step = TrainingStep(model, (), {})
+        step.gradient_bytes = gradients
+        is_fused = any(site.compiler.is_fused for site in observed.sites)
+        untried = _UNTRIED_FUSED if is_fused else _UNTRIED
+        planner = cls(step, observed.profile, state, (), progress=progress, untried=untried)
+        planner.trials = LoopTrials(step, observed, state, progress)
+        saves = [call.graph.saved for call in observed.calls if call.graph is not None]
+        ran = simulate(planner.graph, saved_schedule(observed.merged, saves)).peak
+        planner.trials.excess = max(0, peak - ran)
+        planner._from_loop = True
+        return planner
+
+    def plan_within(self, budget: float | str) -> Plan:
+        """The plan for the budget, or of the least peak."""
+        try:
+            return self.plan_for(budget)
+        except InfeasibleBudget as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(f"{error}. Training goes on with the least", PlanWarning)
+            return self.least_plan(resolve_budget(budget, self.plain_peak, self.step.device))
+
+    def make_plan(self, budget: int, candidate: Candidate) -> Plan:
+        """Make the plan that compiles the step as ``candidate`` does."""
+        self.last = candidate
+        plan = super().make_plan(budget, candidate)
+        assert plan.compiled is not None
+        decisions = replace(plan.compiled, code=self.trials.code.get(candidate.schedule))
+        if candidate.peaks is not None:
+            notes = (_MEASURED, *plan.report.notes[1:])
+            plan = replace(plan, report=replace(plan.report, notes=notes))
+        return replace(plan, compiled=decisions)
+
+    def note(self, peak: int, code: Code) -> None:
+        """A step under the last plan has taken ``peak`` bytes."""
+        trials, schedule = self.trials, self.last.schedule
+        trials.note(schedule, peak, code)
+        if schedule == trials.observed.torch_schedule:
+            trials.profile = replace(trials.profile, plain_peak=peak)
+
+    def better_plan(self, plan: Plan, peak: int) -> Plan:
+        """The next plan to take, after a step under ``plan`` has taken ``peak`` bytes."""
+        budget, last = plan.budget, self.last
+        found = self.plan_within(budget)
+        gain = plan.predicted_time - found.predicted_time
+        is_close = peak >= (1 - self._untried) * budget
+        if peak <= budget and (is_close or gain < WORTH * plan.plain_time):
+            peaks = Peaks(peak, peak, None, (peak,))
+            return self.make_plan(budget, replace(last, peak=peak, peaks=peaks))
+        return found
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step of the loop has run by the last plan."""
+        return self.trials.is_noted(self.last.schedule)
+
+
+def observed_calls(
+    calls: Sequence[Call],
+    sites: Sequence[Site],
+    timeline: Timeline,
+    base: int,
+    costs: NodeCosts,
+) -> ObservedStep:
+    """A step of the loop: its calls of compiled graphs, and what it held around them."""
+    merged = merged_calls(calls, sites, timeline, base, costs)
+    saves = [call.graph.torch_saves for call in calls if call.graph is not None]
+    torchs = saved_schedule(merged, saves)
+    outcome = simulate(merged.graph, torchs)
+    plain_peak = outcome.peak + sum(unmodelled_bytes(merged, saves))
+    profile = Profile(merged.graph, {}, None, plain_peak, outcome.seconds, can_run=False)
+    return ObservedStep(sites, {}, calls, merged, torchs, profile)

@@ -1,0 +1,191 @@
+"""Compiled models that are fitted without a batch: planned from the loop's own steps, or told."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.compiled import loop_planner
+from recollect.compiled.lazy import LazyFit
+from recollect.graph.schedule import Schedule
+from recollect.modules import OPTIONS
+from tests._support import assert_identical
+from tests.compiled._steps import Compiled, as_it_is, in_blocks
+
+#: By then a plan was made, tried and settled.
+SETTLED = 10
+
+
+def as_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def fit_of(compiled: Compiled) -> LazyFit:
+    found = vars(compiled.model).get(OPTIONS) or vars(compiled.bare)[OPTIONS]
+    assert isinstance(found, LazyFit)
+    return found
+
+
+def train(compiled: Compiled, steps: int = SETTLED, parts: int = 1) -> list[Tensor]:
+    """Train, with so many forwards and backwards to a step. Returns the parameters."""
+    optimizer = torch.optim.SGD(compiled.bare.parameters(), lr=1e-3, momentum=0.9)
+    for number in range(steps):
+        for part in range(parts):
+            torch.manual_seed(10 * number + part)
+            compiled.loss_of(compiled.forward()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in compiled.bare.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("decoder_dropout", as_it_is),
+        ("decoder", in_blocks),
+        *(
+            pytest.param(case, as_it_is, marks=pytest.mark.slow)
+            for case in ("encoder_decoder", "conv", "moe")
+        ),
+    ],
+)
+def test_the_loop_is_planned_and_nothing_else_changes(
+    case: str, how: Callable[[nn.Module], nn.Module]
+):
+    compiled = Compiled(case, how)
+    plain = compiled.peak()
+    expected = train(compiled)
+    compiled = Compiled(case, how)
+    assert recollect.fit(compiled.model, budget=0.8) is compiled.model
+    assert_identical(train(compiled), expected)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    assert plan.from_loop
+    assert "a step of the loop ran under this plan" in str(plan).replace("\n", " ")
+    # What it measured has the state of the optimizer besides.
+    state = sum(parameter.nbytes for parameter in compiled.bare.parameters())
+    assert compiled.peak() + state <= plan.budget
+    recollect.unwrap(compiled.model)
+    assert compiled.peak() == plain
+
+
+@pytest.mark.parametrize("how", [as_it_is, in_place, in_blocks])
+def test_a_fitted_model_that_is_compiled_afterwards(how: Callable[[nn.Module], nn.Module]):
+    compiled = Compiled("decoder", as_is)
+    recollect.fit(compiled.bare, budget=0.8)
+    compiled.model = how(compiled.bare)
+    train(compiled, SETTLED + 1)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.compiled is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    expected = compiled.outcome()
+    recollect.unwrap(compiled.bare)
+    assert_identical(compiled.outcome(), expected)
+    assert (vars(compiled.bare).get("_compiled_call_impl") is not None) is (how is in_place)
+
+
+def test_the_first_steps_save_little():
+    compiled = Compiled("decoder", as_it_is)
+    plain = compiled.peak()
+    recollect.fit(compiled.model, budget=0.8)
+    compiled.step()
+    assert compiled.peak() < 0.8 * plain
+    assert fit_of(compiled).plan is None  # no optimizer has made a step
+
+
+def test_gradients_that_accumulate_are_counted():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    train(compiled, SETTLED, parts=2)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    weights = sum(parameter.nbytes for parameter in compiled.bare.parameters())
+    assert plan.gradients == weights
+    assert plan.base >= 3 * weights
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+
+
+def test_a_budget_that_cannot_be_met_is_told():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.1)
+    with pytest.warns(recollect.PlanWarning, match="Training goes on with the least"):
+        train(compiled, 3)
+    assert fit_of(compiled).plan is not None
+
+
+def test_a_step_that_takes_more_than_simulated_is_told_and_mended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    known = loop_planner.LoopTrials._try
+
+    def hopeful(self: loop_planner.LoopTrials, schedule: Schedule) -> int:
+        expected = known(self, schedule)
+        return expected if self.code else int(0.9 * expected)  # before a plan was measured
+
+    monkeypatch.setattr(loop_planner.LoopTrials, "_try", hopeful)
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    with pytest.warns(recollect.PlanWarning, match="a step under the plan took"):
+        train(compiled, SETTLED)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+
+
+def test_steps_that_cannot_be_measured_are_told():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    with (
+        torch.autograd.profiler.profile(),
+        pytest.warns(recollect.PlanWarning, match="another profiler is on"),
+    ):
+        train(compiled, 10)
+    train(compiled, 3)
+    assert fit_of(compiled).plan is not None
+
+
+def test_a_copy_before_there_is_a_plan_is_told():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    with pytest.warns(recollect.PlanWarning, match="copied or pickled before its plan is made"):
+        copied = copy.deepcopy(compiled.model)
+    assert vars(copied).get(OPTIONS) is None
+
+
+def test_a_backend_without_a_place_for_a_plan_is_told():
+    compiled = Compiled("decoder", as_is)
+    recollect.fit(compiled.bare, budget=0.8)
+    compiled.model = torch.compile(compiled.bare, backend="eager")
+    with pytest.warns(recollect.PlanWarning, match="compiled with backend='eager'"):
+        compiled.step()
+
+
+def test_several_forwards_before_a_backward_are_planned_together():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    optimizer = torch.optim.SGD(compiled.bare.parameters(), lr=1e-3)
+    for _ in range(SETTLED):
+        first, second = compiled.forward(), compiled.forward()
+        (compiled.loss_of(first) + compiled.loss_of(second)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.compiled is not None
+    assert plan.compiled.forwards == 2
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
