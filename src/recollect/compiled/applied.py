@@ -28,8 +28,6 @@ from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
 
-__all__ = ["Applied", "Code", "Installed", "make_code"]
-
 _log = logging.getLogger("recollect")
 #: What is around the only graph of a step: before forward, before backward, and after that.
 _GAPS = 3

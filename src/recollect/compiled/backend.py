@@ -25,8 +25,6 @@ from recollect._torch.inductor import (
 from recollect._torch.tensors import storage_key
 from recollect.compiled.split import Observer, Player, SeenGraph
 
-__all__ = ["Backend", "Call", "Compiler", "Notes", "Runs"]
-
 #: Options of Inductor in planned code: it holds no freed memory for later.
 _PLANNED = {"allow_buffer_reuse": False}
 

@@ -15,8 +15,6 @@ from recollect._torch.ops import OpOverload
 from recollect._torch.pytree import tree_map_only
 from recollect.planning.recording.prices import Prices
 
-__all__ = ["NodeCosts"]
-
 #: Seconds to launch a kernel of loops.
 _LAUNCH = 3e-6
 

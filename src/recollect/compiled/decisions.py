@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-__all__ = ["CompiledStep", "GraphDecision"]
-
 
 @dataclass(frozen=True)
 class GraphDecision:

@@ -18,8 +18,6 @@ from recollect._torch.inductor import fuses
 from recollect._torch.ops import op_name
 from recollect.compiled.joint import Joint, nbytes_of
 
-__all__ = ["in_memory"]
-
 #: Beside those that the partitioner knows of: ops that Inductor computes by loops.
 _LOOPS = frozenset(
     {

@@ -21,8 +21,6 @@ from recollect._torch.ops import OpOverload, arguments_of
 from recollect._torch.pytree import tree_leaves
 from recollect.policy.op_info import op_info
 
-__all__ = ["Joint", "key_of", "nbytes_of"]
-
 #: Blocks of CUDA's allocator are multiples of this.
 _BLOCK = 512
 #: Copies that Inductor does not make.

@@ -51,14 +51,6 @@ from recollect.planning.trial import Progress
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
-__all__ = [
-    "CompiledMethod",
-    "LazyFit",
-    "fit_called_by_compiler",
-    "fit_lazily",
-    "is_compiled_method",
-]
-
 _log = logging.getLogger("recollect")
 #: How many steps may come before the first step of an optimizer.
 _UPDATE = 64
@@ -338,7 +330,8 @@ class LazyFit(Installed):
         self._warnings.warn(
             "no plan",
             f"the steps of this {'model' if model is None else model_name(model)} could not be "
-            "measured, so there is no plan: another profiler is on, or each step is compiled once "
+            "measured, so there is no plan: another profiler is on, there is a process group "
+            "(torch.distributed), or each step is compiled once "
             "more (TORCH_LOGS=recompiles shows why). The model runs with as little saved as "
             "possible. Make a plan with a batch: recollect.fit(model, batch, budget)",
         )

@@ -20,11 +20,13 @@ from recollect.compiled.backend import Runs
 from recollect.compiled.timeline import Timeline, timeline_of
 from recollect.planning.loop.updates import Updates, local_bytes
 from recollect.planning.loop.watch import Waiting
+from recollect.planning.recording.memory_events import (
+    ended_profiler,
+    may_communicate,
+    started_profiler,
+)
 from recollect.planning.recording.model_state import gradients_of, parameters_of
-from recollect.planning.recording.prices import ended_profiler, started_profiler
 from recollect.planning.recording.step import device_of, storage_sizes
-
-__all__ = ["LoopSteps"]
 
 #: How many steps are measured at most, while one waits for the first update.
 _MEASURED = 4
@@ -116,7 +118,7 @@ class LoopSteps:
         self.count += 1
         # A step that compiles says nothing: whatever the compiler does would be measured.
         if not self._is_over and self._runs.compiled and self._measured < _MEASURED:
-            profiler = started_profiler()
+            profiler = None if may_communicate() else started_profiler()
             self._runs.on_compile = self._give_up
             self._profilers += [] if profiler is None else [profiler]
             self.missed += profiler is None

@@ -32,8 +32,6 @@ from recollect.planning.recording.step import TrainingStep
 from recollect.planning.trial import Candidate, Progress
 from recollect.planning.ways import Peaks
 
-__all__ = ["LoopPlanner", "LoopTrials", "observed_calls"]
-
 #: The fraction of a budget that stays free before a plan was measured: where ops run as they are,
 #: and in fused code, whose memory is known by rules of thumb.
 _UNTRIED, _UNTRIED_FUSED = 0.005, 0.03

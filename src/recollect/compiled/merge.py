@@ -18,8 +18,6 @@ from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under
 
-__all__ = ["Merged", "merge", "merge_alone", "saved_schedule", "unmodelled_bytes"]
-
 
 @dataclass(frozen=True)
 class Merged:

@@ -20,8 +20,6 @@ from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.step import TrainingStep
 
-__all__ = ["ObservedStep", "merged_calls", "observe_step"]
-
 
 @dataclass(frozen=True)
 class ObservedStep:

@@ -19,8 +19,6 @@ from recollect.compiled.fusion import in_memory
 from recollect.compiled.joint import Joint, nbytes_of
 from recollect.graph.graph import Event, Op, Value
 
-__all__ = ["FOREVER", "Part", "make_part"]
-
 #: The end of a storage that the caller holds.
 FOREVER = -1
 #: The bytes of the state of a generator: it is held for an op that draws, if that is to run again.

@@ -31,8 +31,6 @@ from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport
 
-__all__ = ["WORTH", "CompiledPlanner", "check_not_offloaded"]
-
 #: How often a schedule is compiled for a budget.
 _COMPILES = 4
 #: The part of a budget that may stay unused.

@@ -25,18 +25,6 @@ from recollect._torch.inductor import (
 from recollect.compiled.backend import Compiler
 from recollect.errors import CheckpointError
 
-__all__ = [
-    "Called",
-    "Site",
-    "find_sites",
-    "has_sites",
-    "install",
-    "installed",
-    "is_compiled_throughout",
-    "model_name",
-    "prepare",
-]
-
 
 @dataclass(frozen=True)
 class Site:

@@ -16,8 +16,6 @@ from recollect._torch.inductor import copied, min_cut, simplify
 from recollect._torch.pytree import tree_leaves
 from recollect.compiled.joint import Joint, key_of, nbytes_of
 
-__all__ = ["Observer", "Player", "SeenGraph", "Solve"]
-
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
 #: Decides which nodes of a graph that was not planned are kept.
 Solve = Callable[[str, Joint], Collection[str]]

@@ -13,10 +13,8 @@ from itertools import permutations
 
 from recollect.compiled.merge import Merged
 from recollect.graph.schedule import Schedule
-from recollect.planning.solving.pool import Pool
-from recollect.planning.solving.solve import Solution, Solver
-
-__all__ = ["TiedSolver", "Unit", "unit_of"]
+from recollect.planning.solving.pool import Pool, Solution
+from recollect.planning.solving.solve import Solver
 
 #: How many variants of the code of equal modules there may be.
 _VARIANTS = 3

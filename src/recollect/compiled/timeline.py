@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from recollect.planning.recording.prices import profiled_events
-
-__all__ = ["Stretch", "Timeline", "measured_timeline", "timeline_of"]
+from recollect.planning.recording.memory_events import profiled_events
 
 #: How autograd's functions of AOTAutograd are called in a profile.
 _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"

@@ -24,8 +24,6 @@ from recollect.planning.recording.step import TrainingStep, is_out_of_memory
 from recollect.planning.trial import Candidate, Progress, Trials
 from recollect.planning.ways import Bench, Peaks, times_under
 
-__all__ = ["CompiledTrials"]
-
 #: How many steps are run to know a peak, after the one that compiles.
 _STEPS = 2
 #: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.

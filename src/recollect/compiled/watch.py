@@ -27,8 +27,6 @@ from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
 
-__all__ = ["FULLGRAPH", "Watch"]
-
 #: The error if code that is compiled with ``fullgraph=True`` calls a model with a plan.
 FULLGRAPH = (
     "a compiled model with a plan of recollect is called in code that is compiled, too: leave out "

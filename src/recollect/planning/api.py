@@ -31,8 +31,6 @@ from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 from recollect.report.units import bytes_text
 
-__all__ = ["Frontier", "fit", "frontier", "plan"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -10,8 +10,6 @@ import torch
 from recollect.report.units import parse_bytes
 from recollect.store.pool import memory_of_machine
 
-__all__ = ["capacity", "check_budget", "is_fraction", "resolve_budget"]
-
 #: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
 #: A number below is no number of bytes: 24 means 24 GiB, which has to be written.

@@ -14,24 +14,13 @@ from recollect.graph.stack import Copy, stacked, stacked_plain
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
-from recollect.planning.solving.solve import Solution
+from recollect.planning.solving.pool import Solution
 from recollect.planning.trial import Candidate, Trials
 from recollect.planning.ways import expensive_ops
 from recollect.report.bands import Band, Stack, bands_of
 from recollect.report.page_data import thinned
 from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
-
-__all__ = [
-    "PEAK_PARTS",
-    "curve_of",
-    "list_notes",
-    "list_points",
-    "list_rows",
-    "make_report",
-    "marks_of",
-    "stack_of",
-]
 
 #: The parts of a peak, in the order of `Outcome.parts`.
 PEAK_PARTS = (

@@ -25,15 +25,6 @@ from recollect._torch.modules import known_class
 from recollect.policy.op_info import op_info
 from recollect.replay.recording import Recording
 
-__all__ = [
-    "check_not_distributed",
-    "collectives_refused",
-    "communicating_op",
-    "compiled_collectives_refused",
-    "obstacle_in",
-    "ranks_of",
-]
-
 _BEFORE = (
     "Make the plan before: plan = recollect.plan(model, batch, budget), plan.apply(model), and "
     "then {then}. Its budget counts whole parameters and gradients"

@@ -38,8 +38,6 @@ from recollect.replay.named_schedule import trimmed
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-__all__ = ["LazyPlan"]
-
 _log = logging.getLogger("recollect")
 
 

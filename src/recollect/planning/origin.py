@@ -9,8 +9,6 @@ import torch
 
 from recollect._version import __version__
 
-__all__ = ["Origin"]
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -33,8 +33,6 @@ from recollect.report.rows import Row
 from recollect.report.table import table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["Plan"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _FORMAT = 9

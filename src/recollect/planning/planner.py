@@ -33,15 +33,13 @@ from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.pool import best_of
-from recollect.planning.solving.solve import Solution, Solver
+from recollect.planning.solving.pool import Solution, best_of
+from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Progress, Trials
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.units import bytes_text
-
-__all__ = ["Planner", "Record", "Solve", "silent"]
 
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]

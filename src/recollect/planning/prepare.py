@@ -21,17 +21,6 @@ from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState, find_mode_layer
 from recollect.planning.recording.step import Loss, TrainingStep
 
-__all__ = [
-    "Offload",
-    "Prepared",
-    "Request",
-    "check_offload",
-    "check_unplanned",
-    "is_gradient_checkpointing",
-    "prepare",
-    "prepare_step",
-]
-
 Offload = bool | Literal["auto"]
 
 

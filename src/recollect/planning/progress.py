@@ -9,8 +9,6 @@ from typing import Any
 from recollect.planning.planner import silent
 from recollect.planning.trial import Progress
 
-__all__ = ["reporter"]
-
 
 def reporter(progress: bool | Progress | None) -> Progress:
     """What to call with the work that is being done, and the fraction of it that is."""

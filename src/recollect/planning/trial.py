@@ -24,8 +24,6 @@ from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
 
-__all__ = ["Candidate", "Progress", "Trials"]
-
 #: Called with the work that is being done, and the fraction of it that is.
 Progress = Callable[[str, float], None]
 

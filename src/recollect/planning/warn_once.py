@@ -5,8 +5,6 @@ from __future__ import annotations
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 
-__all__ = ["WarnOnce"]
-
 
 class WarnOnce:
     """Warns once for each cause."""

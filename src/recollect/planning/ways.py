@@ -39,17 +39,6 @@ from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
-__all__ = [
-    "Bench",
-    "Peaks",
-    "Way",
-    "expensive_ops",
-    "peaks_under",
-    "samples_under",
-    "times_under",
-    "with_overhead",
-]
-
 #: How many steps are run to know a peak: one is recorded, one checked against that, one is known.
 _STEPS = 3
 #: Rounds of steps that are timed; and the seconds after which two have to do.

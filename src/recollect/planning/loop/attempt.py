@@ -14,8 +14,6 @@ from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.state.module_state import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
-__all__ = ["Attempt"]
-
 
 class Attempt:
     """What a forward of ``model`` finds, to be read before it begins. Copies no tensor.

@@ -16,8 +16,6 @@ from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 
-__all__ = ["IF_SHAPES_VARY", "Choice", "Schedules", "choose"]
-
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 

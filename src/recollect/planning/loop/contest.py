@@ -20,8 +20,6 @@ from recollect.planning.loop.watch import when_backward_reaches
 from recollect.planning.recording.sampling import now
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = ["Contest"]
-
 _log = logging.getLogger("recollect")
 #: Steps that each schedule gets. The first of them is not measured: it runs in other memory.
 _STEPS = 3

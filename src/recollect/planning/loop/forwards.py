@@ -13,8 +13,6 @@ from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.model_state import ModelState
 
-__all__ = ["Forwards"]
-
 #: How many forwards a step has at most.
 _WAITING = 64
 #: A forward that waits while later ones come and go so often is not waited for: somebody keeps its

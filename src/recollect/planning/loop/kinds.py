@@ -38,8 +38,6 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-__all__ = ["Kind", "Kinds", "Step"]
-
 #: What a step is taken to need that ran out of memory, as a multiple of its budget.
 _OUT_OF_MEMORY = 1.05
 #: How many kinds of forwards are remembered, and schedules that were solved for some of them.

@@ -34,8 +34,6 @@ from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 
-__all__ = ["LiveStep", "obstacle_to_tracing"]
-
 #: After how many backwards elsewhere a step is given up whose output somebody just keeps.
 _PATIENCE = 3
 

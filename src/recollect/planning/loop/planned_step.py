@@ -12,15 +12,6 @@ from recollect.graph.simulate import simulate
 from recollect.planning.recording.model_state import ModelState
 from recollect.replay.named_schedule import NamedSchedule
 
-__all__ = [
-    "COSTS",
-    "PlannedForward",
-    "PlannedStep",
-    "SeenForward",
-    "with_gradients",
-    "with_larger_batch",
-]
-
 #: The fields of a graph with what the engine costs.
 COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
 

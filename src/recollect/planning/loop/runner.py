@@ -53,8 +53,6 @@ from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["MakePlan", "Runner", "run_planned"]
-
 
 class MakePlan(Protocol):
     """Makes the plan of a fit without a batch."""

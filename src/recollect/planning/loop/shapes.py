@@ -16,8 +16,6 @@ from recollect.graph.graph import Graph
 from recollect.graph.growth import Growth, Size, is_same_step
 from recollect.planning.recording.batch import dimensions_of, is_smaller, outline_of
 
-__all__ = ["Predicted", "Shapes"]
-
 Signature = tuple[Any, ...]
 
 #: How many dimensions may change apart from each other.

@@ -16,9 +16,6 @@ from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
 from recollect.planning.recording.step import storage_sizes
 
-__all__ = ["StateWatch", "Updates", "local_bytes"]
-
-
 #: After how many steps of other optimizers none of its own is to come.
 _OTHERS = 8
 

@@ -19,8 +19,6 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-__all__ = ["Variant"]
-
 #: A forward that makes this fraction more bytes than the known one still counts as that one.
 _TOLERANCE = 0.01
 #: A kind that a larger one allows for is traced for itself when it comes so often.

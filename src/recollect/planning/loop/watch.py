@@ -28,8 +28,6 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["PeakWatch", "Waiting", "report_output", "watch_output", "when_backward_reaches"]
-
 _Tensor = torch.Tensor
 _log = logging.getLogger("recollect")
 #: The fraction of a budget that is worth a line in a log.

@@ -27,8 +27,6 @@ from torch import distributed
 from recollect._torch.groups import default_store, group_timeout
 from recollect.errors import CheckpointError
 
-__all__ = ["MissingRank", "OtherRankFailed", "Team"]
-
 #: Seconds between two looks at the store: from the first to the later ones.
 _SOONEST, _LATEST = 0.001, 0.1
 #: Seconds that a process is waited for at most; while another one searches for a plan.

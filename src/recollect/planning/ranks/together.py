@@ -35,8 +35,6 @@ from recollect.planning.ways import Bench, Peaks, Way, samples_under
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.units import bytes_text
 
-__all__ = ["Follower", "Leader", "Local", "Meeting", "make_plan", "make_traced_plan"]
-
 T = TypeVar("T")
 #: How often steps are timed: as often on all ranks.
 _ROUNDS = 3

@@ -13,18 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "check_batch",
-    "describe_difference",
-    "dimensions_of",
-    "is_alike",
-    "is_smaller",
-    "outline_of",
-    "signature_of_batch",
-    "split_batch",
-    "tensors_of_batch",
-]
-
 _Tensor = torch.Tensor
 #: How deep, and in how many objects, a batch is searched for tensors.
 _DEPTH = 6

@@ -25,8 +25,6 @@ from recollect.replay.function_call import PackedTensor
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, is_whole
 from recollect.replay.recording import Recording, find_holdable, forced_values
 
-__all__ = ["build_graph"]
-
 #: The allocator of a CUDA device hands out multiples of this many bytes.
 _CUDA_BLOCK = 512
 #: Smaller results are not worth a copy to the host.

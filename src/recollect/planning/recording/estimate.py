@@ -9,8 +9,6 @@ import torch
 from recollect._torch.ops import flop_formula, op_name
 from recollect._torch.pytree import tree_map_only
 
-__all__ = ["flops_of"]
-
 #: Attention on the CPU, for which torch has no formula: the position of the queries, and how many
 #: products of queries and keys it takes.
 _CPU_ATTENTION = {

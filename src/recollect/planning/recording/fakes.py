@@ -28,8 +28,6 @@ from recollect._torch.tensors import fake_on, fakes_left
 from recollect.errors import CheckpointError
 from recollect.planning.recording.step import TrainingStep, storage_sizes
 
-__all__ = ["FakeStep", "no_fakes_left"]
-
 _Tensor = torch.Tensor
 _Cache = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)

@@ -8,8 +8,6 @@ from recollect.graph.graph import Link
 from recollect.planning.recording.prices import timing_on_cuda
 from recollect.planning.recording.sampling import Timing
 
-__all__ = ["measured_link"]
-
 _Tensor = torch.Tensor
 #: Bytes that are copied to measure it, and the part of its rate that is left while kernels use the
 #: memory too.

@@ -16,21 +16,6 @@ from recollect._torch.tensors import local_tensors
 from recollect.replay.function_call import DEVICES, casts
 from recollect.report.units import bytes_text
 
-__all__ = [
-    "Differences",
-    "ModelState",
-    "compare_state",
-    "facts_of",
-    "find_mode_layer",
-    "first_difference",
-    "gradient_bytes",
-    "gradients_of",
-    "newly_compiled",
-    "parameters_of",
-    "scripted_parts",
-    "with_state",
-]
-
 
 class _TensorState(NamedTuple):
     """A parameter or buffer."""

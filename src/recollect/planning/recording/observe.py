@@ -19,8 +19,6 @@ from recollect.replay.record import Recorder
 from recollect.replay.recording import Recording
 from recollect.replay.rematerialize import Rematerializer
 
-__all__ = ["UnpackOf", "observe_forward"]
-
 #: Gives the function that backward unpacks tensors by.
 UnpackOf = Callable[[Rematerializer], Callable[[Any], torch.Tensor]]
 

@@ -16,29 +16,18 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.autograd.profiler import profile
 
-from recollect._torch.devices import keep_device_busy, profiler_is_on, stderr_hushed
+from recollect._torch.devices import keep_device_busy, profiler_is_on
 from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect._torch.tensors import storage_key
 from recollect.planning.recording.estimate import flops_of
+from recollect.planning.recording.memory_events import allocated_by, may_communicate
 from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
 from recollect.policy.op_info import OpInfo, op_info
 
-__all__ = [
-    "OpPrice",
-    "Prices",
-    "allocated_by",
-    "ended_profiler",
-    "limit_single_runs",
-    "profiled_events",
-]
-
 _Tensor = torch.Tensor
-_MEMORY_EVENT = "[memory]"
 #: On a device: how often work is issued before its times are read, and the quantile that counts.
 #: The lowest sample may be of a clock rate that had just changed.
 _ISSUED = 5
@@ -209,7 +198,7 @@ class Prices:
             out.append(run())
             left = _bytes_of(_new_tensors(out, (args, kwargs)))
             peak = _total_allocated(self.device) - before
-        elif _may_communicate() or profiler_is_on() or not _profiling.acquire(False):
+        elif may_communicate() or profiler_is_on() or not _profiling.acquire(False):
             # A collective goes on in a thread of its own, and writes to the profiler that saw it
             # begin, though that may be gone: memory was corrupted, and sharded models got wrong
             # parameters. And there can be only one profiler: it may be the user's, or another
@@ -344,11 +333,6 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
             price.seconds = min(price.seconds, most)
 
 
-def _may_communicate() -> bool:
-    """Whether this process may exchange tensors with others at any time."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _likely_workspace(price: OpPrice) -> int:
     """The workspace of an op, by what is known of it on other arguments."""
     known = [each for each in _known.values() if each.name == price.name and each.moved]
@@ -380,66 +364,6 @@ def timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
         return _seconds_of(pairs)
 
     return sampled(issue, low=_LOW, least=_ISSUED)
-
-
-def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """The most bytes that ``run`` allocates at once, and the bytes that are left after it."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        left = torch.cuda.memory_allocated(device) - before
-        return torch.cuda.max_memory_allocated(device) - before, left
-    profiled = profiled_events(run)
-    if profiled is None:
-        return 0, 0
-    events = [
-        event
-        for event in profiled
-        if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
-    ]
-    peak = total = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak, total
-
-
-def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
-    """Run with a profiler of memory, and return its events; None if another one is at work."""
-    profiler = started_profiler()
-    if profiler is None:
-        run()
-        return None
-    try:
-        run()
-    finally:
-        events = ended_profiler(profiler)
-    return events
-
-
-def ended_profiler(profiler: profile) -> list[Any]:
-    """End a profiler, and return its events."""
-    with stderr_hushed():
-        profiler.__exit__(None, None, None)
-    assert profiler.kineto_results is not None
-    return list(profiler.kineto_results.events())
-
-
-def started_profiler() -> profile | None:
-    """A profiler of memory; None if another one is at work, which this would end.
-
-    Not `torch.profiler`, which spends most of its time on events that are not read here.
-    """
-    if profiler_is_on():
-        return None
-    profiler = profile(profile_memory=True)
-    try:
-        with stderr_hushed():
-            profiler.__enter__()
-    except RuntimeError:
-        return None
-    return profiler
 
 
 # --- one op ---------------------------------------------------------------------------------------

@@ -40,21 +40,6 @@ from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = [
-    "CannotPredict",
-    "Profile",
-    "bytes_by_module",
-    "bytes_made",
-    "find_blocks",
-    "predict_step",
-    "profile_step",
-    "record_step",
-    "record_under",
-    "record_unrun",
-    "simulated_profile",
-    "trace_step",
-]
-
 _Tensor = torch.Tensor
 #: Seconds that the engine adds to an op that it runs again, until that is measured.
 _RERUN_COST = 6e-6

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Timing", "now", "sampled", "timing_of"]
-
 #: The spread up to which samples agree.
 _AGREE = 0.05
 #: Seconds below which differences are those of the clock.

@@ -27,21 +27,12 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.distributed import collectives_refused
 from recollect.planning.recording.batch import tensors_of_batch
+from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.model_state import gradients_of, parameters_of
-from recollect.planning.recording.prices import allocated_by
 from recollect.planning.recording.sampling import Timing, now, sampled
 from recollect.state.inputs import check_arguments
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
-
-__all__ = [
-    "Loss",
-    "TrainingStep",
-    "default_loss",
-    "device_of",
-    "is_out_of_memory",
-    "storage_sizes",
-]
 
 _Tensor = torch.Tensor
 #: CUDA's allocator may give a large tensor a free block that is larger by as much as this, and all

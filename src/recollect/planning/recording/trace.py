@@ -33,8 +33,6 @@ from recollect.planning.recording.prices import OpPrice, Prices
 from recollect.policy.op_info import op_info
 from recollect.replay.recorded_graph import copying, tensors_of
 
-__all__ = ["StepTrace", "TraceMode", "TracedOp"]
-
 _Tensor = torch.Tensor
 #: The file that calls the model while it is traced.
 _CALLER = str(Path(__file__).with_name("observe.py"))

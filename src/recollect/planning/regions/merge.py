@@ -14,8 +14,6 @@ from recollect.replay.function_call import FunctionCall, PackedTensor
 from recollect.replay.recorded_graph import RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.replay.recording import Recording
 
-__all__ = ["UnitRecord", "merged"]
-
 
 @dataclass(frozen=True)
 class UnitRecord:

@@ -22,16 +22,6 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.options import DEFAULTS, Options
 from recollect.region import run_region
 
-__all__ = [
-    "ENGINES",
-    "ModuleRegion",
-    "callable_paths",
-    "run_modules",
-    "run_regions",
-    "unwrap_modules",
-    "wrap_modules",
-]
-
 #: The engines that can run a module as a whole, and the options of a region for each.
 ENGINES = {"rerun": DEFAULTS, "replay": Options(engine="replay")}
 #: The same, where what is recomputed is compared with forward by its values.

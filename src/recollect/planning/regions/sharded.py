@@ -24,8 +24,6 @@ from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
 from recollect.store.offload_batch import OffloadBatch
 
-__all__ = ["play_units", "units_of", "warn_not_in_effect"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 

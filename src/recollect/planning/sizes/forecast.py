@@ -19,8 +19,6 @@ from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.recording.record import Profile, simulated_profile
 from recollect.planning.solving.solve import Solver
 
-__all__ = ["Forecast", "GraphForecast", "TrendForecast", "find_largest", "forecast_of"]
-
 #: How many schedules of a solved size are simulated at others.
 _SCHEDULES = 24
 

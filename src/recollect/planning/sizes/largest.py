@@ -41,8 +41,6 @@ from recollect.planning.trial import Progress
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.sizes import SizePoint
 
-__all__ = ["Found", "LargestSearch", "Limit"]
-
 #: How many times as large as the last one the next recording is: before a prediction was right, and
 #: from then on; and how close one has to be for that.
 _FIRST_JUMP, _JUMP = 2, 8

@@ -26,8 +26,6 @@ from recollect.report.page import sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text
 
-__all__ = ["MOST", "LargestBatch", "check_bytes", "check_count", "check_time", "largest_batch"]
-
 #: The largest size that is considered: if memory does not grow, the search has to end somewhere.
 MOST = 2**20
 

@@ -17,8 +17,6 @@ from recollect.planning.trial import Progress
 from recollect.report.units import bytes_text
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
-__all__ = ["SizedSteps"]
-
 
 class SizedSteps:
     """The training steps of a model with batches of several sizes.

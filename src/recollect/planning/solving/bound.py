@@ -24,8 +24,6 @@ from recollect.planning.solving.liveness import Liveness
 from recollect.planning.solving.memory_prices import CLOSE, PriceSearch
 from recollect.planning.solving.relaxation import Relaxation
 
-__all__ = ["lower_bound"]
-
 #: The error of a bound by rounding.
 _ROUNDING = 1e-9
 #: Steps of the bisection for the time that the link has.

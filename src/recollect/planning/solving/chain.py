@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.segments import SegmentChoice, Segments
 
-__all__ = ["Chain"]
-
 #: The most places to cut the row at, and the most points of a frontier.
 _PLACES = 400
 _POINTS = 90

@@ -15,8 +15,6 @@ from itertools import accumulate, pairwise
 
 from recollect.graph.graph import Graph
 
-__all__ = ["Crossing", "Linearization", "far_readers"]
-
 #: With so few ops every place is tried.
 _FEW = 24
 #: The most ops that cannot be kept and would be recomputed on both sides of a place.

@@ -12,8 +12,6 @@ from itertools import accumulate
 
 from recollect.graph.graph import Graph
 
-__all__ = ["Liveness", "Span", "subtract", "union"]
-
 #: From one event to another, both included.
 Span = tuple[int, int]
 

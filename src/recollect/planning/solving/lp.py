@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["best_mixture"]
-
 _NOTHING = 1e-12
 _MOST_PIVOTS = 500
 

@@ -16,8 +16,6 @@ from recollect.planning.solving.liveness import Liveness
 from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.relaxation import Cut, Relaxation
 
-__all__ = ["CLOSE", "PriceSearch"]
-
 #: Prices are improved until the bound is this close to the best that prices can do, as a part of
 #: the plain time; in no more rounds than that, and fewer the more ops there are.
 CLOSE = 2e-4

@@ -20,15 +20,6 @@ from recollect.graph.graph import Graph, Value
 from recollect.graph.schedule import Schedule
 from recollect.planning.solving.pool import Pool, Solution
 
-__all__ = [
-    "ModuleSolver",
-    "ModuleCandidate",
-    "block_paths",
-    "find_units",
-    "kind_of",
-    "module_schedule",
-]
-
 #: A module with more than this part of all saved bytes is no use: backward needs it all at once.
 _TOO_LARGE = 0.5
 #: How many choices, from none to all, are simulated for the frontier.

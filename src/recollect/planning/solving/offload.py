@@ -19,8 +19,6 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import uses_under
 from recollect.planning.solving.pool import Pool, Solution
 
-__all__ = ["add_offload", "offload_for"]
-
 #: Values to try: the share of the bytes that the link can take; the share of these that may be
 #: fetched ahead; and how early fetching begins, as a multiple of the time that it takes.
 _Grid = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]

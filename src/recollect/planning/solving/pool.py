@@ -13,8 +13,6 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_if
 
-__all__ = ["Pool", "Solution", "best_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Solution:

@@ -17,8 +17,6 @@ from itertools import accumulate
 from recollect.graph.flow import Network
 from recollect.planning.solving.liveness import Liveness, Span
 
-__all__ = ["Cut", "Relaxation"]
-
 #: The most live ranges of a value that differ in their end, one for each group of its readers.
 _MOST_LEVELS = 16
 

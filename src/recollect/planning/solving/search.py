@@ -16,8 +16,6 @@ from recollect.graph.schedule import Schedule
 from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.pool import Pool, Solution
 
-__all__ = ["Search"]
-
 #: With fewer simulations left than this, no exchange is looked for.
 _FEW = 4
 #: The most ops to drop, and to keep in their place, in an exchange.

@@ -18,8 +18,6 @@ from recollect.graph.simulate import simulate
 from recollect.planning.solving.linearization import Linearization
 from recollect.planning.solving.select import Piece, corners, reruns
 
-__all__ = ["SegmentChoice", "Segments"]
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentChoice:

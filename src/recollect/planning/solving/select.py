@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from recollect.graph.flow import Network
 
-__all__ = ["Piece", "corners", "reruns"]
-
 #: Capacities are integers, so that rounding cannot leave residual capacity.
 _UNIT = 1e13
 _NO_LIMIT = 1 << 100

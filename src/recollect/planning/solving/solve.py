@@ -23,8 +23,6 @@ from recollect.planning.solving.offload import add_offload, offload_for
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search
 
-__all__ = ["Solution", "Solver"]
-
 #: The budgets for which the search speeds solutions up.
 _BUDGETS = 40
 #: The work of the search: ops and events to simulate in all, twice as many for a small step; and
