@@ -10,11 +10,13 @@ import random
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import recollect
 from recollect.state.inputs import Inputs
 from recollect.state.module_state import Writes
 from recollect.state.reachable import Reachable, names_in
@@ -309,3 +311,17 @@ def test_a_logger_is_not_searched() -> None:
         assert Reachable(logs).generators == []
     finally:
         log.removeHandler(handler)
+
+
+def reads_attribute(x: Any) -> Any:
+    return x.logits.sin()
+
+
+def test_an_attribute_with_the_name_of_a_global_does_not_hold_it() -> None:
+    tensor = globals()["logits"] = torch.ones(3)
+    held = ref(tensor)
+    x = types.SimpleNamespace(logits=torch.ones(2, requires_grad=True))
+    result = recollect.checkpoint(reads_attribute, x)
+    del tensor, globals()["logits"]
+    assert held() is None
+    result.sum().backward()

@@ -7,7 +7,7 @@ asynchronous collective is wrapped until its first use. Neither wrapper has memo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -56,6 +56,15 @@ def wrapped(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """The ``DTensor`` of a local tensor, without history."""
     make: Any = known_class(_DTENSOR, "DTensor")
     return make(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def count_writes(tensors: Iterable[Any]) -> None:
+    """Count a write to each ``DTensor``: ops on lists of them (``_foreach_mul_``) count none."""
+    kind = known_class(_DTENSOR, "DTensor")
+    if kind is not None:
+        for tensor in tensors:
+            if isinstance(tensor, kind) and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def is_on_parts(types: Any) -> bool:

@@ -48,8 +48,8 @@ class HeldTensor:
         self.layout = layout
         self.version = version
         self.tensor = tensor
-        #: The tensor whose version counts writes, if it is another one: writes to a ``DTensor`` are
-        #: not counted for its local tensor.
+        #: A tensor whose version counts writes as well: those to a ``DTensor`` are not counted for
+        #: its local tensor.
         self.counter: torch.Tensor | None = None
         self.away: OffloadedTensor | None = None
 
@@ -78,13 +78,16 @@ class HeldTensor:
         return self.away is None and self._version() == self.version
 
     def _version(self) -> int | None:
-        return version_of(self.tensor if self.counter is None else self.counter)
+        version = version_of(self.tensor)
+        if self.counter is None or version is None:
+            return version
+        return version + (version_of(self.counter) or 0)
 
     def count_by(self, wrapper: torch.Tensor) -> None:
-        """Have writes counted by a ``DTensor`` that wraps the tensor."""
+        """Have writes counted by a ``DTensor`` that wraps the tensor, too."""
         if self.away is None:
             self.counter = without_history(wrapper)
-            self.version = version_of(self.counter)
+            self.version = self._version()
 
     def count_version(self) -> None:
         """Accept the current version: the writes so far were known."""

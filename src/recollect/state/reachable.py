@@ -9,6 +9,7 @@ names that a piece of code uses are remembered, and so is the index of a module.
 
 from __future__ import annotations
 
+import dis
 import gc
 from collections import deque
 from collections.abc import Iterable
@@ -272,6 +273,9 @@ _KNOWN = 4096
 #: Types of globals that are no variables.
 _FIXED = (type, ModuleType, BuiltinFunctionType)
 
+#: The instructions that read a global; the second in the body of a class.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+
 
 def _globals_of(function: FunctionType) -> list[_Names]:
     """The variables that ``function`` and the functions it calls name as globals."""
@@ -292,6 +296,16 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inside)
 
 
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """The names of globals alone. An attribute of the same name must not hold a global.
+
+    ``output.logits`` in a script would hold its ``logits`` of the step before.
+    """
+    inside = (_globals_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname in _LOADS)
+    return frozenset(loaded).union(*inside)
+
+
 def _find_globals(function: FunctionType) -> list[_Names]:
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     pending, seen = [function], {id(function.__code__)}
@@ -301,7 +315,7 @@ def _find_globals(function: FunctionType) -> list[_Names]:
         if namespace.get("__name__", "").partition(".")[0] in ("torch", "recollect"):
             continue
         _, names = found.setdefault(id(namespace), (namespace, {}))
-        for name in sorted(names_in(current.__code__)):
+        for name in sorted(_globals_in(current.__code__)):
             value = namespace.get(name, UNSET)
             if type(value) is FunctionType:
                 if id(value.__code__) not in seen:

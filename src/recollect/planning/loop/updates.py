@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from recollect._torch.dtensors import count_writes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
 from recollect.planning.recording.step import storage_sizes
@@ -127,6 +128,9 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     _changes.note(optimizer)
+    # Else a backward that comes now would compute with other parameters, and nobody would notice.
+    params = (each for group in optimizer.param_groups for each in group["params"])
+    count_writes(each for each in params if each.grad is not None)
     for each in [*_watching]:
         each.step_ends(optimizer)
 
