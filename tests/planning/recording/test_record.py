@@ -527,3 +527,19 @@ def test_a_step_on_the_meta_device_is_not_run_on_the_cpu(monkeypatch: pytest.Mon
     # The rate of products is measured for each of the two, by a clock that others disturb.
     for one, other in zip(*products, strict=True):
         assert 0 < one < other
+
+
+def test_ops_that_are_priced_by_their_shapes_have_a_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(prices, "_LONG", 0.0)
+    monkeypatch.setattr(prices, "_known", {})
+    batch = torch.randn(4, 3, 16, 16)
+    with torch.device("meta"):
+        model = ConvNet()
+    plain = Planner.of(Request(ConvNet(), batch, squares)).plain_peak
+    monkeypatch.setattr(prices, "_known", {})
+    step = TrainingStep(model, (batch.to("meta"),), {}, squares)
+    assert simulate_plain(predict_step(step).graph).peak == plain
+    assert all(each.timing is not None for each in prices._known.values())

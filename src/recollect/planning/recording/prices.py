@@ -25,7 +25,7 @@ from recollect._torch.tensors import storage_key
 from recollect.planning.recording.estimate import flops_of
 from recollect.planning.recording.memory_events import allocated_by, may_communicate
 from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
-from recollect.policy.op_info import OpInfo, op_info
+from recollect.policy.op_info import MATMULS, OpInfo, op_info
 
 _Tensor = torch.Tensor
 #: On a device: how often work is issued before its times are read, and the quantile that counts.
@@ -39,6 +39,10 @@ _SLOW = 5e9
 #: rate of products is measured.
 _LONG = 5e-4
 _SIDE = 512
+#: Such an op runs once, for its workspace, if it has no more bytes than this; in so many seconds
+#: for all of them.
+_ROOM = 512 << 20
+_SINGLE_RUNS = 5.0
 #: What a simple op may take at most if its samples do not agree: as a multiple of what it takes to
 #: move its bytes, and of the seconds that it takes to run any op.
 _GENEROUS = 50.0
@@ -96,6 +100,8 @@ class Prices:
         self.device = device
         self._estimates = estimates
         self._flop_rates: dict[torch.dtype, float] = {}
+        #: The seconds that are left for single runs of ops that take long.
+        self._time_left = _SINGLE_RUNS
         self._on_cuda = device.type == "cuda"
         self._fakes = fakes
         self._once = once
@@ -171,6 +177,8 @@ class Prices:
                 single += [price] if len(runs) == 1 else []
                 price.runs = None
             known = _known.get(key)
+            if self._estimates and price.timing is None:
+                continue
             if not self._once and (known is None or not known.is_good):
                 _known[key] = price
         if self._once and self._on_cuda:
@@ -204,7 +212,7 @@ class Prices:
             # parameters. And there can be only one profiler: it may be the user's, or another
             # thread's.
             out.append(run())
-            peak, left = _likely_workspace(price), 0
+            peak, left = _likely_workspace(price, _known.values()), 0
         else:
             try:
                 peak, left = allocated_by(lambda: out.append(run()), self.device)
@@ -238,19 +246,34 @@ class Prices:
         """Price an op of fake tensors on real ones like them."""
         if "_rnn" in price.name:  # only its library knows how large its workspace is
             raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
-        if self._estimates and self._estimate(price, func, args, kwargs):
+        is_long = self._estimates and self._estimate(price, func, args, kwargs)
+        if is_long and not self._can_run_once(price, func):
+            price.workspace = _likely_workspace(price, self._prices.values())
             return
         make = partial(_real, device=self.device)
         try:
             args, kwargs = tree_map_only(_Tensor, make, (args, kwargs))
             repeat = _repeatable(info, func, args, kwargs)
+            if repeat is not None and is_long:
+                price.workspace = self._workspace(repeat)
+                return
             if repeat is not None:
                 repeat()
                 self._measure(price, repeat)
                 return
         except (RuntimeError, ValueError, IndexError, TypeError):
             pass  # it does not run on such values, or there is no room for it
-        price.seconds = price.moved / self._bandwidth
+        if not is_long:
+            price.seconds = price.moved / self._bandwidth
+
+    def _can_run_once(self, price: OpPrice, func: Any) -> bool:
+        """Whether an op that takes long may have a workspace, and there is time to find it."""
+        packet = getattr(func, "overloadpacket", None)
+        has_none = packet in MATMULS or torch.Tag.pointwise in getattr(func, "tags", ())
+        if has_none or price.moved > _ROOM or price.seconds > self._time_left:
+            return False
+        self._time_left -= price.seconds
+        return True
 
     def _estimate(self, price: OpPrice, func: Any, args: Any, kwargs: Any) -> bool:
         """Price an op by its arithmetic and its bytes, if that is long; returns whether it is."""
@@ -333,9 +356,9 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
             price.seconds = min(price.seconds, most)
 
 
-def _likely_workspace(price: OpPrice) -> int:
+def _likely_workspace(price: OpPrice, others: Iterable[OpPrice]) -> int:
     """The workspace of an op, by what is known of it on other arguments."""
-    known = [each for each in _known.values() if each.name == price.name and each.moved]
+    known = [each for each in others if each.name == price.name and each.moved]
     if not known or not price.moved:
         return 0
     nearest = min(known, key=lambda each: abs(math.log(each.moved / price.moved)))
