@@ -1,6 +1,7 @@
 """Compiled models that are fitted without a batch: planned from the loop's own steps, or told."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -189,3 +190,11 @@ def test_several_forwards_before_a_backward_are_planned_together():
     assert plan.compiled.forwards == 2
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget < plan.plain_peak
+
+
+def test_what_torch_compile_is_given_may_be_copied() -> None:
+    pytest.importorskip("lightning.fabric.wrappers")  # from now on torch.compile copies it
+    compiled = Compiled("decoder", as_it_is)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recollect.fit(compiled.model, budget=0.8)
