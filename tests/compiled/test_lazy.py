@@ -1,7 +1,6 @@
 """Compiled models that are fitted without a batch: planned from the loop's own steps, or told."""
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -195,6 +194,4 @@ def test_several_forwards_before_a_backward_are_planned_together():
 def test_what_torch_compile_is_given_may_be_copied() -> None:
     pytest.importorskip("lightning.fabric.wrappers")  # from now on torch.compile copies it
     compiled = Compiled("decoder", as_it_is)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        recollect.fit(compiled.model, budget=0.8)
+    recollect.fit(compiled.model, budget=0.8)  # a warning would be an error
