@@ -189,3 +189,9 @@ def test_several_forwards_before_a_backward_are_planned_together():
     assert plan.compiled.forwards == 2
     assert plan.measured_peak is not None
     assert plan.measured_peak <= plan.budget < plan.plain_peak
+
+
+def test_what_torch_compile_is_given_may_be_copied() -> None:
+    pytest.importorskip("lightning.fabric.wrappers")  # from now on torch.compile copies it
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)  # a warning would be an error

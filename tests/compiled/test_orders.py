@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import recollect
-from tests.compiled._steps import Compiled, in_blocks
+from tests.compiled._steps import Compiled
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -37,18 +37,3 @@ def test_blocks_that_are_compiled_after_the_model_was_fitted_are_told():
         step.step()
     told = "its layers.0 and 2 more were compiled after the plan was made"
     assert any(told in str(each.message) for each in caught)
-
-
-def test_a_fit_without_a_batch_says_that_compiled_models_need_one():
-    blocks = Compiled("decoder", in_blocks)
-    for model in (wrapped(blocks.bare), blocks.model, in_place(blocks.bare)):
-        with pytest.raises(ValueError, match=r"Pass the batch too.*recollect\.fit\(model, batch"):
-            recollect.fit(model, budget=0.7)
-
-
-def test_blocks_that_are_compiled_after_a_fit_without_a_batch_are_told():
-    step = Compiled("decoder", lambda model: model)
-    recollect.fit(step.model, budget=0.7)
-    in_blocks(step.model)
-    with pytest.warns(recollect.PlanWarning, match=r"parts of the model are compiled \(layers.0\)"):
-        step.step()

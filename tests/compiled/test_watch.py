@@ -140,6 +140,7 @@ def test_more_forwards_than_were_planned_are_told(fitted: Compiled):
     with pytest.warns(recollect.PlanWarning, match="2 forwards wait for their backward"):
         second = model(batch)
     (loss(first) + loss(second)).backward()
+    fitted.bare.zero_grad()
 
 
 def test_a_graph_that_is_retained_is_by_the_code_of_the_plan(

@@ -156,10 +156,13 @@ class LazyFit(Installed):
                 if backend.compiler == compiler:
                     return backend
             split = Observer(self._least_of(compiler))
-            backends.append(Backend(compiler, split, None, runs, self._notes, self._warn_of_copy))
+            backends.append(Backend(compiler, split, None, runs, self._notes))
             return backends[-1]
 
-        return prepare(self.sites, backend_for)
+        called = prepare(self.sites, backend_for)
+        for backend in backends:  # not before: Lightning copies what torch.compile is given
+            backend.on_copy = self._warn_of_copy
+        return called
 
     def _least_of(self, compiler: Compiler) -> Solve:
         """Decides for graphs before there is a plan."""

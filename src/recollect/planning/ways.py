@@ -43,7 +43,7 @@ from recollect.state.rng import read_streams, settle_streams, write_streams
 _STEPS = 3
 #: Rounds of steps that are timed; and the seconds after which two have to do.
 _LEAST, _MOST = 3, 8
-_SECONDS = 3.0
+_SECONDS = 6.0
 #: The engine is not timed if this many seconds for each op were less than this part of the step.
 _PER_OP = 50e-6
 _LITTLE = 0.03
@@ -51,7 +51,7 @@ _LITTLE = 0.03
 _SENT = 16
 #: Kinds of modules of which the cost is measured: as many as take so many seconds, and so many at
 #: most. Those that free less than this part of what the first kind frees are left out.
-_PRICING_SECONDS = 5.0
+_PRICING_SECONDS = 10.0
 _KINDS = 5
 _SLIGHT = 0.1
 

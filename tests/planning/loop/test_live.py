@@ -154,11 +154,6 @@ def test_under_a_profiler_there_is_no_plan(model):
         recollect.plan(model, torch.randn(256, 32), 0.8)
 
 
-def test_a_compiled_model_is_refused_without_a_batch(model):
-    with pytest.raises(ValueError, match="it is compiled"):
-        recollect.fit(torch.compile(model), budget=0.8)
-
-
 def test_another_thread_may_use_the_model_meanwhile(model):
     planned(model)
     x = torch.randn(256, 32)

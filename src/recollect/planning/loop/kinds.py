@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
 from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.contest import Contest
@@ -114,6 +115,8 @@ class Kinds:
         An optimizer has state for a parameter from its first update on, as for a head that is not
         used in every step.
         """
+        if is_transforming():
+            return 0  # torch.func has put its own tensors into the model
         nbytes = self._optimizers.nbytes(parameters)
         if self._planned_state is None:
             self._planned_state = self._find_planned_state(model, parameters, nbytes)
