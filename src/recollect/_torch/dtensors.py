@@ -35,6 +35,8 @@ def is_wrapper(kind: type) -> bool:
 
 def local_tensor(tensor: Any) -> torch.Tensor:
     """The tensor of this process that ``tensor`` wraps; itself, if it wraps none."""
+    if type(tensor) is torch.Tensor:  # by far the usual case, at every op that is recorded
+        return tensor
     while is_wrapper(type(tensor)):
         tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem
     return tensor  # type: ignore[no-any-return]

@@ -39,6 +39,18 @@ class Installed:
     #: The plan that is in effect; None if there is none yet.
     plan: Any = None
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model is no part of this."""
+        self.warn_of_copy()
+
+    def __reduce__(self) -> Any:
+        self.warn_of_copy()
+        return type(None), ()
+
+    def warn_of_copy(self) -> None:
+        """The model is copied: warn if the copy will have no plan."""
+        raise NotImplementedError
+
 
 class Applied(Installed):
     """A plan that is in effect in a compiled model."""
@@ -63,16 +75,8 @@ class Applied(Installed):
         self._watch.end()
         install(self._sites, self._before)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the model is no part of this."""
-        self.warn_of_copy()
-
-    def __reduce__(self) -> Any:
-        self.warn_of_copy()
-        return type(None), ()
-
     def warn_of_copy(self) -> None:
-        """The model is copied: warn if the copy has no plan."""
+        """Warn if the copy will have no plan."""
         if any(is_compiled_in_place(site.module) for site in self._sites):
             warn_user(
                 "a model with a plan is copied or pickled, and compiled by module.compile(), which "

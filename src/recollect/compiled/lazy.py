@@ -161,7 +161,7 @@ class LazyFit(Installed):
 
         called = prepare(self.sites, backend_for)
         for backend in backends:  # not before: Lightning copies what torch.compile is given
-            backend.on_copy = self._warn_of_copy
+            backend.on_copy = self.warn_of_copy
         return called
 
     def _least_of(self, compiler: Compiler) -> Solve:
@@ -213,14 +213,8 @@ class LazyFit(Installed):
         if self.on_end is not None:
             self.on_end(model)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        self._warn_of_copy()
-
-    def __reduce__(self) -> Any:
-        self._warn_of_copy()
-        return type(None), ()
-
-    def _warn_of_copy(self) -> None:
+    def warn_of_copy(self) -> None:
+        """Warn that the copy will have no plan, or as the plan does once it is there."""
         if self._applied is not None:
             self._applied.warn_of_copy()
             return
