@@ -14,17 +14,19 @@ import argparse
 import importlib.util
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from _decoder import decoder
 from _measure import bitwise_equal, clear_gradients, gradients, held_and_peak
 from _modes import MODES, run_blocks
-from _table import Progress, table
+from _table import table
 from torch import Tensor, nn
 
 import recollect
@@ -232,12 +234,10 @@ class Result:
     is_right: bool | None
 
 
-def measure(bench: Bench, ways: list[Way], rounds: int) -> list[Result]:
+def measure(bench: Bench, ways: Iterable[Way], rounds: int) -> Iterator[Result]:
     """Run every way in turn, each round beside plain, so that a slow machine slows both."""
     reference = None if bench.on_cuda else bench.gradients(bench.plain)
-    progress = Progress("measuring", len(ways))
-    results = []
-    for number, way in enumerate(ways):
+    for way in ways:
         with way.around():
             bench.step(way)
             peak = max(bench.peak(way) for _ in range(2))
@@ -249,9 +249,7 @@ def measure(bench: Bench, ways: list[Way], rounds: int) -> list[Result]:
                 bench.step(way)  # what a change of ways costs is not measured
                 pairs.append((plain, bench.seconds(way)))
         ratio = statistics.median(ours / plain for plain, ours in pairs)
-        results.append(Result(way, peak, statistics.median(p[1] for p in pairs), ratio, right))
-        progress(number + 1, way.name)
-    return results
+        yield Result(way, peak, statistics.median(p[1] for p in pairs), ratio, right)
 
 
 def row(result: Result) -> list[str]:
@@ -300,43 +298,37 @@ def main() -> None:
     bench = Bench(config, device)
     print(f"{config}, {device}; parameters and input, {_size(bench.base)}, come on top\n")
     frontier, ours = bench.planned(config.budgets)
-    results = measure(bench, [bench.plain, *bench.peers(), *ours], config.rounds)
-    if not options.no_compile:
-        results += measure_compiled(bench, config.rounds)
-        compiled = bench.planned(config.budgets, compiled=True)[1]
-        results += [replace(e, is_right=None) for e in measure_each(bench, compiled, config.rounds)]
+    results = []
+    for result in every_result(bench, ours, with_compiled=not options.no_compile):
+        results.append(result)
+        print(*row(result), sep="  ", file=sys.stderr, flush=True)
+        if options.json:  # after each: a run that is cut short has measured something
+            options.json.write_text(json.dumps(figures(bench, results), indent=1), encoding="utf-8")
     print(table(["", "peak", "in budget", "x plain", "gradients"], [*map(row, results)]))
-    if options.json:
-        options.json.write_text(json.dumps(figures(bench, results), indent=1), encoding="utf-8")
     base = bench.base if bench.on_cuda else _static(bench.model)
     draw(options.html, frontier, results, base)
     print(f"\nwrote {options.html}")
 
 
-def measure_each(bench: Bench, ways: Iterator[Way], rounds: int) -> Iterator[Result]:
-    """One at a time: each plan of a compiled model compiles. Ends at a budget that is too small."""
-    while True:
-        try:
-            way = next(ways)
-        except StopIteration:
-            return
-        except recollect.InfeasibleBudget as error:
-            print(f"{error}\n")
-            return
-        yield from measure(bench, [way], rounds)
+def every_result(bench: Bench, ours: Iterator[Way], *, with_compiled: bool) -> Iterator[Result]:
+    """Plain, the peers, our plans; the same compiled."""
+    rounds = bench.config.rounds
+    yield from measure(bench, chain([bench.plain], bench.peers(), ours), rounds)
+    if not with_compiled:
+        return
+    compiled = chain(map(bench.compiled, COMPILE_BUDGETS), _compiled_plans(bench))
+    try:
+        for result in measure(bench, compiled, rounds):
+            yield replace(result, is_right=None)
+    except recollect.InfeasibleBudget as error:  # the budgets go down
+        print(f"{error}\n")
+    except (RuntimeError, ImportError) as error:
+        print(f"torch.compile does not work here: {str(error).splitlines()[0]}\n")
 
 
-def measure_compiled(bench: Bench, rounds: int) -> list[Result]:
-    """The ways of torch.compile, as far as it works here. One at a time: each compiles anew."""
-    results = []
-    for budget in COMPILE_BUDGETS:
-        try:
-            way = bench.compiled(budget)
-        except (RuntimeError, ImportError) as error:
-            print(f"torch.compile does not work here: {str(error).splitlines()[0]}\n")
-            return results
-        results += [replace(each, is_right=None) for each in measure(bench, [way], rounds)]
-    return results
+def _compiled_plans(bench: Bench) -> Iterator[Way]:
+    """Our plans for the compiled model. Each compiles, so none is made before its turn."""
+    yield from bench.planned(bench.config.budgets, compiled=True)[1]
 
 
 if __name__ == "__main__":

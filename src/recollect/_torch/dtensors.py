@@ -17,6 +17,8 @@ from recollect._torch.modules import known_class
 
 _DTENSOR = "torch.distributed.tensor"
 _COLLECTIVES = "torch.distributed._functional_collectives"
+#: The types of nearly all tensors, asked about first: these questions are put at every recorded op.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_dtensor(value: Any) -> bool:
@@ -27,7 +29,7 @@ def is_dtensor(value: Any) -> bool:
 
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this type wrap the one of this process."""
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind in _PLAIN:
         return False
     wrappers = known_class(_DTENSOR, "DTensor"), known_class(_COLLECTIVES, "AsyncCollectiveTensor")
     return any(each is not None and issubclass(kind, each) for each in wrappers)
@@ -35,8 +37,6 @@ def is_wrapper(kind: type) -> bool:
 
 def local_tensor(tensor: Any) -> torch.Tensor:
     """The tensor of this process that ``tensor`` wraps; itself, if it wraps none."""
-    if type(tensor) is torch.Tensor:  # by far the usual case, at every op that is recorded
-        return tensor
     while is_wrapper(type(tensor)):
         tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem
     return tensor  # type: ignore[no-any-return]
@@ -44,7 +44,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 def spec_of(tensor: Any) -> Any:
     """Mesh, placements and global metadata of a ``DTensor``; None for other tensors."""
-    return tensor._spec if is_dtensor(tensor) else None
+    return tensor._spec if type(tensor) not in _PLAIN and is_dtensor(tensor) else None
 
 
 def ranks_of_parts(model: torch.nn.Module) -> set[int]:
