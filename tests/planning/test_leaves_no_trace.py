@@ -109,7 +109,9 @@ def looked_at(trained: Trained, x: Tensor, check: Callable[[str], None]) -> reco
     check("frontier")
     least = frontier.least
     check("Frontier.least")
-    spare = 1 << 16 if x.is_cuda else 64  # blocks of a device's allocator are larger
+    # Blocks of a device's allocator are larger. And what a habit leaves in a cycle of references
+    # may be there in one recording, and collected before the next.
+    spare = 1 << 16 if x.is_cuda else 1 << 10
     budget = (least + frontier.plain_peak) // 2 + spare
     plan = recollect.plan(trained.model, x, budget, **options)
     check("plan")

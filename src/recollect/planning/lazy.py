@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.groups import has_peers
 from recollect.checks.place import warn_user
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
@@ -21,6 +23,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
+from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop.kinds import Step
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
@@ -61,6 +64,8 @@ class LazyPlan:
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
+        if _is_launched_by_host(live.device) and len(recordings) == 1 and not is_shared:
+            profile = with_host_costs(profile, model, live.changed)
         others = tuple(
             SeenForward(kind.signature, size, kind.more)
             for kind, size in zip(kinds[1:], made[1:], strict=True)
@@ -139,6 +144,11 @@ class LazyPlan:
 
     def __reduce__(self) -> Any:
         return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
+
+
+def _is_launched_by_host(device: torch.device) -> bool:
+    """Whether the host launches what the device runs, and this process does so by itself."""
+    return device.type == "cuda" and not has_peers()
 
 
 def _ran_by(recordings: list[Recording]) -> Schedule:

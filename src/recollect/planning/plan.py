@@ -105,7 +105,7 @@ class Plan(PlannedStep):
             return model
         wrap_module(model, Runner(self))
         try:
-            wrap_modules(model, self.schedule.wrapped)
+            wrap_modules(model, self.wrapped)
         except ValueError:
             unwrap_module(model)
             raise

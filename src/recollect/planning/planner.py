@@ -58,8 +58,10 @@ _UNTRIED_ON_CPU = 1e-4
 _LARGER = 2
 #: Finds the quickest solution within a budget, if there is one.
 Solve = Callable[[int], Solution | None]
-#: A schedule that is predicted to take so many times as long as another is not tried.
+#: A schedule that is predicted to take so many times as long as another is not tried; nor in the
+#: user's loop, where less is known of times.
 _CLEARLY_SLOWER = 1.3
+_CLEARLY_SLOWER_IN_LOOP = 2.0
 
 
 def silent(_what: str, _done: float) -> None:
@@ -222,7 +224,8 @@ class Planner:
         solvers = [modules.solve, *solvers] if modules is not None else solvers
         solutions = [(each, each(room)) for each in solvers]
         times = [found.outcome.seconds for _, found in solutions if found is not None]
-        limit = _CLEARLY_SLOWER * min(times, default=0.0)
+        slower = _CLEARLY_SLOWER_IN_LOOP if self._from_loop else _CLEARLY_SLOWER
+        limit = slower * min(times, default=0.0)
         fast = [each for each, found in solutions if found and found.outcome.seconds <= limit]
         for tried in (fast, [each for each in solvers if each not in fast]):
             schedules = [self._fastest_schedule(room, solve) for solve in tried]

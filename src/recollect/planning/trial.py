@@ -160,7 +160,7 @@ class Trials:
         finally:
             if runner is not None:
                 wrap_module(model, runner)
-                wrap_modules(model, runner.plan.schedule.wrapped)
+                wrap_modules(model, runner.plan.wrapped)
 
     def _obstacle(self) -> str | None:
         """Why the step cannot be run now as it was recorded, if so."""

@@ -88,6 +88,7 @@ class Kinds:
         if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
             self._too_large.append(self._planned[0])
         self._optimizers = StateWatch()
+        self._is_on_cuda = False
         self._planned_state: float | None = None
         #: The facts of the model at the last call, and how they differ from the planned ones.
         self._seen: tuple[Any, Differences | None] = (None, None)
@@ -100,6 +101,8 @@ class Kinds:
             return Kind(signature)
         facts, found = self._seen  # once: another thread may change it
         now, parameters = facts_of(model)
+        if facts is None:
+            self._is_on_cuda = any(each.is_cuda for each in parameters)
         now.append(self._state_growth(model, parameters))
         if now != facts:
             found = compare_state(self._plan.state, model)
@@ -127,7 +130,7 @@ class Kinds:
         plan = self._plan
         if plan.from_loop:
             return nbytes  # this is its first forward
-        if any(each.is_cuda for each in parameters):
+        if self._is_on_cuda:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
         return state if state > 0 else math.inf  # it was made without an optimizer
@@ -230,7 +233,7 @@ class Kinds:
             found = self._planned_variant(count, first)
             if plan.rivals and found.schedule is not None:
                 schedules = (found.schedule, *plan.rivals)
-                found.contest = Contest(schedules, on_device=plan.link is not None)
+                found.contest = Contest(schedules, on_device=self._is_on_cuda)
             return found
         if larger is not None:
             return Variant.within(larger, first)

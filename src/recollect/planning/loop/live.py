@@ -97,6 +97,8 @@ class LiveStep:
         #: The modules that are recorded each by itself; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
+        #: The modules that changed attributes of their own in its forwards.
+        self.changed: set[str] = set()
         #: What its forwards did, and whether their backward has come.
         self.recordings: list[Recording] = []
         self._waiting: list[Waiting] = []

@@ -73,6 +73,11 @@ class PlannedStep:
         return None if self.plain_peak <= self.budget else self.schedule
 
     @property
+    def wrapped(self) -> tuple[str, ...]:
+        """The modules that are regions of their own under one of its schedules."""
+        return tuple(path for each in (self.schedule, *self.rivals) for path in each.wrapped)
+
+    @property
     def forwards(self) -> tuple[PlannedForward, ...]:
         """All forwards of the step."""
         return PlannedForward(self.signature, self.schedule, self.made), *self.others

@@ -28,6 +28,7 @@ from recollect._torch.modes import forward_ad_active, is_transforming
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop.attempt import Attempt
+from recollect.planning.loop.attributes import AttributeWatch
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
 from recollect.planning.loop.live import LiveStep, obstacle_to_tracing
@@ -314,7 +315,9 @@ class Runner:
             more = gradient_bytes(model, parameters_of(model), live.gradients)
             kind = kind._replace(more=more)
             forwards.kinds += (kind,)
+            attributes = AttributeWatch(model)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
+            live.changed |= attributes.changed()
         else:
             if live is not None:
                 live.is_followed = True
@@ -398,6 +401,8 @@ class Runner:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
             plan = make_plan(model, live, forwards.kinds, forwards.state)
+            if plan is not None:
+                wrap_modules(model, plan.wrapped)
             self._set_plan(plan, () if live.units else live.recordings)
 
     def _check_output(self, alive: int, _: int) -> None:

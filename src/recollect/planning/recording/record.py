@@ -224,7 +224,7 @@ def simulated_profile(
 ) -> Profile:
     """The profile of a step that was never run plain. Arguments as `trace_step` returns them."""
     plain = simulate_plain(graph)
-    return Profile(graph, made, stopped, plain.peak, plain.seconds, can_run)
+    return Profile(graph, made, stopped, plain.peak, plain.seconds, can_run, untimed=graph)
 
 
 def trace_step(

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from recollect._torch.modules import sharded_part
+from recollect._torch.modules import FORWARD_HOOKS, sharded_part
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
@@ -125,6 +126,23 @@ def callable_paths(model: nn.Module) -> set[str]:
     """The modules that can be checkpointed: not the model itself, nor lists of modules."""
     lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return {name for name, each in model.named_modules() if name and not isinstance(each, lists)}
+
+
+def find_obstructed(model: nn.Module) -> set[str]:
+    """The modules that a plan leaves alone: those with hooks of others, or checkpointed already.
+
+    A hook of a module inside of a region runs again with it, and may collect what it sees.
+    """
+    return {
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path
+        and (
+            OPTIONS in vars(module)
+            or isinstance(module, LazyModuleMixin)
+            or any(getattr(module, name) for name in FORWARD_HOOKS)
+        )
+    }
 
 
 def wrap_modules(model: nn.Module, paths: Iterable[str]) -> None:

@@ -1,0 +1,80 @@
+"""What the host needs to launch a step, and what the engine adds to that (P3).
+
+The ops of a step that the loop ran were timed on the device, and it is not run again. If the device
+is faster than the host, it waits for it: the step takes as long as the host needs to launch its
+ops, and everything that the engine does on the host makes it longer. Whole modules then cost less
+than single ops. These are estimates, from the time of a small op: the loop finds out which of the
+schedules that were chosen by them is the fastest (`loop.contest`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from recollect.planning.recording.record import Profile
+from recollect.planning.regions.module_regions import callable_paths, find_obstructed
+from recollect.planning.solving.modules import find_units
+
+#: What the host needs, as multiples of a small op in a tight loop. Measured with transformers'
+#: Llama and GPT-2, where caches are cold and modules run Python code between the ops: for an event
+#: of the step; what replay adds to each op of forward, and to each op that it runs again; and for
+#: each op of a module that is checkpointed as a whole.
+_EVENT, _CHECKED, _RERUN, _IN_MODULE = 9, 30, 12, 25
+#: The engine is not priced if it adds less than this fraction of the step.
+_LITTLE = 0.03
+#: How many small ops are timed at once, and how often.
+_OPS, _SAMPLES = 64, 7
+
+
+def with_host_costs(profile: Profile, model: nn.Module, unsafe: set[str]) -> Profile:
+    """The profile of a step of the loop, with the costs of the engine in its graph.
+
+    ``unsafe``: the modules that must not run twice.
+    """
+    graph = profile.graph
+    small = small_op_seconds(next(model.parameters()).device)
+    host = _EVENT * small * len(graph.events)
+    plain = max(profile.seconds, host)
+    engine = host + _CHECKED * small * len(graph.ops) - plain
+    if engine <= _LITTLE * plain:
+        return profile
+    graph = replace(profile.timed(plain), engine_cost=engine, rerun_cost=_RERUN * small)
+    profile = replace(profile, graph=graph, seconds=plain)
+    if graph.varies:  # only the engine notices that a step makes more than the planned one
+        return profile
+    units = find_units(graph, _without(callable_paths(model), find_obstructed(model) | unsafe))
+    costs = {
+        (unit.path, "rerun"): max(unit.seconds, _IN_MODULE * small * unit.count) for unit in units
+    }
+    return replace(profile, graph=replace(graph, module_costs=costs))
+
+
+def _without(paths: Iterable[str], unsafe: Iterable[str]) -> set[str]:
+    """The paths of modules with nothing unsafe inside."""
+    return {
+        path
+        for path in paths
+        if not any(each == path or each.startswith(f"{path}.") for each in unsafe)
+    }
+
+
+@cache
+def small_op_seconds(device: torch.device) -> float:
+    """Seconds that the host needs for a small op and its backward, for each of the two."""
+    with torch.enable_grad(), torch.device(device):
+        start, factor = torch.ones(8, requires_grad=True), torch.ones(8)
+        return min(_chain_seconds(start, factor) for _ in range(_SAMPLES))
+
+
+def _chain_seconds(start: torch.Tensor, factor: torch.Tensor) -> float:
+    begin, out = time.perf_counter(), start
+    for _ in range(_OPS):
+        out = out * factor
+    torch.autograd.grad(out.sum(), start)
+    return (time.perf_counter() - begin) / (3 * _OPS)

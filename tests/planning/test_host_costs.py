@@ -1,0 +1,163 @@
+"""Plans from the loop where the host needs longer to launch a step than the device to run it.
+
+No test here depends on how fast the machine is: what a small op takes is made up.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.modules import OPTIONS
+from recollect.planning import host_costs, lazy
+from recollect.planning.host_costs import small_op_seconds
+from recollect.planning.loop.contest import Contest
+from tests.planning.test_lazy import Loop, Net
+
+pytestmark = pytest.mark.usefixtures("no_bound")
+
+#: Before it is replaced.
+is_launched_by_host = lazy._is_launched_by_host
+#: Seconds of a small op beside which no op here takes long.
+SLOW = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the loop's steps be launched as those of a GPU are."""
+    monkeypatch.setattr(lazy, "_is_launched_by_host", lambda _: True)
+    monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: SLOW)
+
+
+def modules_of(loop: Loop) -> list[str]:
+    assert loop.plan is not None
+    return [path for path, _ in loop.plan.schedule.modules]
+
+
+def test_whole_modules_are_checkpointed_and_gradients_are_plain() -> None:
+    loop = Loop(Net(dropout=0.1), "70%")
+    loop.run(steps=6)
+    assert modules_of(loop)
+
+
+def test_the_peak_is_within_the_budget() -> None:
+    loop = Loop(Net(), "70%")
+    loop.run(steps=5)
+    paths = modules_of(loop)
+    assert paths
+    assert loop.plan is not None
+    # On the CPU, each region holds the state of the random stream, which the device has not.
+    states = len(paths) * torch.get_rng_state().nbytes
+    assert max(loop.peaks) <= loop.plan.budget + states
+    assert loop.peaks[-1] > 0.85 * loop.plan.budget
+
+
+def test_the_prediction_counts_what_the_host_needs() -> None:
+    loop = Loop(Net(), "70%")
+    loop.run()
+    plan = loop.plan
+    assert plan is not None
+    assert plan.graph is not None
+    host = 9 * SLOW * len(plan.graph.events)
+    assert plan.plain_time == pytest.approx(host)
+    costs = plan.graph.module_costs
+    assert plan.predicted_time == pytest.approx(
+        host + sum(costs[each] for each in plan.schedule.modules)
+    )
+    assert plan.graph.engine_cost == pytest.approx(30 * SLOW * len(plan.graph.ops))
+
+
+def test_where_the_device_is_slower_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: 1e-12)
+    loop = Loop(Net(), "70%")
+    loop.run()
+    assert modules_of(loop) == []
+    assert loop.plan is not None
+    assert loop.plan.graph is not None
+    assert loop.plan.graph.engine_cost == 0
+
+
+def test_the_cpu_is_no_device_that_waits() -> None:
+    assert not is_launched_by_host(torch.device("cpu"))
+
+
+def test_a_small_op_is_timed_without_a_trace() -> None:
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert 0 < small_op_seconds(torch.device("cpu")) < 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Counting(nn.Module):
+    """Computes something else each time."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def test_modules_that_change_their_attributes_run_once() -> None:
+    net = Net()
+    net.blocks[1] = Counting(net.blocks[1])
+    loop = Loop(net, "70%")
+    loop.run(steps=6)
+    assert modules_of(loop)
+    assert "blocks.1" not in modules_of(loop)
+    assert net.blocks[1].calls == 6
+
+
+def test_hooks_inside_of_modules_run_once() -> None:
+    net, seen = Net(), []
+    net.blocks[2].up.register_forward_hook(lambda *_: seen.append(1))
+    loop = Loop(net, "70%")  # the plain model has the hook too
+    loop.run(steps=6)
+    assert modules_of(loop)
+    assert "blocks.2" not in modules_of(loop)
+    assert len(seen) == 12
+
+
+def test_the_loop_finds_out_which_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted to be about as fast, and measured to be slower than single ops."""
+    monkeypatch.setattr(host_costs, "_CHECKED", 2)
+    monkeypatch.setattr(host_costs, "_RERUN", 1)
+    monkeypatch.setattr(host_costs, "_IN_MODULE", 12)
+    loop = Loop(Net(), "70%")
+    loop.run(steps=2)
+    assert loop.plan is not None
+    (rival,) = loop.plan.rivals
+    schedules = [loop.plan.schedule, rival]
+    assert sorted(bool(each.modules) for each in schedules) == [False, True]
+    modules = next(each for each in schedules if each.modules)
+    entries: list[Any] = []
+
+    def winner(held: Contest) -> Any:
+        entries[:] = held._entries
+        return modules if all(each.steps == 3 for each in held._entries) else None
+
+    monkeypatch.setattr(Contest, "winner", winner)
+    loop.run(steps=8)
+    assert [each.schedule for each in entries] == schedules
+    (variant,) = vars(loop.model)[OPTIONS]._kinds._known.values()
+    assert variant.schedule == modules
+
+
+def test_a_fitted_model_is_copied_and_unwrapped() -> None:
+    loop = Loop(Net(), "70%")
+    loop.run()
+    paths = modules_of(loop)
+    model = loop.model
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(OPTIONS in vars(copied.get_submodule(path)) for path in paths)
+    recollect.unwrap(model)
+    assert all(OPTIONS not in vars(module) for module in model.modules())
