@@ -144,7 +144,8 @@ def test_the_peak_obeys_budgets(each: Made, offload: Any, number: int) -> None:
             found = [peak(each) for _ in range(3)]
         assert max(found) <= budget
         assert plan.predicted_peak == pytest.approx(max(found), rel=0.03)
-        assert plan.predicted_time <= last
+        # With offload, the schedule is chosen that was measured to be the faster one of two.
+        assert plan.predicted_time <= last * (1.02 if offload else 1)
         last = plan.predicted_time
 
 

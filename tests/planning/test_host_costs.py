@@ -117,6 +117,49 @@ def test_modules_that_change_their_attributes_run_once() -> None:
     assert net.blocks[1].calls == 6
 
 
+class Adding(nn.Module):
+    """Reads its argument, and saves nothing of it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 1)
+
+
+class Overwriting(Adding):
+    """Writes to its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mul_(0.5))
+
+
+class Around(Adding):
+    """Its module overwrites the argument, or that is overwritten when it is over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        if isinstance(self.inner, Overwriting):
+            return self.inner(x)
+        return x.add_(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Adding, Overwriting])
+def test_modules_whose_inputs_are_overwritten_run_once(kind: type[nn.Module]) -> None:
+    net = Net()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = Around(kind(block))
+    loop = Loop(net, "70%")
+    loop.run(steps=6)
+    assert modules_of(loop)
+    assert loop.plan is not None
+    assert loop.plan.graph is not None
+    priced = {path for path, _ in loop.plan.graph.module_costs}
+    assert {"blocks.1", "blocks.1.inner.inner"} <= priced
+    assert "blocks.1.inner" not in priced
+
+
 def test_hooks_inside_of_modules_run_once() -> None:
     net, seen = Net(), []
     net.blocks[2].up.register_forward_hook(lambda *_: seen.append(1))

@@ -17,9 +17,10 @@ from functools import cache
 import torch
 from torch import nn
 
+from recollect.graph.graph import Graph
 from recollect.planning.recording.record import Profile
 from recollect.planning.regions.module_regions import callable_paths, find_obstructed
-from recollect.planning.solving.modules import find_units
+from recollect.planning.solving.modules import find_units, paths_around
 
 #: What the host needs, as multiples of a small op in a tight loop. Measured with transformers'
 #: Llama and GPT-2, where caches are cold and modules run Python code between the ops: for an event
@@ -46,9 +47,10 @@ def with_host_costs(profile: Profile, model: nn.Module, unsafe: set[str]) -> Pro
         return profile
     graph = replace(profile.timed(plain), engine_cost=engine, rerun_cost=_RERUN * small)
     profile = replace(profile, graph=graph, seconds=plain)
-    if graph.varies:  # only the engine notices that a step makes more than the planned one
+    if graph.varies or profile.stopped:  # which only the engine notices
         return profile
-    units = find_units(graph, _without(callable_paths(model), find_obstructed(model) | unsafe))
+    paths = _without(callable_paths(model), find_obstructed(model) | unsafe)
+    units = find_units(graph, paths - _with_changed_inputs(graph))
     costs = {
         (unit.path, "rerun"): max(unit.seconds, _IN_MODULE * small * unit.count) for unit in units
     }
@@ -62,6 +64,19 @@ def _without(paths: Iterable[str], unsafe: Iterable[str]) -> set[str]:
         for path in paths
         if not any(each == path or each.startswith(f"{path}.") for each in unsafe)
     }
+
+
+def _with_changed_inputs(graph: Graph) -> set[str]:
+    """The modules that read from outside what is overwritten, by themselves or later."""
+    last = {value.storage: number for number, value in enumerate(graph.values)}
+    found: set[str] = set()
+    for op in graph.ops:
+        for number in op.reads:
+            value = graph.values[number]
+            if last[value.storage] != number:
+                around = paths_around(graph.ops[value.op].path)
+                found.update(each for each in paths_around(op.path) if each not in around)
+    return found
 
 
 @cache

@@ -49,7 +49,7 @@ class ModuleCandidate:
     seconds: float
 
 
-def _prefixes(path: str) -> list[str]:
+def paths_around(path: str) -> list[str]:
     """The module itself and the modules around it: ``a.0.b`` is in ``a.0`` and in ``a``."""
     parts = path.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))] if path else []
@@ -65,7 +65,7 @@ def find_units(graph: Graph, paths: Collection[str]) -> list[ModuleCandidate]:
     ops = graph.ops
     inside: dict[str, list[int]] = {}
     for number, op in enumerate(ops):
-        for path in _prefixes(op.path):
+        for path in paths_around(op.path):
             if path in paths:
                 inside.setdefault(path, []).append(number)
     freed = _freed(graph, inside)
@@ -94,7 +94,7 @@ def _freed(graph: Graph, inside: Iterable[str]) -> dict[str, int]:
         if value.storage in seen:
             continue
         seen.add(value.storage)
-        around = _prefixes(graph.ops[value.op].path)
+        around = paths_around(graph.ops[value.op].path)
         for path in readers.get(saved.value, ()):
             around = [each for each in around if path == each or path.startswith(f"{each}.")]
         for path in around:
@@ -116,7 +116,7 @@ def block_paths(graph: Graph, paths: Collection[str]) -> tuple[str, ...]:
     """The blocks of a model: the outermost modules of ``paths`` with a number for a name."""
     found: dict[str, None] = {}
     for op in graph.ops:
-        around = [path for path in _prefixes(op.path) if path in paths]
+        around = [path for path in paths_around(op.path) if path in paths]
         numbered = [path for path in around if path.rpartition(".")[2].isdecimal()]
         found |= dict.fromkeys(numbered[:1])
     return tuple(found)
@@ -127,7 +127,7 @@ def module_schedule(graph: Graph, modules: Iterable[tuple[str, str]]) -> Schedul
     chosen = tuple(modules)
     paths = {path for path, _ in chosen}
     homes = {
-        path: next((p for p in _prefixes(path) if p in paths), "")
+        path: next((p for p in paths_around(path) if p in paths), "")
         for path in {op.path for op in graph.ops}
     }
     home = [homes[op.path] for op in graph.ops]
@@ -187,7 +187,9 @@ class ModuleSolver:
     def _choices(self) -> list[tuple[str, ...]]:
         """What is checkpointed after each choice: ever more bytes are freed."""
         units = self._units
-        around = {path: [each for each in _prefixes(path)[:-1] if each in units] for path in units}
+        around = {
+            path: [each for each in paths_around(path)[:-1] if each in units] for path in units
+        }
         within: dict[str, list[str]] = {path: [] for path in units}
         for path, outer in around.items():
             for each in outer:
