@@ -19,14 +19,15 @@ from torch import nn
 
 from recollect.graph.graph import Graph
 from recollect.planning.recording.record import Profile
+from recollect.planning.recording.step import device_of
 from recollect.planning.regions.module_regions import callable_paths, find_obstructed
 from recollect.planning.solving.modules import find_units, paths_around
 
 #: What the host needs, as multiples of a small op in a tight loop. Measured with transformers'
 #: Llama and GPT-2, where caches are cold and modules run Python code between the ops: for an event
-#: of the step; what replay adds to each op of forward, and to each op that it runs again; and for
-#: each op of a module that is checkpointed as a whole.
-_EVENT, _CHECKED, _RERUN, _IN_MODULE = 9, 30, 12, 25
+#: of the step; what replay adds to each op of forward, to each op that it runs again, and for each
+#: tensor that it offloads; and for each op of a module that is checkpointed as a whole.
+_EVENT, _CHECKED, _RERUN, _OFFLOADED, _IN_MODULE = 9, 30, 12, 40, 25
 #: The engine is not priced if it adds less than this fraction of the step.
 _LITTLE = 0.03
 #: How many small ops are timed at once, and how often.
@@ -39,13 +40,18 @@ def with_host_costs(profile: Profile, model: nn.Module, unsafe: set[str]) -> Pro
     ``unsafe``: the modules that must not run twice.
     """
     graph = profile.graph
-    small = small_op_seconds(next(model.parameters()).device)
+    small = small_op_seconds(device_of(model))
     host = _EVENT * small * len(graph.events)
     plain = max(profile.seconds, host)
     engine = host + _CHECKED * small * len(graph.ops) - plain
     if engine <= _LITTLE * plain:
         return profile
-    graph = replace(profile.timed(plain), engine_cost=engine, rerun_cost=_RERUN * small)
+    graph = replace(
+        profile.timed(plain),
+        engine_cost=engine,
+        rerun_cost=_RERUN * small,
+        offload_cost=_OFFLOADED * small,
+    )
     profile = replace(profile, graph=graph, seconds=plain)
     if graph.varies or profile.stopped:  # which only the engine notices
         return profile
