@@ -157,7 +157,7 @@ def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
         is_priced = all(each in graph.module_costs for each in schedule.modules)
         every = schedule if is_priced else Schedule(schedule.kept)
         and_products = Schedule(schedule.kept | expensive_ops(graph))
-        for name, each in (("every block", every), ("and products kept", and_products)):
+        for name, each in (("every block", every), ("every block, products kept", and_products)):
             outcome = simulate(graph, each)
             points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "peer"))
     return points
