@@ -5,10 +5,11 @@ Start with ``fit``, which keeps the peak of every training step within the budge
     model = recollect.fit(model, budget="22GiB")
 
 ``plan`` and ``frontier`` show the trade-off of memory for time before you train, ``largest_batch``
-finds the largest batch that fits, and ``explain`` tells what a forward keeps in memory, and why.
+finds the largest batch that fits, and ``explain`` shows which tensors a forward keeps, and why.
 
-To choose by hand what is recomputed: ``checkpoint`` a call or have a module ``checkpointed``, with
-a ``policy``. ``install()`` replaces ``torch.utils.checkpoint`` in every library that uses it.
+To checkpoint by hand, use ``checkpoint`` for a call and ``checkpointed`` for a module, with a
+``policy`` for the results to keep. ``install()`` replaces ``torch.utils.checkpoint`` in every
+library that uses it.
 """
 
 import importlib

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 
 class CheckpointError(_TorchCheckpointError):
-    """Backward could not get a tensor with its values of forward."""
+    """Backward could not restore a tensor as it was in forward."""
 
 
 class RecomputeMismatch(CheckpointError):

@@ -166,13 +166,13 @@ def wrap_module(module: nn.Module, how: How) -> nn.Module:
     """Checkpoint ``module.forward`` from now on."""
     if module.__dict__.get(OPTIONS) is not None:
         raise ValueError(
-            f"this {type(module).__name__} is checkpointed already; recollect.unwrap(module) it "
-            "first to change its options"
+            f"this {type(module).__name__} is checkpointed already; call "
+            "recollect.unwrap(module) first to change its options"
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise TypeError(
-            f"function_or_module is a {type(module).__name__}, which has no forward; wrap what it "
-            "holds: for block in blocks: recollect.checkpointed(block)"
+            f"function_or_module is a {type(module).__name__}, which has no forward; wrap its "
+            "modules: for block in blocks: recollect.checkpointed(block)"
         )
     if isinstance(module, LazyModuleMixin):
         raise TypeError(

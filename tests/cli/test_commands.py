@@ -130,7 +130,7 @@ def test_a_loop_that_frees_the_output_is_planned_for(capsys):
     assert (
         main(["plan", "job.py:pair", "--budget", "1.0", "--frees-output", "--save", "p.json"]) == 0
     )
-    assert "taken to be gone when backward runs" in capsys.readouterr().out
+    assert "the loop frees the model's output before backward" in capsys.readouterr().out
     assert recollect.Plan.load("p.json").holds_output is False
 
 
@@ -229,7 +229,7 @@ def test_files_that_are_no_plan(capsys, folder):
     assert "--save plan.json" in error
     (folder / "other.json").write_text("{}")
     error = refused(capsys, "explain", "other.json", code=1)
-    assert "other.json is no plan" in error
+    assert "other.json is not a plan" in error
 
 
 # --- for programs, and for people in a hurry ------------------------------------------------------

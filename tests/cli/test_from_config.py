@@ -53,8 +53,11 @@ def test_dtype_and_optimizer_count(capsys):
         (["transformers:LlamaConfig", "--batch=2x8", "--set=hiden_size=8"], "hidden_size?"),
         (["transformers:LlamaConfig", "--batch=2x8", "--set=hidden_size"], "NAME=VALUE"),
         (["transformers:LlamaConfig", "--batch=2x8", "--dtype=bfloat61"], "Did you mean bfloat16?"),
-        (["transformers:LlamaConfig", "--batch=2x8", "--optimizer=Adamw"], "Did you mean"),
-        (["transformers:ViTConfig", "--batch=2x8"], "ViTConfig is of no language model"),
+        (["transformers:LlamaConfig", "--batch=2x8", "--optimizer=adamw"], "Did you mean AdamW?"),
+        (
+            ["transformers:ViTConfig", "--batch=2x8"],
+            "ViTConfig is not the config of a language model",
+        ),
         (["job.py:pair", "--batch=2x8"], "--batch is for a config of transformers"),
     ],
 )

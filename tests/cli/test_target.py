@@ -34,15 +34,18 @@ def test_a_file_finds_its_neighbours_and_takes_the_place_of_no_module(capsys, fo
         ("package.trains:pair", "MODULE: there is no module 'package.trains'"),
         ("jobs.py:pair", "MODULE: there is no file jobs.py"),
         ("job:pairs", "FUNCTION: there is no pairs in job. Did you mean pair? It has make_model"),
-        ("job:number", "FUNCTION: number in job is no function but a int"),
+        ("job:number", "FUNCTION: number in job should be a function, but is of type int"),
         ("job:needs", "needs width. Give them defaults"),
-        ("job:triple", "triple in job returns, which is of type tuple of length 3"),
-        ("job:make_model", "which is of type Sequential"),
-        ("job:swapped", "model should be an nn.Module, but is of type Tensor"),
-        ("job:without_batch", "batch is missing"),
-        ("job:misspelt", "'optimiser' is not known"),
-        ("job:wrong_loss", "loss should be a function of the model's output"),
-        ("job:wrong_optimizer", "optimizer should be a torch.optim.Optimizer"),
+        (
+            "job:triple",
+            "triple in job returns a value of type tuple of length 3. Have it  return model, batch",
+        ),
+        ("job:make_model", "make_model in job returns a value of type Sequential"),
+        ("job:swapped", "returns a Tensor as model, which should be an nn.Module"),
+        ("job:without_batch", "returns a dict without 'batch'"),
+        ("job:misspelt", "the unknown key 'optimiser'"),
+        ("job:wrong_loss", "as loss, which should be a function of the output"),
+        ("job:wrong_optimizer", "as optimizer, which should be a torch.optim.Optimizer"),
     ],
 )
 def test_targets_that_cannot_be_used(capsys, target, said):
@@ -54,8 +57,8 @@ def test_targets_that_cannot_be_used(capsys, target, said):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("job:pair", "make_batch should be a function of a size that returns a batch"),
-        ("job:as_dict", "make_batch is missing: return model, make_batch"),
+        ("job:pair", "make_batch, which should be a function from a size to a batch"),
+        ("job:as_dict", "a dict without 'make_batch'. Have it  return model, make_batch"),
         ("job:make_model", "return model, make_batch"),
     ],
 )

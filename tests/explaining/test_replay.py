@@ -193,7 +193,7 @@ def test_a_policy() -> None:
     needless = ("not held", "matmuls(), but nothing needs it")
     assert saying(explanation, path="blocks.1.down") == needless
     # What comes of the product is all that is needed, and is held in its place.
-    replaced = ("not held", "matmuls(), but what is made of it is held")
+    replaced = ("not held", "matmuls(), but a result computed from it is held")
     assert saying(explanation, path="blocks.1.out") == replaced
     assert only(explanation, path="blocks.1", reason="matmuls(), for aten.mm").op == "aten.add"
 
@@ -333,7 +333,7 @@ def test_another_function_at_every_call() -> None:
         run()
     explanation = recollect.explain(run)
     (note,) = explanation.calls[0].notes
-    assert note.startswith("recorded at every call: it is another function at every call: ")
+    assert note.startswith("recorded at every call: it differs in every call: ")
     assert note in str(explanation)
     assert explanation.held_bytes == held(run)
 

@@ -579,7 +579,7 @@ def test_keywords_are_passed_on():
 
 
 def test_not_callable():
-    with pytest.raises(TypeError, match="function_or_module should be callable, but got 3"):
+    with pytest.raises(TypeError, match="function_or_module should be callable, but got int"):
         recollect.explain(3)
 
 

@@ -119,6 +119,10 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out() -> None:
         trained(Module, [Fit(0.8, module="net")])
     with pytest.raises(ValueError, match="budget should be more than 0"):
         Fit(0)
+    with pytest.raises(ValueError, match="offload should be True, False or 'auto'"):
+        Fit(0.7, offload="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ofload"):
+        Fit(0.7, ofload=False)  # type: ignore[call-arg]
 
 
 class Broken(Module):

@@ -181,6 +181,10 @@ def test_accelerate_before_and_after(accelerate: Any) -> None:
     assert_identical(results[1:], results[:1] * 2)
 
 
-def test_a_bad_budget_is_refused_at_once() -> None:
+def test_bad_options_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="budget should be more than 0"):
         FitCallback(0)
+    with pytest.raises(ValueError, match="offload should be True, False or 'auto'"):
+        FitCallback(0.7, offload="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ofload"):
+        FitCallback(0.7, ofload=False)  # type: ignore[call-arg]

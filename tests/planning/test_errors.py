@@ -43,13 +43,18 @@ def _never(out: Any) -> Tensor:
 
 
 def test_a_budget_in_the_place_of_the_batch() -> None:
-    with pytest.raises(TypeError, match=r'batch: there is no tensor in this str.*budget="12GiB"'):
+    with pytest.raises(TypeError, match=r"batch: there is no tensor in this str.*budget='22GiB'"):
         recollect.fit(_model(), "22GiB")
 
 
 def test_a_batch_without_a_tensor() -> None:
     with pytest.raises(TypeError, match="batch: there is no tensor in this list"):
         recollect.plan(_model(), [1, 2, 3], 0.5)
+
+
+def test_a_list_in_the_place_of_a_tuple() -> None:
+    with pytest.raises(TypeError, match=r"batch: .* with the list .* pass a tuple: recollect.plan"):
+        recollect.plan(_model(), [X, X], 0.5)
 
 
 def test_a_batch_on_another_device() -> None:
@@ -161,8 +166,11 @@ def test_offload_where_there_is_no_device_to_offload_from() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.AdamW, 3])
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"):
+    with pytest.raises(
+        TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"
+    ) as e:
         recollect.plan(_model(), X, 0.5, loss=_never, optimizer=optimizer)
+    assert "torch.optim.AdamW(model.parameters())" in str(e.value)
 
 
 def test_an_optimizer_that_calls_the_model_itself() -> None:

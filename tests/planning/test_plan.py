@@ -299,7 +299,9 @@ def test_it_can_be_pickled_and_copied(plan: recollect.Plan, model: Decoder) -> N
 def test_a_file_that_is_no_plan(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="is no plan that this version of recollect can read") as e:
+    with pytest.raises(
+        ValueError, match="is not a plan that this version of recollect can read"
+    ) as e:
         recollect.Plan.load(path)
     assert str(path) in str(e.value)
 
@@ -307,7 +309,7 @@ def test_a_file_that_is_no_plan(content: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_even_text(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(b"\x80\x02\xff\xfe")
-    with pytest.raises(ValueError, match="is no plan that this version of recollect can read"):
+    with pytest.raises(ValueError, match="is not a plan that this version of recollect can read"):
         recollect.Plan.load(path)
 
 
@@ -418,7 +420,9 @@ def test_the_forward_of_an_instance_is_kept(plan: recollect.Plan, model: Decoder
 
 def test_it_is_not_applied_twice(plan: recollect.Plan, model: Decoder) -> None:
     plan.apply(model)
-    with pytest.raises(ValueError, match=r"a plan is applied to this Decoder already; plan.remove"):
+    with pytest.raises(
+        ValueError, match=r"a plan is applied to this Decoder already; call plan.remove"
+    ):
         plan.apply(model)
     plan.remove(model)
     with pytest.raises(ValueError, match="no plan is applied to this Decoder"):
@@ -447,7 +451,7 @@ def test_unwrap_takes_a_plan_away_too(plan: recollect.Plan, model: Decoder) -> N
         (lambda: _model(4), r"it has layers\.3\.norm1\.weight"),
         (lambda: Decoder(3, 64), r"its embed\.weight is \[96, 64\] float32, and was \[96, 32\]"),
         (lambda: _model().double(), r"its embed\.weight is \[96, 32\] float64, and was"),
-        (Custom, r"of the Custom given, it has no embed\.weight"),
+        (Custom, r"The Custom given differs: it has no embed\.weight"),
     ],
 )
 def test_another_model_is_refused_with_what_differs(

@@ -114,7 +114,7 @@ def test_the_sentence_says_it_in_plain_words():
     assert summary(PICTURE) == (
         "With a budget of 8.00 GiB the step is predicted to need at most 7.28 GiB, 53.3% of the "
         "13.66 GiB of the plain step, and takes 8.1% longer. No plan that fits can take less than "
-        "386 ms: this one is within 0.7% of that."
+        "386 ms: this one is predicted to be within 0.7% of that."
     )
     assert summary(frontier_only(PICTURE)) == (
         "A step can run in as little as 5.20 GiB, 38.1% of the 13.66 GiB of the plain step, and "

@@ -1230,7 +1230,7 @@ def test_waiting_for_ever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(inputs, lambda: [*items])
     assert worker.inside.wait(60)
     monkeypatch.setattr(inputs_module, "PATIENCE", 0.05)
-    with pytest.raises(recollect.CheckpointError, match="same container"), as_at_the_call(inputs):
+    with pytest.raises(recollect.CheckpointError, match="the same list"), as_at_the_call(inputs):
         pass
     assert worker.end() == [0]
     assert items == [0, 1]

@@ -81,8 +81,8 @@ def _model(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
     maker = next((each for each in makers if type(config) in each._model_mapping), None)  # noqa: SLF001 -- there is no public name for it
     if maker is None:
         raise UsageError(
-            f"MODULE: {type(config).__name__} is of no language model. Write a function that "
-            "makes the model and a batch:  def build(): return model, batch"
+            f"MODULE: {type(config).__name__} is not the config of a language model. Write "
+            "a function that makes the model and a batch:  def build(): return model, batch"
         )
     made: nn.Module = maker.from_config(config, **({} if dtype is None else {"dtype": dtype}))
     return made

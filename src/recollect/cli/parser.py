@@ -105,8 +105,9 @@ examples:
 
 def closest(word: str, words: Sequence[str]) -> str:
     """A question that names what was probably meant; empty if nothing is close."""
-    found = difflib.get_close_matches(word, words, n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    by_lower = {each.lower(): each for each in words}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" Did you mean {by_lower[found[0]]}?" if found else ""
 
 
 class _Parser(ArgumentParser):
@@ -228,7 +229,7 @@ def _output_options() -> ArgumentParser:
 def _planning_options() -> ArgumentParser:
     """The options of commands that plan a training step."""
     parser = ArgumentParser(add_help=False)
-    what = "hold nothing in the memory of the host"
+    what = "offload nothing to the host"
     parser.add_argument("--no-offload", action="store_true", help=what)
     what = (
         "the training loop frees the model's output before backward, as the Trainer of "
@@ -295,5 +296,5 @@ def _output(text: str) -> Path:
             f"make it, with  mkdir -p {path.parent}"
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ArgumentTypeError(f"{text} cannot be written: name a file that can be")
+        raise ArgumentTypeError(f"{text} cannot be written: name another file")
     return path

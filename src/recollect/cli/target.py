@@ -53,23 +53,23 @@ def load_target(text: str, second: str = "batch") -> Target:
     try:
         return _checked(_target(function(), second), second)
     except UsageError as error:
-        what = f"FUNCTION: of what {name} in {module_name} returns, {error}"
-        raise UsageError(f"{what}: {_returns(second)}") from error
+        what = f"FUNCTION: {name} in {module_name} returns {error}"
+        raise UsageError(f"{what}. Have it  {_returns(second)}") from error
 
 
 def _target(returned: Any, second: str) -> Target:
     names = ["model", second, *Target._fields[2:]]
     if isinstance(returned, Mapping):
         if missing := [name for name in names[:2] if name not in returned]:
-            raise UsageError(f"{missing[0]} is missing")
+            raise UsageError(f"a dict without {missing[0]!r}")
         if unknown := [key for key in returned if key not in names]:
-            raise UsageError(f"{unknown[0]!r} is not known")
+            raise UsageError(f"a dict with the unknown key {unknown[0]!r}")
         parts: dict[str, Any] = {Target._fields[names.index(k)]: v for k, v in returned.items()}
         return Target(**parts)
     if isinstance(returned, tuple) and len(returned) == 2:
         return Target(*returned)
     length = f" of length {len(returned)}" if isinstance(returned, (tuple, list)) else ""
-    raise UsageError(f"which is of type {type(returned).__name__}{length}, no use is known")
+    raise UsageError(f"a value of type {type(returned).__name__}{length}")
 
 
 def _checked(target: Target, second: str) -> Target:
@@ -77,13 +77,13 @@ def _checked(target: Target, second: str) -> Target:
     is_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
     is_batch = second == "batch" or callable(batch)
     for is_fine, what, value in (
-        (isinstance(model, nn.Module), "model should be an nn.Module", model),
-        (is_batch, "make_batch should be a function of a size that returns a batch", batch),
-        (loss is None or callable(loss), "loss should be a function of the model's output", loss),
-        (is_optimizer, "optimizer should be a torch.optim.Optimizer", optimizer),
+        (isinstance(model, nn.Module), "model, which should be an nn.Module", model),
+        (is_batch, "make_batch, which should be a function from a size to a batch", batch),
+        (loss is None or callable(loss), "loss, which should be a function of the output", loss),
+        (is_optimizer, "optimizer, which should be a torch.optim.Optimizer", optimizer),
     ):
         if not is_fine:
-            raise UsageError(f"{what}, but is of type {type(value).__name__}")
+            raise UsageError(f"a {type(value).__name__} as {what}")
     return target
 
 
@@ -101,16 +101,16 @@ def _module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"MODULE: there is no module {error.name!r} in {Path.cwd()} or installed. A file is "
-            f"named by its path, such as {name.replace('.', '/')}.py:FUNCTION"
+            f"MODULE: there is no module {error.name!r}, neither in {Path.cwd()} nor installed. "
+            f"To name a file, give its path, such as {name.replace('.', '/')}.py:FUNCTION"
         ) from error
 
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(
-            f"MODULE: there is no file {path} (in {Path.cwd()}). Name one that there is, "
-            "or a module by its dotted name"
+            f"MODULE: there is no file {path} in {Path.cwd()}. Check the path, "
+            "or give the dotted name of a module"
         )
     path = path.resolve()
     _make_importable(path.parent)
@@ -119,7 +119,7 @@ def _from_file(path: Path) -> ModuleType:
         name = f"{name} ({path})"  # which no import names: the other module stays
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"MODULE: {path} is no file of Python: its name should end in .py")
+        raise UsageError(f"MODULE: {path} is not a Python file: its name should end in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -155,7 +155,8 @@ def _function(module: ModuleType, module_name: str, name: str, second: str) -> C
         )
     if not callable(function):
         raise UsageError(
-            f"FUNCTION: {name} in {module_name} is no function but a {type(function).__name__}. "
+            f"FUNCTION: {name} in {module_name} should be a function, but is of type "
+            f"{type(function).__name__}. "
             f"Write one that makes the model:  def build(): {_returns(second)}"
         )
     needed = [

@@ -203,7 +203,7 @@ class _Findings:
         if op.keep not in self._titles:
             return None
         is_replaced = op.number in self._replaced
-        why = "what is made of it is held" if is_replaced else "nothing needs it"
+        why = "a result computed from it is held" if is_replaced else "nothing needs it"
         return f"{op.keep}, but {why}"
 
     def _why_not_again(self, op: RecordedOp) -> str | None:

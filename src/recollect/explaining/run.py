@@ -70,8 +70,8 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
     """
     if not callable(function_or_module):
         raise TypeError(
-            f"function_or_module should be callable, but got {function_or_module!r} of type "
-            f"{type(function_or_module).__name__}"
+            f"function_or_module should be callable, but got {type(function_or_module).__name__}. "
+            "Pass the model, or a function such as lambda: loss(model(x), y)"
         )
     with recordings_preserved():
         watcher, rows = _forward(function_or_module, args, kwargs)

@@ -19,6 +19,8 @@ from recollect.modules import copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
+from recollect.planning.prepare import Offload, check_offload
+from recollect.planning.trial import Progress
 
 __all__ = ["Fit"]
 
@@ -35,7 +37,8 @@ class Fit(Callback):
     Args:
         budget: As in `recollect.fit`: ``"22GiB"``, or ``"auto"`` for the memory of the device.
         module: The name of the module to plan, such as ``"model"``, in place of ``training_step``.
-        options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
+        offload: As in `recollect.fit`.
+        progress: As in `recollect.fit`: True shows what is being done.
 
     Example::
 
@@ -44,12 +47,18 @@ class Fit(Callback):
     """
 
     def __init__(
-        self, budget: float | str = "auto", *, module: str | None = None, **options: Any
+        self,
+        budget: float | str = "auto",
+        *,
+        module: str | None = None,
+        offload: Offload = "auto",
+        progress: bool | Progress | None = None,
     ) -> None:
         check_budget(budget)
+        check_offload(offload)
         self._budget = budget
         self._module = module
-        self._options = options
+        self._options: dict[str, Any] = {"offload": offload, "progress": progress}
         self._runner: Runner | LazyFit | None = None
         #: Its ``training_step`` as a module, if that is compiled.
         self._compiled: CompiledMethod | None = None

@@ -21,7 +21,8 @@ from recollect.modules import OPTIONS, unwrap_module
 from recollect.planning.api import fit
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
-from recollect.planning.prepare import is_gradient_checkpointing
+from recollect.planning.prepare import Offload, check_offload, is_gradient_checkpointing
+from recollect.planning.trial import Progress
 
 __all__ = ["FitCallback"]
 
@@ -36,7 +37,8 @@ class FitCallback(TrainerCallback):
 
     Args:
         budget: As in `recollect.fit`: ``"22GiB"``, or ``"auto"`` for the memory of the device.
-        options: Further options of `recollect.fit`, such as ``offload`` and ``progress``.
+        offload: As in `recollect.fit`.
+        progress: As in `recollect.fit`: True shows what is being done.
 
     Example::
 
@@ -44,10 +46,17 @@ class FitCallback(TrainerCallback):
         trainer.train()
     """
 
-    def __init__(self, budget: float | str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        budget: float | str = "auto",
+        *,
+        offload: Offload = "auto",
+        progress: bool | Progress | None = None,
+    ) -> None:
         check_budget(budget)
+        check_offload(offload)
         self._budget = budget
-        self._options = options
+        self._options: dict[str, Any] = {"offload": offload, "progress": progress}
         #: Whether the model had gradient checkpointing before, and with which keywords.
         self._was_checkpointing = False
         self._keywords: dict[str, Any] | None = None

@@ -44,14 +44,14 @@ def plan(
     offload: Offload = "auto",
     holds_output: bool = True,
 ) -> Plan:
-    """Choose what to keep, recompute and offload for a training step to stay within a budget.
+    """Plan what a training step keeps, recomputes and offloads to stay within a budget.
 
     Runs the step a few times: plain, to record it, and under the plan, to measure it. Everything
     is restored: parameters, gradients, buffers, optimizers in hooks, state of hooks and closures,
-    random streams. What cannot be restored is an error that names it.
+    random streams. If something cannot be restored, an error names it.
 
-    Where a process group exists this is a collective call: the ranks that have the model make one
-    plan together, and the highest peak of all of them counts.
+    If a process group exists, this is a collective call: the ranks that have the model make one
+    plan together, and the highest of their peaks counts.
 
     Args:
         model: The model to train, as it is, sharded by ``fully_shard``, or compiled. A step calls
@@ -64,12 +64,11 @@ def plan(
         loss: ``loss(output)`` or ``loss(output, batch)``: the scalar that backward starts from. By
             default the output if it is a scalar, its ``loss``, else the sum of its floating
             tensors.
-        optimizer: Its state and what its step allocates count too.
-        offload: Whether results may be held in host memory. By default if there is a device to
-            offload from, and it pays.
+        optimizer: Its state, and the memory that its step allocates, count too.
+        offload: Whether results may be held in host memory. By default on CUDA, where it pays.
         holds_output: Whether the training loop still holds the output of the model while backward
-            runs, as ``out = model(x); loss = f(out); loss.backward()`` does. If False, as for the
-            ``Trainer`` of transformers, its memory is used for something else.
+            runs, as ``out = model(x); loss = f(out); loss.backward()`` does. False, as for the
+            ``Trainer`` of transformers, leaves its memory to other tensors.
 
     Raises:
         InfeasibleBudget: No plan fits. Says the least feasible budget.
@@ -106,29 +105,28 @@ def fit(
     holds_output: bool = True,
     progress: bool | Progress | None = None,
 ) -> M:
-    """Have the training steps of a model stay within a budget. Returns the same model.
+    """Keep the training steps of a model within a budget. Returns the same model.
 
-    With a batch, the plan is made and applied at once; arguments are those of `plan`.
+    With a batch, the plan is made and applied at once; the arguments are those of `plan`.
 
-    Without one, nothing runs here. The first training step of your own loop is traced as it
-    happens, forward, loss and backward, with the results of every block recomputed, so that a
-    model trains which would not fit otherwise. The plan is made before the second step; that of a
-    compiled model after a few, which are compiled with little saved. Steps that
-    differ from it later (another shape, accumulated gradients, unfrozen parameters) are traced in
-    the same way, once for each kind.
+    Without a batch, nothing runs here. The first training step of your own loop is traced as it
+    happens: forward, loss and backward. Every block is recomputed in that step, so it fits even if
+    the plain step would not. The plan is made before the second step; for a compiled model it is
+    made after a few steps, whose graphs save little. Later steps of another kind (another shape,
+    accumulated gradients, unfrozen parameters) are traced in the same way, once for each kind.
 
-    Where a process group exists, call it on every rank, as `plan`.
+    If a process group exists, call it on every rank, as `plan`.
 
     Args:
         model: The model to train.
-        batch: What the model is called with; leave it out to have the loop's own.
-        budget: The highest allowed peak of bytes; by default what the device has.
-        loss: As in `plan`; with a batch alone, since a loop has its own.
-        optimizer: The same.
+        batch: What the model is called with. Leave it out to plan from the steps of your loop.
+        budget: The highest allowed peak, as in `plan`; by default what the device has.
+        loss: As in `plan`; only with a batch, since your loop has its own.
+        optimizer: As in `plan`; only with a batch.
         offload: As in `plan`.
-        holds_output: The same, with a batch alone.
-        progress: True: show what is being done, by a bar if tqdm is installed, else in lines; or a
-            function that is called with that and the fraction that is done.
+        holds_output: As in `plan`; used only with a batch.
+        progress: True: show progress, as a bar if tqdm is installed, else in lines. Or a function
+            of the current stage (a text) and the fraction done.
 
     Example::
 
@@ -146,9 +144,9 @@ def fit(
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
             raise ValueError(
-                f"{name}: without a batch the plan is made from the steps of your own loop, which "
-                f"has its {name}. Leave it out, or pass the batch too: recollect.fit(model, batch, "
-                f"budget, {name}=...)"
+                f"{name}: without a batch the plan is made from the steps of your own loop, with "
+                f"the loop's {name}. Leave it out, or pass the batch too: recollect.fit(model, "
+                f"batch, budget, {name}=...)"
             )
     lazy = lazy_runner(model, budget, offload=offload, progress=progress)
     if isinstance(lazy, LazyFit) and lazy.is_of_model:
@@ -189,14 +187,14 @@ def frontier(
 ) -> Frontier:
     """The memory/time frontier of a training step. Arguments as `plan`, ``progress`` as `fit`.
 
-    In a group of processes each one has its own. A step that communicates has none, since every
-    question to it may run steps.
+    With several processes, each has its own. A step that communicates has none, because every
+    query may run steps.
     """
     is_shared = isinstance(model, nn.Module) and (shards_of(model) or is_parallel(model))
     if is_shared and ranks_of(model):
         raise ValueError(
-            "model: its parameters are distributed over several processes, which plan together: "
-            "recollect.plan(model, batch, budget) on every rank says what is the least feasible "
+            "model: its parameters are distributed over several processes, for which there is no "
+            "frontier. recollect.plan(model, batch, budget) on every rank names the least feasible "
             "budget"
         )
     make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of

@@ -157,7 +157,7 @@ def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
         is_priced = all(each in graph.module_costs for each in schedule.modules)
         every = schedule if is_priced else Schedule(schedule.kept)
         and_products = Schedule(schedule.kept | expensive_ops(graph))
-        for name, each in (("every block", every), ("and products kept", and_products)):
+        for name, each in (("every block", every), ("every block, products kept", and_products)):
             outcome = simulate(graph, each)
             points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "peer"))
     return points
@@ -190,11 +190,11 @@ def list_notes(trials: Trials, candidate: Candidate, spread: float) -> tuple[str
         if trials.profile.timing is None:
             notes.append("There was no room for the plain step: its figures are predicted.")
     if not trials.step.holds_output:
-        notes.append("The output of the model is taken to be gone when backward runs.")
+        notes.append("The plan assumes that the loop frees the model's output before backward.")
     if spread >= _NOTABLE_SPREAD:
         notes.append(
-            f"Timings vary by {spread:.0%}: samples of the same work differed by that much. "
-            "Times, and what was chosen by them, are rough; plan on a quiet machine for better "
-            "ones. Bytes do not depend on it."
+            f"Timings vary by {spread:.0%} between samples of the same work. So times, and "
+            "choices based on them, are rough; plan on a quiet machine for better ones. Bytes "
+            "are exact all the same."
         )
     return tuple(notes)

@@ -45,7 +45,7 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
             inner = ".".join(("model", *([path] if path else []), "module"))
             raise ValueError(
                 f"model: {what} is wrapped in DistributedDataParallel, whose buckets and "
-                "collectives are no part of a plan. Fit what it wraps: "
+                "collectives a plan does not cover. Fit the module inside: "
                 f"recollect.fit({inner}, budget=...); or plan it: recollect.plan({inner}, batch, "
                 f"budget), and plan.apply({inner})"
             )
@@ -103,8 +103,8 @@ def _check_not_static(wrapper: DistributedDataParallel) -> None:
     """Refuse a wrapper that counts every backward of its parameters, whoever runs it."""
     if wrapper.static_graph:
         raise ValueError(
-            "model: it is wrapped in DistributedDataParallel with static_graph=True, which takes "
-            "the backwards of planning for steps of its own, and would never reduce a gradient "
+            "model: it is wrapped in DistributedDataParallel with static_graph=True, which "
+            "would count the backwards of planning as training steps, and never reduce a gradient "
             f"again. {_BEFORE.format(then='DistributedDataParallel(model, static_graph=True)')}"
         )
 
@@ -143,8 +143,8 @@ def compiled_collectives_refused() -> Iterator[None]:
 def _communicates(how: str) -> ValueError:
     return ValueError(
         f"model: its step communicates with other processes ({how}). Each process "
-        "would run it as often as its own plan takes, and wait for the others forever, or mix "
-        "their values with those of other steps. Plan for a part that does not communicate; or "
+        "would run the step a different number of times while it plans, and wait for the others "
+        "forever or mix values of different steps. Plan for a part that does not communicate; or "
         "make the plan in a group of one process, plan.save(path), and "
         f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
     )

@@ -43,10 +43,10 @@ _RUNNERS = (Runner, Installed)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlannedStep):
-    """What is kept, recomputed and offloaded in a training step, for its peak to obey a budget.
+    """The results that a training step keeps, recomputes and offloads to stay within a budget.
 
     Made by `recollect.plan`. Immutable. ``str()`` of it is a table. Peaks are in bytes, times in
-    seconds. What was measured is None where the step could not run.
+    seconds. Measured values are None where the step could not run.
 
     Attributes:
         budget: The highest peak that is allowed.
@@ -60,7 +60,7 @@ class Plan(PlannedStep):
         measured_peak: The peak of steps that ran under the plan.
         measured_time: The time of a step that ran under the plan.
         measured_plain_time: The time of plain steps that took turns with these.
-        spread: By how much times may be off, as a fraction: samples of the same work differed so.
+        spread: The relative difference between timings of the same work: so far times may be off.
         holds_output: Whether the loop is assumed to hold the output of the model through backward.
         output_bytes: The bytes of the output that were held in the steps that were measured.
         gradients: The bytes of gradients that were there when it was made, which it counts.
@@ -112,7 +112,7 @@ class Plan(PlannedStep):
         return model
 
     def remove(self, model: M) -> M:
-        """Have ``model`` run as it did before `apply`."""
+        """Undo `apply`: ``model`` runs plain again."""
         runner = vars(model).get(OPTIONS)
         if not isinstance(runner, _RUNNERS) or runner.plan != self:
             which = "another plan" if isinstance(runner, _RUNNERS) else "no plan"
@@ -138,7 +138,7 @@ class Plan(PlannedStep):
         if isinstance(vars(model).get(OPTIONS), _RUNNERS):
             raise ValueError(
                 f"model: a plan is applied to this {type(model).__name__} already; "
-                "plan.remove(model) it first"
+                "call plan.remove(model) first"
             )
         if is_compiled(model) and self.compiled is None:
             raise ValueError(
@@ -154,14 +154,14 @@ class Plan(PlannedStep):
             )
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
-                "model: it is wrapped in DistributedDataParallel, and the plan is for what it "
-                "wraps: plan.apply(model.module)"
+                "model: it is wrapped in DistributedDataParallel, and the plan is for the "
+                "module inside: plan.apply(model.module)"
             )
         difference = first_difference(self.state, model)
         if difference is not None:
             raise ValueError(
-                f"model: this plan is for another model, {self.model}: of the "
-                f"{type(model).__name__} given, {difference}. Make a plan for it: "
+                f"model: this plan is for another model, {self.model}. The "
+                f"{type(model).__name__} given differs: {difference}. Make a plan for it: "
                 "recollect.plan(model, batch, budget)"
             )
 
@@ -240,8 +240,9 @@ class Plan(PlannedStep):
         try:
             return cls(**_from_json(json.loads(Path(path).read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"path: {path} is no plan that this version of recollect can read ({error}). "
+                f"path: {path} is not a plan that this version of recollect can read ({why}). "
                 "Make it again: recollect.plan(...).save(path)"
             ) from error
 

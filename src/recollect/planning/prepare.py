@@ -75,8 +75,8 @@ def prepare_step(request: Request) -> TrainingStep:
     step.check_call()
     if profiler_is_on():
         raise RuntimeError(
-            "a torch profiler is running, and memory is measured by one: make the plan before "
-            "it starts, or after it has ended"
+            "a torch profiler is running, and planning needs the profiler to measure memory: make "
+            "the plan before yours starts, or after it has ended"
         )
     _warn_of_eval(model)
     return step
@@ -87,8 +87,8 @@ def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
     if step.is_shared:
         if offload is True:
             raise ValueError(
-                "offload=True: the results of a model that is sharded by fully_shard, or has "
-                "DTensor parameters, are kept or recomputed, and not offloaded. Leave it out"
+                "offload=True: plans for a model that is sharded by fully_shard, or has DTensor "
+                "parameters, do not offload. Leave it out"
             )
         return None
     link = measured_link(step.device) if offload else None
@@ -105,9 +105,9 @@ def _warn_of_eval(model: nn.Module) -> None:
     layer = None if model.training else find_mode_layer(model)
     if layer is not None:
         warn_user(
-            f"this {type(model).__name__} is in eval mode, and so is the step that is planned. In "
-            f"train mode its {layer} does more, and the step takes more memory. If it is trained "
-            "in train mode: model.train(), then recollect.plan(...)",
+            f"this {type(model).__name__} is in eval mode, so the plan is for a step in eval mode. "
+            f"In train mode its {layer} does more, and the step takes more memory. To train in "
+            "train mode, call model.train() and then recollect.plan(...)",
             PlanWarning,
         )
 
@@ -141,7 +141,7 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
     if any(map(is_lazy, parameters)):
         raise ValueError(
             f"model: this {type(model).__name__} has lazy parameters without a shape. Call it once "
-            "with a batch, under torch.no_grad(), and plan then"
+            "with a batch under torch.no_grad(), then plan"
         )
     if not parameters and not runs_steps:  # else `TrainingStep` refuses it
         raise ValueError(

@@ -11,11 +11,11 @@ from recollect.planning.trial import Progress
 
 
 def reporter(progress: bool | Progress | None) -> Progress:
-    """What to call with the work that is being done, and the fraction of it that is."""
+    """The function to call with the current stage and the fraction done."""
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise TypeError(
-            "progress should be True, False or a function of what is being done and of the "
-            f"fraction that is done, but got {progress!r}"
+            "progress should be True, False or a function of a text (the current stage) and a "
+            f"number (the fraction done), but got {progress!r}"
         )
     if callable(progress):
         return progress

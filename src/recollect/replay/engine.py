@@ -93,7 +93,7 @@ def obstacle_around() -> str | None:
     if is_transforming() or forward_ad_active():
         return "it is inside a transform of torch.func, or forward-mode differentiation"
     if is_capturing():
-        return "a CUDA graph captures it, and generators cannot be read then"
+        return "a CUDA graph captures it, and meanwhile generators cannot be read"
     return None
 
 

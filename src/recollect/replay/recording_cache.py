@@ -81,7 +81,7 @@ class CacheEntry:
         self._misses += not is_given  # it was no call of this kind that was recorded
         if self._misses >= _PATIENCE:
             # A call that differs holds more than one that is recorded.
-            self.unsettled = f"it is another function at every call: {difference}"
+            self.unsettled = f"it differs in every call: {difference}"
 
 
 class _Entries(OrderedDict[Any, CacheEntry]):
@@ -198,7 +198,7 @@ class UnsupportedArgument(Exception):
 
 
 def _signature_of(value: Any, accepts_parts: bool = True) -> Any:
-    """What is compared of an argument. ``accepts_parts``: whether it may be a ``DTensor``."""
+    """The signature of an argument. ``accepts_parts``: whether it may be a ``DTensor``."""
     if isinstance(value, torch.Tensor):
         local = local_tensor(value)
         if not is_plain_tensor(local) or (local is not value and not accepts_parts):

@@ -73,7 +73,7 @@ class Explanation:
         if inputs > _MUCH * self.held_bytes:
             remarks.append(
                 f"Inputs of regions are {bytes_text(inputs)}, {inputs / self.held_bytes:.0%} of "
-                "what is held. Fewer and larger regions have fewer inputs; offload_inputs=True "
+                "the held memory. Fewer and larger regions have fewer inputs; offload_inputs=True "
                 "moves them to the host."
             )
         outside = [row for row in self.rows if row.reason in (AUTOGRAD, RESULT, ELSEWHERE)]
@@ -81,8 +81,8 @@ class Explanation:
         if count > _MUCH * self.held_bytes:
             largest = max(outside, key=lambda row: row.bytes)
             remarks.append(
-                f"{bytes_text(count)}, {count / self.held_bytes:.0%} of what is held, is kept "
-                "outside of any region, where no policy reaches it. The largest part is "
+                f"{bytes_text(count)}, {count / self.held_bytes:.0%} of the held memory, is "
+                "kept outside of any region, where no policy applies. The largest part is "
                 f"{bytes_text(largest.bytes)} of {largest.op} in {largest.path or 'the function'}."
             )
         return tuple(remarks)

@@ -53,12 +53,13 @@ _COLOURS = 7
 _LARGEST = 5
 
 _PLAN_MODULES = """\
-Bytes of the results that backward needs, and the time that their ops take; that of recomputed ones
-is spent once more. Equal layers are one row. A bar compares a module with its siblings."""
-_PREDICTED = "What is not said to be measured is predicted from one recorded step."
-_HELD_MODULES = """\
-Bytes that are held on the device, among them the inputs of regions; that regions recompute in
-backward; and that stores hold."""
+Bytes of the results that backward needs, and the time of their ops; recomputed ops spend it once
+more. Equal layers are one row. A bar compares a module with its siblings."""
+_PREDICTED = "Figures that are not called measured are predicted from one recorded step."
+_HELD_MODULES = (
+    "Bytes held on the device (inputs of regions included), recomputed in backward, and held by "
+    "stores."
+)
 
 #: What is filled into a section; None if the section does not apply.
 _Fields = dict[str, str] | None
@@ -129,7 +130,7 @@ def comparison_page(
         "changes": {
             "header": _header(("module", "op", "memory", *names)),
             "rows": _body(changes)
-            or '<tr><td colspan="5">Nothing: every op has one fate.</td></tr>',
+            or '<tr><td colspan="5">Nothing: both plans treat every op alike.</td></tr>',
         },
         "noscript": {"table": escape(text)},
     }

@@ -22,7 +22,7 @@ class Point:
 
 
 class Mark(NamedTuple):
-    """From when on something runs."""
+    """The time at which an op begins to run."""
 
     seconds: float
     path: str  #: the module
@@ -184,7 +184,7 @@ def summary(report: PlanReport) -> str:
         return f"{text}. No plan that fits is faster."
     return (
         f"{text}. No plan that fits can take less than {seconds_text(report.bound_time)}: "
-        f"this one is within {percent_text(report.gap)} of that."
+        f"this one is predicted to be within {percent_text(report.gap)} of that."
     )
 
 

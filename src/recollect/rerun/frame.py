@@ -54,7 +54,7 @@ def make_contexts(context_fn: Callable[[], Contexts]) -> Contexts:
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
             raise TypeError(
                 "context_fn should return a tuple of two context managers, but "
-                f"{context!r} of type {type(context).__name__} is none"
+                f"{context!r} of type {type(context).__name__} is not one"
             )
     if is_tracing() and not all(isinstance(c, TorchDispatchMode) for c in contexts):
         raise AssertionError(

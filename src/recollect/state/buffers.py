@@ -1,23 +1,23 @@
 """Tensors that a region writes to or reads, beside its arguments.
 
-Those that it writes to (statistics, counters, histories) must end as after one forward (BatchNorm
-counts a batch once), and a rerun must read them as forward did. So buffers that have changed when
-forward is over get their former values for the time of a rerun, in place. Version counters stay as
-they are: for autograd nothing has happened.
+BatchNorm is counted once: tensors that a region writes to (statistics, counters, histories) must
+end as after one forward, and a rerun must read their values of forward. So buffers that forward
+changed get their former values in place while the region is rerun. Version counters stay as they
+are, as if nothing had happened.
 
 Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics though
 its schema does not say so, and ``buffer.data.copy_()`` is a common way to update a moving average.
-So copies are compared by content on the CPU. On a device comparing would synchronize: there,
-buffers of modules that may do so are assumed to have changed. Large buffers are masks and tables,
-as a rule: those are copied and compared, wherever they are, at their first call, and copied later
-only if they have ever changed.
+So copies are compared by content on the CPU. On a device a comparison would synchronize: there,
+buffers of modules that may write so are assumed to have changed. Large buffers are usually masks
+and tables: they are copied and compared at their first call, and copied later only if they have
+ever changed.
 
-Those that it only reads, such as parameters, are guarded by their versions. A rerun reads them
-again: if one was changed in place meanwhile, it would compute with the new value, where plain
-autograd raises. One that differs is an error if the rerun uses the tensor: the model that a closure
-holds may have other parameters, which may change. A parameter whose ``data`` was exchanged, emptied
-or filled has the version it had: sharding engines do this all the time, and ensure that the values
-are the same.
+Tensors that a region only reads, such as parameters, are guarded by their versions. A rerun reads
+them again: if one was changed in place meanwhile, the rerun would compute with the new value, where
+plain autograd raises. Such a change is an error only if the rerun uses the tensor: a closure may
+hold a model with other parameters, which may change. Replacing, emptying or filling the ``data`` of
+a parameter does not change its version: sharding engines do so all the time, and ensure that the
+values are the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Watched:
         return self.writes is not Writes.SEEN
 
     def remember(self, has_changed: bool) -> None:
-        """Note, of a large one, whether it has ever changed."""
+        """Note whether a large tensor has ever changed."""
         key = id(self.tensor), self.writes
         known = _large.get(key)
         if known is None:
@@ -103,9 +103,9 @@ class BufferState:
         """Watch ``buffers``, and those of ``tensors`` that are small and need no gradient."""
         self._watched: list[_Watched] = []
         self._changed: list[_Watched] = []
-        #: Why there can be no rerun, if so.
+        #: Why the region cannot be rerun, if so.
         self._refusal: str | None = None
-        #: Tensors that are not watched: to change them in place is an error.
+        #: Tensors that are not watched: an in-place change is an error.
         self.others: list[_Tensor] = []
         for owner, name, writes in buffers:
             tensor = owner[name]
@@ -191,15 +191,15 @@ _OUTSIDE = "a tensor outside of modules"
 
 _GAINED_HISTORY = (
     "a checkpointed region wrote to {name}, {shape}, a value that requires grad. Backward through "
-    "that tensor needs the region to run again, and for that the tensor would need its value from "
-    "before, which cannot be restored. Write what is detached (buffer.copy_(x.detach())), or "
-    "return the value from the region."
+    "that tensor would run the region again from the tensor's earlier value, which cannot be "
+    "restored. Write a detached value (buffer.copy_(x.detach())), or return the value from the "
+    "region."
 )
 
 _NOT_COPIED = (
     "a checkpointed region changed {name}, {shape}, which it had left alone in earlier calls. "
-    "Being large it was not copied, so the region cannot be recomputed as it was. From the next "
-    "call on it will be copied. To have it right from the start, change it outside of the region."
+    "It is large and was not copied, so the region cannot be recomputed. From the next call on it "
+    "will be copied. To avoid the error, change it outside of the region."
 )
 
 _RESIZED = (

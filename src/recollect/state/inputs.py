@@ -144,8 +144,8 @@ def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
 def _refusal_to_draw(name: str, iterator: Any) -> Callable[[], InputChanged | None]:
     text = (
         f"{name} of an argument of a checkpointed region is an iterator "
-        f"({type(iterator).__name__}), which can be gone through only once, and the recomputation "
-        "of the region draws from it. Take the item outside and pass it as an argument, or hold a "
+        f"({type(iterator).__name__}), which can be read only once, and the recomputation of the "
+        "region draws from it. Take the item outside and pass it as an argument, or hold a "
         "list and the number of the next item."
     )
     # Not for another thread, which has nothing to do with the rerun.
@@ -157,8 +157,8 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     iterator = ArgumentSnapshot([*args, *kwargs.values()]).iterator
     if iterator is not None:
         raise TypeError(
-            f"an argument is an iterator ({type(iterator).__name__}), which one run would use up, "
-            "and this is not the only one. Pass a list of its items, `list(...)`"
+            f"an argument is an iterator ({type(iterator).__name__}), which the first run would "
+            "use up, and there are several. Pass a list of its items, `list(...)`"
         )
 
 
@@ -170,12 +170,12 @@ _swapping = threading.RLock()
 def _swapped(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
     """A context in which objects have the contents of ``entries``.
 
-    What cannot be restored is an ``InputChanged`` with its ``name``; without ``name``, it stays as
-    it is.
+    If something cannot be restored, ``InputChanged`` is raised with its ``name``; without ``name``
+    it stays as it is.
     """
     if not _swapping.acquire(timeout=PATIENCE):
         raise CheckpointError(_STUCK)
-    #: What each holds without us, and whether it was given other contents.
+    #: The contents of each object outside of the context, and whether it was given others.
     before: list[tuple[Entry, bool]] = []
     try:
         differ = [not restorer.same(thing, held) for thing, restorer, held in entries]
@@ -192,7 +192,7 @@ def _swapped(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterato
 
 
 def _swap_back(before: list[tuple[Entry, bool]], name: Callable[[Any], str] | None) -> None:
-    """Give everything what it held before, whatever has happened to it since."""
+    """Give every object its contents from before the context."""
     refusal: InputChanged | None = None
     for entry, was_changed in reversed(before):
         if was_changed or not entry[1].same(entry[0], entry[2]):
@@ -219,9 +219,9 @@ def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:
 
 
 _STUCK = (
-    "two threads recompute regions whose arguments have to be put back to what they were, such as "
-    f"the same container, and one has waited {PATIENCE:.0f} seconds for the other. Does a region "
-    "go backward inside of itself, over several devices? Pass it tensors and tuples only."
+    "two threads recompute regions with arguments that have to be restored, such as the same "
+    f"list, and one has waited {PATIENCE:.0f} seconds for the other. Does a region call backward "
+    "inside of itself, over several devices? Pass it tensors and tuples only."
 )
 
 
@@ -320,7 +320,7 @@ class Inputs:
         if contents.iterator is not None:
             raise TypeError(
                 f"{self._name(contents.iterator)} of a checkpointed region is an iterator "
-                f"({type(contents.iterator).__name__}), which can be gone through only once: "
+                f"({type(contents.iterator).__name__}), which can be read only once: "
                 "backward recomputes the region and would find it used up. Pass a list of its "
                 "items, `list(...)`, or make the iterator inside the function."
             )
@@ -345,9 +345,9 @@ class Inputs:
     def settle(self) -> None:
         """Note what the region itself changed in place.
 
-        If it changed a tensor, backward raises. All arguments are released then, since the history
-        of that tensor may run through the region, which would hold itself. A copied one is restored
-        for a rerun, unless it has got a history.
+        If it changed a tensor, backward raises, and all arguments are released: the history of that
+        tensor may run through the region, which would then hold itself. A copied tensor is restored
+        for a rerun, unless it has gained a history.
         """
         for tensor, version in zip(self.copied, self._versions, strict=True):
             if tensor.requires_grad:

@@ -47,9 +47,9 @@ _UNINTERESTING: tuple[Any, ...] = (
 def lazy_module(name: str, module: nn.Module) -> ValueError:
     """What to raise for a module that is still to make its parameters."""
     return ValueError(
-        f"{name} is a {type(module).__name__} with parameters that are not made yet: a lazy module "
-        "makes them in its first call, which cannot be repeated. Run the model once before (with "
-        "torch.no_grad(): model(x))."
+        f"{name} is a {type(module).__name__} whose parameters do not exist yet: a lazy module "
+        "makes them in its first call, which cannot be repeated. Run the model once before, under "
+        "torch.no_grad()."
     )
 
 

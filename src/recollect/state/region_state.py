@@ -1,4 +1,4 @@
-"""Everything that a rerun must find again beside its arguments, in one object for all engines (R3).
+"""The state that a rerun restores besides its arguments, in one object for all engines (R3).
 
 In forward:
 
@@ -8,7 +8,7 @@ In forward:
 
 In a rerun:
 
-4. Prepare to raise on what has changed since (2), if it gets used.
+4. Prepare to raise if the function uses a tensor that has changed since (2).
 5. Restore containers, buffers, variables, streams and ambient state to (2), run the function, and
    undo that.
 """
@@ -82,7 +82,7 @@ class RegionState:
         self._ambient = Ambient()
 
     def settle(self) -> None:
-        """Note what the call, which is over, has changed."""
+        """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
         if self._variables:
@@ -107,7 +107,7 @@ class RegionState:
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run ``function`` with everything as it was, and leave everything as it is.
+        """Run ``function`` in the state of the call, then restore the present state.
 
         ``args`` and ``kwargs`` come from ``Inputs.recall``. Containers and objects among them get
         the contents that they had.
@@ -121,7 +121,7 @@ class RegionState:
     def _run_restored(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        # Almost always all is as it was, and to find that out is all it costs.
+        # Almost always nothing has changed, and this check is the only cost.
         same_modules, same_ambient = self._modules.is_present(), self._ambient.is_present()
         differing = _differing(self._variables) if self._variables else []
         is_present = same_modules and same_ambient and not differing
@@ -173,7 +173,7 @@ def _differing(variables: Sequence[Entry]) -> list[Entry]:
 def _unassigned(variables: Sequence[Entry]) -> list[Entry]:
     """``variables`` without those that the region has assigned to (``nonlocal``, ``global``).
 
-    Like an attribute, what they count is the user's.
+    They are the user's own state, like attributes.
     """
     left: list[Entry] = []
     for thing, restorer, held in variables:
@@ -286,7 +286,7 @@ def _written(args: tuple[Any, ...]) -> list[_Tensor]:
 class CollectiveRecorder(DispatchMode):
     """Runs in forward and keeps the results of collectives (``SyncBatchNorm``) for the rerun.
 
-    To gather the statistics of all processes again would cost a round of communication, and would
+    Gathering the statistics of all processes again would cost a round of communication, and would
     hang if the other processes did not rerun at the same time. The results are small.
     """
 

@@ -1,9 +1,9 @@
-"""A context after which everything that some code can reach is as it was before (P1).
+"""A context that restores everything that some code can reach (P1).
 
 `plan` and `explain` run a step in it. Unlike `Reachable`, which a region searches at every call, a
 `Snapshot` may take its time: it visits everything that can be found from its roots (modules, hooks,
 closures, optimizers, classes, global variables) and takes the contents of each object by its
-restorers. At the end each object that has changed gets its former contents, and so do tensors.
+restorers. At the end, changed objects and tensors get their former contents back.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _CACHE = type(functools.lru_cache(len))
 #: The types of methods, of which those that are called are visited.
 _METHODS = (FunctionType, staticmethod, classmethod, property)
-#: Types of objects that are nothing but what they refer to.
+#: Types of objects without state except the objects that they refer to.
 _TRANSPARENT = {*_METHODS[1:], MethodType, BuiltinFunctionType, MethodWrapperType}
-#: Packages whose functions and classes keep no state of the user's.
+#: Packages whose functions and classes hold no state of the user.
 _CLOSED = frozenset({"torch", "recollect", "numpy", *sys.stdlib_module_names})
-#: Parts of those whose objects do.
+#: Parts of these packages whose objects do.
 _OPEN = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.cuda.amp.")
 #: What torch calls of the user's by name.
 _CALLED_BY_TORCH = ("forward", "backward", "setup_context", "step", "pack_hook", "unpack_hook")
@@ -278,12 +278,12 @@ class Snapshot:
         return keys - {memory_key(each) for each in trained if isinstance(each, _Tensor)}
 
     def log(self) -> WriteLog:
-        """A mode for the first step: what ops write to in it is put back, whatever it is."""
+        """A mode for the first step: all tensors that its ops write to are put back."""
         return WriteLog(self._tensor_snapshot)
 
     @property
     def written(self) -> list[Written]:
-        """What ops were seen to write to."""
+        """The storages that ops were seen to write to."""
         return self._tensor_snapshot.written
 
     def _replace_iterators(self) -> None:
@@ -365,14 +365,14 @@ _PLACE = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 _LISTED = 5
 
 _LOST = (
-    "the step has changed what cannot be put back: {names}. Either no operation of torch wrote to "
-    "it (numpy, compiled code), or the first step did not, and a later one did. Take the hook or "
-    "the attribute away while the plan is made, or make it when the next step does the same as the "
-    "one after it; then set the value again, which is not what it was."
+    "the step has changed a value that cannot be put back: {names}. Either something other than a "
+    "torch operation wrote to it (numpy, compiled code), or a later step wrote to it and the first "
+    "one did not. Remove the hook or the attribute while the plan is made, or plan when all steps "
+    "do the same. Then set the value again: it has changed."
 )
 
 _USED_UP = (
-    "{name} is an iterator ({kind}), which this step uses up. The step is run several times here, "
+    "{name} is an iterator ({kind}), which this step uses up. Planning runs the step several times "
     "and must leave everything as it was: hold a list of the items and the number of the next one, "
     "or take the item outside and pass it as an argument"
 )

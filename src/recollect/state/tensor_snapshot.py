@@ -1,4 +1,4 @@
-"""Restores tensors that a step may change: their memory byte by byte, and what autograd knows.
+"""Restores tensors that a step may change: their memory byte by byte, and their autograd state.
 
 An optimizer, a hook or a moving average may write to them. Some storages are copied to the host
 before the step. The others (parameters without an optimizer or hook that trains them) are copied
@@ -56,7 +56,7 @@ class _StorageState:
             self.fingerprint = fingerprint(_bytes(storage))
 
     def restore(self) -> bool:
-        """Put the bytes back. False if they have changed, and there is no copy."""
+        """Put the bytes back. False if they have changed and there is no copy."""
         storage = self.storage()
         if storage is None:
             return True
@@ -66,7 +66,7 @@ class _StorageState:
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
         now = _bytes(storage)
-        # To compare on a device would be to copy as well. On the host it spares what is read-only.
+        # On a device, comparing costs as much as copying. On the host it spares read-only memory.
         if now.device.type != "cpu" or not torch.equal(now, self.copy):
             now.copy_(self.copy)
         return True
@@ -92,7 +92,7 @@ class _TensorState:
         self.alias = None if storage_key(tensor) is None else tensor.detach()
 
     def restore(self) -> bool:
-        """False if it cannot be as it was."""
+        """Restore the tensor. False if that is impossible."""
         tensor = self.tensor
         if self.alias is not None and _layout_of(tensor) != _layout_of(self.alias):
             tensor.data = self.alias
@@ -148,7 +148,7 @@ class TensorSnapshot:
                     state.save()
 
     def copy_written(self, written: Iterable[Written]) -> None:
-        """Copy what was written to at another time."""
+        """Copy the storages that were written to at another time."""
         for reference, by in written:
             storage, tensor = reference(), by()
             if storage is not None:
@@ -171,7 +171,7 @@ class TensorSnapshot:
 
     @property
     def written(self) -> list[Written]:
-        """What ops were seen to write to."""
+        """The storages that ops were seen to write to."""
         return [each for each, _ in self._written.values()]
 
     def restore(self) -> Iterator[_Tensor]:

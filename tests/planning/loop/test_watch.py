@@ -152,7 +152,7 @@ def test_a_predicted_step_is_the_real_one(model: Model, holds: bool, optimizer: 
 
 def test_it_is_said_and_saved(model: Model, tmp_path: Path) -> None:
     plan = recollect.plan(model, X, 0.9, loss=loss_of, holds_output=False)
-    assert "The output of the model is taken to be gone when backward runs." in str(plan)
+    assert "The plan assumes that the loop frees the model's output before backward." in str(plan)
     plan.save(tmp_path / "plan.json")
     loaded = recollect.Plan.load(tmp_path / "plan.json")
     assert loaded.holds_output is False

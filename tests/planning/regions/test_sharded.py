@@ -168,7 +168,7 @@ def test_a_forward_more_than_planned_is_warned_of_and_then_planned() -> None:
     found.check(expected)
     messages = [str(each.message) for each in caught if each.category is PlanWarning]
     assert "begins while an earlier one still waits" in messages[0]
-    assert "it calls the model 2 times before it goes backward" in messages[1]
+    assert "it calls the model 2 times before backward" in messages[1]
     assert max(found.peaks[2:]) < min(expected.peaks)
 
 

@@ -1,4 +1,4 @@
-"""A forward under a plan that may run out of memory: whether it can be run once more (P7)."""
+"""Decides whether a forward that ran out of memory can be repeated (P7)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from recollect.state.rng import read_streams, settle_streams, write_streams
 
 
 class Attempt:
-    """What a forward of ``model`` finds, to be read before it begins. Copies no tensor.
+    """The state of ``model`` and random streams before a forward. Copies no tensor.
 
-    Written for speed, since this runs at every call.
+    Runs at every call, so it is written for speed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,10 +27,10 @@ class Attempt:
         self._streams = read_streams(())
 
     def undo(self) -> bool:
-        """Put random streams back. Whether the forward that failed has changed nothing else.
+        """Restore random streams. Returns False if the failed forward changed anything else.
 
-        Batch norm, which counts the batches that it has seen, must not see one twice. And other
-        processes do not gather a second time what a sharded model would.
+        Batch norm would count the batch twice. A sharded model would gather its parameters again,
+        and other processes would not take part.
         """
         if shards_of(self._model) is not None or is_parallel(self._model):
             return False
@@ -47,21 +47,21 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-#: By type of an attribute: what tells whether its contents have changed, if something does.
+#: By type of an attribute: a number that changes with its contents; None if there is none.
 _measures: dict[type, Callable[[Any], int] | None] = {}
 
 
 def _measure_for(kind: type) -> Callable[[Any], int] | None:
     if issubclass(kind, torch.Tensor):
         return _version
-    # Modules are in the lists with all that they have, and may define what their length is.
+    # Modules are listed with their own attributes, and may define ``__len__``.
     return len if hasattr(kind, "__len__") and not issubclass(kind, (nn.Module, str)) else None
 
 
 def _state_of(model: nn.Module) -> tuple[list[Any], list[int]]:
-    """Parameters, buffers, and the attributes of modules that are not torch's layers.
+    """Parameters, buffers and attributes of modules (not of torch's layers), with a measure each.
 
-    With the versions of those that are tensors, and the lengths of others.
+    The measure is the version of a tensor, and the length of another container.
     """
     index = index_of(model)
     own = [(model.__dict__, index.bare), *index.own]

@@ -1,7 +1,7 @@
 """Chooses the schedules of one kind of training steps by simulation (P8).
 
-A step may call the model several times before it goes backward. Each of its forwards runs by a
-schedule of its own, and they are chosen together: what they hold is in memory at once.
+A step may call the model several times before backward. Each forward has its own schedule. They are
+chosen together, because the activations of all forwards are in memory at once.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 
-#: The part of a budget that is used if shapes depend on data, until so many steps were seen.
+#: Where shapes depend on data, the first steps use this fraction of the budget; how many steps.
 IF_SHAPES_VARY = 0.97
 _LEARNED = 8
-#: A change of the margin that is worth another choice.
+#: The smallest change of the margin for which to choose again.
 _WORTH = 1e-3
-#: Up to so many forwards of a step get schedules that differ from each other: each is a recording.
+#: The most forwards of a step that get different schedules, since each has its own recording.
 _APART = 6
 #: How many solutions for a graph are considered.
 _SOLUTIONS = 16
 
 
 class Choice:
-    """How the schedules of a plan, and the plain step, do on steps of one kind.
+    """Compares the schedules of a plan, and the plain step, on steps of one kind.
 
     Args:
         plan: The plan that is applied.
         graph: A step of this kind, as it was traced or predicted.
-        may_be_plain: Whether it may run without the engine, and so without a check of what it does.
-        is_predicted: Whether no forward of this kind was recorded. Then the first one will be, and
-            until it ends it holds all that its schedule names, needed or not.
+        may_be_plain: Whether the step may run without the engine, which checks its ops.
+        is_predicted: Whether no forward of this kind was recorded yet. The first one will be, and
+            holds all results that its schedule names, needed or not, until it ends.
         more: Schedules beside those of the plan.
         can_solve: Whether to solve for this graph if none of them fits.
     """
@@ -56,25 +56,25 @@ class Choice:
         self._plan = plan
         self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
-        #: If shapes depend on data: how many steps were seen, and the most and the least bytes that
-        #: a forward made, as multiples of those of the graph.
+        #: If shapes depend on data: the number of steps seen, and the most and the least bytes that
+        #: a forward made, relative to the graph.
         self._varies, self._seen = graph.varies, 0
         self._most = self._least = 1.0
-        #: By what factor peaks are above the simulated ones.
+        #: The ratio of measured to simulated peaks.
         self._scale = 1 + plan.excess
         self._outcomes: dict[Schedules, Outcome] = {}
         graph = plan.with_costs(graph)
         self._unrecorded = graph if is_predicted else None
-        #: The states of random streams, which a call that is recorded holds as well.
+        #: Bytes of random states, which a recorded call holds too.
         self._states = sum(op.state for op in graph.ops) if is_predicted else 0
         self._outcomes[self.alike(None)] = simulate_plain(graph)
         for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
-        #: What all forwards may run by.
+        #: The schedules to choose from, the same for all forwards.
         self.options = [each[0] for each in self._outcomes]
         fitting = [each for each in self._outcomes if self.fits(each)]
         is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
-        #: What was solved for this graph: the least and the fastest that fits, if one forward.
+        #: Schedules solved for this graph, if it has one forward: the least, and the fastest.
         self.solved: tuple[NamedSchedule, ...] = ()
         if can_solve and (is_joint or not fitting):
             self._solve(graph)

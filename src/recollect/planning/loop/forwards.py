@@ -1,4 +1,4 @@
-"""The forwards of one model that a thread has run, and the step that they are part of (P8)."""
+"""Groups the forwards that a thread has run of one model into steps (P8)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The kinds of forwards and steps that a loop runs under a plan (P8).
 
-A kind of forward is the signature of its batch and the state of the model. A kind of step is the
-kinds of its forwards, in their order: a loop may call the model several times before it goes
-backward. What follows a forward is not known when it runs, so it runs by what suits the longest
-step that has begun in the same way.
+The kind of a forward is the signature of its batch and the state of the model. The kind of a step
+is the kinds of its forwards, in order: a loop may call the model several times before backward.
+When a forward runs, the later ones are not known yet. So it runs by the schedule for the longest
+step that began in the same way.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
-#: What a step is taken to need that ran out of memory, as a multiple of its budget.
+#: The assumed peak of a step that ran out of memory, as a multiple of its budget.
 _OUT_OF_MEMORY = 1.05
-#: How many kinds of forwards are remembered, and schedules that were solved for some of them.
+#: How many kinds of forwards, and schedules solved for some of them, are remembered.
 _REMEMBERED = 64
 _SOLVED = 8
 
@@ -51,10 +51,10 @@ class Kind(NamedTuple):
 
     signature: tuple[Any, ...]  #: of its batch
     differences: Differences | None = None  #: of the model, from the planned one
-    more: int = 0  #: bytes that are there beyond the planned ones
+    more: int = 0  #: bytes allocated before it, beyond those of the plan
 
     def is_within(self, other: Kind) -> bool:
-        """Whether it takes no more memory than another."""
+        """Whether it takes no more memory than ``other``."""
         same_state = self[1:] == other[1:]
         return same_state and _is_within(self.signature, other.signature)
 
@@ -64,21 +64,21 @@ Step = tuple[Kind, ...]
 
 
 class Kinds:
-    """The kinds that were seen under a plan."""
+    """All kinds of forwards and steps seen under a plan, and the schedules chosen for them."""
 
     def __init__(
         self, plan: PlannedStep, warnings: WarnOnce, recordings: Sequence[Recording] = ()
     ) -> None:
         self._plan = plan
         self._warnings = warnings
-        #: Of the forwards of the planned step, if it was traced in the loop.
+        #: The recordings of the planned step, if it was traced in the loop.
         self._recordings = recordings
-        #: The forwards, by the step that they are the last ones of. What was chosen for steps.
+        #: By step: its last forward, and the choice of its schedules.
         self._known: dict[Step, Variant] = {}
         self._choices: dict[Step, Choice] = {}
         self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
-        #: What was traced. Schedules that were solved for steps that were predicted, and those of
-        #: them that no schedule fits.
+        #: The traced steps; the schedules solved for predicted steps; the kinds that no schedule
+        #: brings into the budget.
         self._shapes = Shapes()
         self._solved: list[NamedSchedule] = []
         self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
@@ -126,7 +126,7 @@ class Kinds:
         return math.ceil(max(0.0, nbytes - self._planned_state))
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
-        """The bytes of optimizer state that the plan allows for; infinite if that is not known."""
+        """The bytes of optimizer state that the plan counts; infinite if unknown."""
         plan = self._plan
         if plan.from_loop:
             return nbytes  # this is its first forward
@@ -140,15 +140,15 @@ class Kinds:
         if compiled is not None:
             self._warnings.warn(
                 "compiled",
-                f"{compiled}. It does not see into compiled code, and the step may exceed its "
-                "budget: compile first, then recollect.plan(model, batch, budget)",
+                f"{compiled}. The plan does not see into compiled code, and the step may exceed "
+                "its budget: compile first, then recollect.plan(model, batch, budget)",
             )
         scripted = scripted_parts(model)
         if scripted is not None:
             self._warnings.warn(
                 "TorchScript",
-                f"{scripted}, which runs other code once it has seen a few calls than when the "
-                "step was recorded: steps may exceed the budget. Train the module of Python that "
+                f"{scripted}, which changes its code after a few calls, so that it runs other ops "
+                "than the recorded ones: steps may exceed the budget. Train the Python module that "
                 "it was made from",
             )
 
@@ -157,7 +157,7 @@ class Kinds:
         return step == self._planned
 
     def find(self, step: Step) -> Variant:
-        """The last forward of a step, whose others have begun before."""
+        """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
         if variant is None or self._is_told_better(variant):
             if len(self._known) >= _REMEMBERED:
@@ -173,11 +173,11 @@ class Kinds:
         return variant
 
     def _is_told_better(self, variant: Variant) -> bool:
-        """Whether a forward that was not known may be predicted by what was learned since."""
+        """Whether an unknown forward may be predicted now, from steps traced since."""
         return not variant.is_known and variant.version != self._shapes.version
 
     def _predicted_variant(self, step: Step) -> Variant | None:
-        """A forward that was never traced, by others that were."""
+        """Predict a forward that was never traced from others that were; None if impossible."""
         kind, plan = step[-1], self._plan
         # What follows a forward cannot be predicted.
         if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
@@ -206,7 +206,7 @@ class Kinds:
         return variant
 
     def judge(self, step: Step, report: CallReport) -> None:
-        """The last forward of a step was recorded: compare it with what was known."""
+        """The last forward of a step was recorded: compare it with its expected bytes."""
         variant = self._known.get(step)
         if variant is None:
             return  # it was forgotten since
@@ -223,7 +223,7 @@ class Kinds:
                 self._choose(variant)
 
     def is_surprise(self, step: Step) -> bool:
-        """Whether the last forward of a step follows others, and was never seen to."""
+        """Whether the last forward follows others that it never followed before."""
         return len(step) > 1 and step not in self._known and self._larger(step) is None
 
     def _new_variant(self, step: Step, first: Variant | None) -> Variant:
@@ -244,7 +244,7 @@ class Kinds:
         return Variant(plan, warnings, least, differences=differences, first=first)
 
     def _larger(self, step: Step) -> Variant | None:
-        """The known forward of the least memory that allows for the last one of a step."""
+        """The smallest known forward that takes no less memory than the last one of ``step``."""
         known = [
             (other, variant)
             for other, variant in [*self._known.items()]
@@ -289,7 +289,7 @@ class Kinds:
                 variant.surprised()
 
     def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
-        """A step was traced: choose what those that follow run by."""
+        """A step was traced: choose the schedules of later ones."""
         forwards = self._forwards(step)
         if not forwards:
             return  # they were forgotten since
@@ -304,7 +304,7 @@ class Kinds:
             self._choose(first)
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
-        # What was traced is known to the byte; on a device the peak itself is watched.
+        # Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
         ran = choice.simulate(graph, ran_by) or later
         if max(later, ran) > self._plan.budget:
             first.warn(ran, made[0], later, len(step))
@@ -314,13 +314,13 @@ class Kinds:
             self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
 
     def failed(self, step: Step) -> None:
-        """A step was traced in vain: its backward did not come."""
+        """The trace of a step failed: there was no backward."""
         variant = self._known.get(step[:1])
         if variant is not None:
             variant.failed()
 
     def exceeded(self, step: Step, measured: int) -> bool:
-        """A step took ``measured`` bytes, more than its budget. Whether later ones take less."""
+        """A step exceeded its budget: it took ``measured`` bytes. Whether later ones keep less."""
         plan, forwards = self._plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
         choice = self._choice_of(step)
@@ -333,7 +333,7 @@ class Kinds:
         return before != tuple(each.schedule for each in forwards)
 
     def tighten(self, step: Step) -> int:
-        """A step ran out of memory: have later ones take less. Returns by how many bytes."""
+        """A step ran out of memory: have later ones keep less. Returns by how many bytes."""
         before = tuple(each.schedule for each in self._forwards(step))
         if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self._plan.budget)):
             return 0
@@ -343,7 +343,7 @@ class Kinds:
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
     def _choice_of(self, step: Step) -> Choice | None:
-        """What was chosen for a step from; None if its graph is not known."""
+        """The choice of schedules for a step; None if its graph is not known."""
         if step == self._planned and step not in self._choices and self._plan.graph is not None:
             self._choices[step] = Choice(self._plan, self._plan.graph)
         return self._choices.get(step)
@@ -354,7 +354,7 @@ class Kinds:
         return [] if None in found else [each for each in found if each is not None]
 
     def _choose(self, first: Variant) -> None:
-        """Choose for all steps that begin with a forward. Shorter ones are part of longer ones."""
+        """Choose schedules for all steps that begin with ``first``: the longest ones decide."""
         steps = [step for step in self._choices if self._known.get(step[:1]) is first]
         steps = [s for s in steps if not any(s == e[: len(s)] for e in steps if e != s)]
         choices = [self._choices[step] for step in steps]
@@ -377,7 +377,7 @@ def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _numbers_in(kind: Kind) -> int:
-    """How many numbers are in a batch."""
+    """The number of tensor elements in a batch."""
     return sum(math.prod(each[0]) for each in kind.signature if isinstance(each, tuple))
 
 
@@ -388,7 +388,7 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
     cures = [] if other is None else [*other.cures]
     if not is_alike(signature, plan.signature):
         texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
-        cures.append("recollect.plan(...) with such a batch")
+        cures.append("recollect.plan(...) with this batch")
     elif not is_smaller(signature, plan.signature):
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
@@ -399,7 +399,7 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
             "accumulate, or after zero_grad(set_to_none=False)"
         )
         cures.append(
-            "recollect.plan(...) after a backward, while gradients are there: it counts "
-            "them; or set them to None before each forward"
+            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
+            "to None before each forward"
         )
     return Differences(tuple(texts), tuple(cures), more)

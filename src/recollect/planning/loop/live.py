@@ -34,12 +34,12 @@ from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 
-#: After how many backwards elsewhere a step is given up whose output somebody just keeps.
+#: A step whose output is only kept is given up after this many backwards elsewhere.
 _PATIENCE = 3
 
 
 class _Active(threading.local):
-    #: The step that this thread traces: one at a time, or they would see each other.
+    #: The step that this thread traces. Only one at a time: two would record each other's ops.
     step: LiveStep | None = None
 
 
@@ -47,10 +47,10 @@ _active = _Active()
 
 
 def obstacle_to_tracing() -> str | None:
-    """Why no step can be traced now, if so.
+    """Why no step can be traced now; None if one can.
 
-    The trace outlives the call of forward. A mode that is on the stack now may be left before, and
-    would then take the trace for itself.
+    The trace outlives the call of forward. A dispatch mode that is on the stack now may be exited
+    earlier, and would pop the trace in its place.
     """
     step = _active.step
     if step is not None and not step.is_open:
@@ -65,8 +65,8 @@ def obstacle_to_tracing() -> str | None:
 class LiveStep:
     """One training step of the user's loop: forwards of a model, up to the end of their backward.
 
-    A loop may call the model several times before it goes backward. All of these forwards are
-    traced together.
+    A loop may call the model several times before backward. All of these forwards are traced
+    together.
 
     Args:
         model: The model whose forwards they are.
@@ -94,7 +94,7 @@ class LiveStep:
         self._on_end = on_end
         self._prices = Prices(self.device, once=True)
         self._trace = TraceMode(self._prices, shards_of(model))
-        #: The modules that are recorded each by itself; see `Graph`.
+        #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
         #: The modules that changed attributes of their own in its forwards.
@@ -163,7 +163,7 @@ class LiveStep:
         finalize(self, self._stop_waiting)
 
     def dropped(self) -> None:
-        """Nothing leads to the output of one of its forwards any more."""
+        """The output of one of its forwards was freed, with its graph."""
         if self.is_pending or self._is_running or current_graph_task() != -1:
             return  # inside of backward modes cannot be left: `_after_backward` does it
         # If backward went through others, that was the step, and this one was not part of it.

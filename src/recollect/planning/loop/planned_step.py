@@ -1,4 +1,4 @@
-"""The planned step: what steps that the loop runs are compared with, and run by (P6)."""
+"""The planned step: steps of the loop are compared with it, and run by its schedules (P6)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlannedForward(NamedTuple):
     """One of the forwards of a step."""
 
     signature: tuple[Any, ...]  #: of its batch
-    schedule: NamedSchedule  #: what it runs by
+    schedule: NamedSchedule  #: by which it runs
     made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
     more: int = 0  #: the bytes of gradients that are there since the first forward
 
@@ -33,7 +33,7 @@ class SeenForward(NamedTuple):
     more: int  #: the bytes of gradients that were there since the first forward
 
     def planned(self, schedule: NamedSchedule) -> PlannedForward:
-        """The same with what it runs by from now on."""
+        """The same, with the schedule by which it runs from now on."""
         return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.more)
 
 
@@ -60,7 +60,7 @@ class PlannedStep:
     gradients: int = 0
     #: The forwards after the first, if the step calls the model several times.
     others: tuple[PlannedForward, ...] = ()
-    #: Other schedules within the budget that may be faster: the loop finds out.
+    #: Other schedules within the budget that may be faster; the loop times them.
     rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
     #: Whether it was made from a step of the loop, by a fit without a batch.
     from_loop: bool = False
@@ -69,7 +69,7 @@ class PlannedStep:
 
     @property
     def needed_schedule(self) -> NamedSchedule | None:
-        """What the planned step runs by; None if it fits without."""
+        """The schedule of the planned step; None if the step fits plain."""
         return None if self.plain_peak <= self.budget else self.schedule
 
     @property

@@ -1,8 +1,8 @@
-"""Running the forward of a model under a plan (P7).
+"""Runs the forward of a model under a plan (P7).
 
-Each call is one of a kind: calls with batches of one shape, of the model in one state, at one place
-in a step (`kinds`). One that is not known runs with little memory, its step is traced as the loop
-runs it (`live`), and later ones run by a schedule that suits them (P8).
+Each call belongs to a kind: calls with batches of one shape, of the model in one state, at one
+place in a step (`kinds`). The first call of a new kind runs with little memory, and its step is
+traced as the loop runs it (`live`). Later ones run by a schedule chosen for them (P8).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from recollect.store.offload_batch import OffloadBatch
 
 
 class MakePlan(Protocol):
-    """Makes the plan of a fit without a batch."""
+    """Makes the plan for a fit without a batch."""
 
     def __call__(
         self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState, /
@@ -67,21 +67,21 @@ class MakePlan(Protocol):
         """
 
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
-        """Have something else plan a model that is compiled. Returns why not, if it cannot.
+        """Hand a compiled model over to the planner of compiled models. Returns why not, if so.
 
-        ``callback``: that of dynamo, if the model is called by compiled code.
+        ``callback``: dynamo's callback, if compiled code calls the model.
         """
 
 
-#: How many forwards may come before the first step of an optimizer.
+#: How many forwards to wait for the first step of an optimizer.
 _UPDATE = 64
-#: After how many forwards without a plan a warning says so.
+#: The number of forwards without a plan after which a warning says so.
 _FUTILE = 8
 _PLAN_AS_TRAINED = (
     ": make the plan with the loss, the optimizer and the largest batch of the training, "
     "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
 )
-#: In how many steps it is checked whether the loop holds the output of the model.
+#: The number of steps in which to check whether the loop holds the output of the model.
 _CHECKS = 3
 
 
@@ -98,9 +98,9 @@ def run_planned(
 ) -> Any:
     """Call ``function`` with its results kept, offloaded or dropped as decided.
 
-    ``known``: a recording of such a call under another schedule, if there is one: of the whole
-    forward, so it is of no use if units are recorded each by itself.
-    ``is_checked``: compare what modules recompute with forward, by its values.
+    ``known``: a recording of the whole forward under another schedule, if there is one. Unused if
+    units are recorded separately.
+    ``is_checked``: compare the values that modules recompute with those of forward.
     """
     if by.modules:
         if is_transforming() or forward_ad_active():
@@ -116,14 +116,14 @@ def run_planned(
         warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
     if by.away:
-        offload_batch.release()  # forward is over: what is leaving would only be in the way
+        offload_batch.release()  # forward is over: free what is still being copied out
     return result
 
 
 class Runner:
-    """Called in the place of the forward of a model under ``plan``.
+    """Called instead of the forward of a model under ``plan``.
 
-    Without a plan the first step is traced, as the loop runs it, and ``make_plan`` makes the plan.
+    Without a plan, the first step is traced as the loop runs it, and ``make_plan`` makes the plan.
     """
 
     def __init__(self, plan: PlannedStep | None, make_plan: MakePlan | None = None) -> None:
@@ -139,7 +139,7 @@ class Runner:
         self.plan = plan
         self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
-        #: In how many calls as planned it is still to be checked who holds the output.
+        #: In how many more planned calls to check whether the loop holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
         #: The last step whose peak was compared with the budget.
         self._watched: Step = ()
@@ -259,14 +259,14 @@ class Runner:
     # --- memory that has run out ------------------------------------------------------------------
 
     def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
-        """Have steps take less memory after one that ran out of it. Whether they do."""
+        """A step ran out of memory: have later ones keep less. Returns whether they do."""
         less = kinds.tighten(step)
         note = (
             f"recollect: steps like this one take {bytes_text(less)} less from now on: they keep "
             "less and recompute more. This one cannot be run again: backward had begun, or forward "
             "had changed buffers or other state of the model"
             if less
-            else "recollect: this step runs by the plan of the least memory already"
+            else "recollect: this step already runs by the schedule of the least memory"
         )
         if hasattr(error, "add_note"):
             error.add_note(note)
@@ -328,7 +328,7 @@ class Runner:
         return result
 
     def _is_handed_over(self, model: Any, callback: Any = None) -> bool:
-        """Whether a model without a plan is compiled, and is planned as such from now on."""
+        """Hand an unplanned compiled model to the planner of those. Whether it took it."""
         is_mine = isinstance(model, nn.Module) and vars(model).get(OPTIONS) is self
         if self.plan is not None or self._make_plan is None or not is_mine:
             return False
@@ -357,13 +357,13 @@ class Runner:
         return is_free and obstacle_in(model) is None
 
     def _tried_in_vain(self, reason: str) -> None:
-        """No step could be traced to make the plan from. If that goes on, say so."""
+        """No step could be traced to make the plan from. Warn if that happens again and again."""
         self._forwards.futile += 1
         if self._forwards.futile == _FUTILE:
             self._warnings.warn(
                 "no plan",
-                f"there is no plan after {_FUTILE} forwards, and steps may exceed the budget, "
-                f"since none could be traced: {reason}. Make a plan with a batch: "
+                f"there is no plan after {_FUTILE} forwards, and steps may exceed the budget. No "
+                f"step could be traced: {reason}. Make a plan with a batch: "
                 "recollect.fit(model, batch, budget)",
             )
 
@@ -394,8 +394,8 @@ class Runner:
                 self._kinds.failed(forwards.traced)
         elif not live.is_over:
             self._tried_in_vain(
-                "no backward went through what the model returned, in the thread that called it. "
-                "If none is to come, call the model under torch.no_grad()"
+                "no backward ran through the output of the model, in the thread that called it. "
+                "If there is no backward, call the model under torch.no_grad()"
             )
         elif self._make_plan is not None:
             assert forwards.state is not None
@@ -415,7 +415,7 @@ class Runner:
     # --- warnings ---------------------------------------------------------------------------------
 
     def _act_on_last_step(self, kinds: Kinds) -> None:
-        """After a step that exceeded the budget: keep less, and warn where users see it."""
+        """When the last step exceeded its budget: have later ones keep less, and warn."""
         over, self._peaks.over = self._peaks.over, None
         if over is None or self.plan is None or not self._watched:
             return
@@ -425,35 +425,35 @@ class Runner:
             "measured",
             f"the last step under the plan took {bytes_text(over)} on the device, "
             f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
-            + ("Those that follow keep less and recompute more. " if keeps_less else "")
-            + "Either something else is in memory beside the step, or the step is another one "
-            "than was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
+            + ("Later steps keep less and recompute more. " if keeps_less else "")
+            + "Either something else on the device takes memory, or the step is not the one that "
+            "was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
         )
 
     def _warn_of_compiler(self) -> None:
         self._warnings.warn(
             "compiled",
             "this model is called by compiled code, and runs under a plan: torch.compile leaves "
-            "its forward as it is, and compiles what is around it. To have it compiled, "
-            "plan.remove(model); or compile it before recollect.plan(...) or fit(...)."
+            "its forward as it is, and compiles the code around it. To compile it, call "
+            "plan.remove(model), or compile it before recollect.plan(...) or fit(...)."
             + self._unplanned,
         )
 
     def _warn_of_compiled_parts(self, name: str) -> None:
         self._warnings.warn(
             "compiled parts",
-            f"parts of the model are compiled ({name}), and a step that is traced as the loop runs "
-            "it does not show what compiled code does: there is no plan, and steps may exceed the "
-            "budget. Pass the batch: recollect.fit(model, batch, budget)." + self._unplanned,
+            f"parts of the model are compiled ({name}), and recollect cannot trace compiled code "
+            "in the loop's own steps: there is no plan, and steps may exceed the budget. Pass the "
+            "batch: recollect.fit(model, batch, budget)." + self._unplanned,
         )
 
     def _warn_of_more(self) -> None:
         self._warnings.warn(
             "several forwards",
             "a forward under the plan begins while an earlier one still waits for its backward: "
-            "what both hold is in memory at once, and this step may exceed its budget. The next "
-            "one like it is traced, and those that follow are planned as a whole. If no backward "
-            "is to come: let go of the output, or call the model under torch.no_grad()",
+            "the tensors of both are in memory at once, and this step may exceed its budget. The "
+            "next step like it is traced, and later ones are planned as a whole. If there is no "
+            "backward, delete the output, or call the model under torch.no_grad()",
         )
 
 
@@ -469,7 +469,7 @@ def run_blocks(
     kwargs: dict[str, Any],
     blocks: Iterable[nn.Module],
 ) -> Any:
-    """Call the forward of a model with nothing kept but what ``blocks`` return."""
+    """Call the forward of a model, keeping only the results of ``blocks``."""
     return observe_region(
         function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), None, blocks
     )[0]
@@ -491,7 +491,7 @@ def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 never_traced(
     _run_uncompiled,
-    "the model runs under a plan of recollect, which a compiler cannot look into: leave out "
+    "the model runs under a plan of recollect, which a compiler cannot trace: leave out "
     "fullgraph=True, or plan.remove(model)",
 )
 hide_from_dynamo(Runner.__call__)

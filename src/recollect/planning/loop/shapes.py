@@ -1,7 +1,8 @@
 """Predicts steps with batches of other shapes from those that were traced (P8).
 
-The dimensions of a batch that change from step to step are its size. Two or more traced steps tell
-how the graph of a step grows with it (`growth`), so most shapes need not be traced.
+How a step with a batch of another shape is planned for: the dimensions that change from step to
+step are the size of a batch. Two or more traced steps tell how the graph of a step grows with the
+size (`growth`), so most shapes need not be traced.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from recollect.planning.recording.batch import dimensions_of, is_smaller, outlin
 
 Signature = tuple[Any, ...]
 
-#: How many dimensions may change apart from each other.
+#: How many dimensions may change independently.
 _DIMENSIONS = 3
-#: How much of a step may be unsure, as a fraction of its memory.
+#: The largest doubt about a predicted step, as a fraction of its memory.
 _DOUBT = 0.05
 #: How many traced steps of each kind are remembered.
 _REMEMBERED = 6
-#: After how many steps that could not be predicted one more is traced that need not be, and up to
-#: how many traced steps.
+#: Every so many steps that could not be predicted, one more is traced, up to so many in all.
 _EVERY, _ENOUGH = 3, 4
 
 
@@ -83,7 +83,7 @@ class Shapes:
         self.version += 1
 
     def predict(self, signature: Signature, state: Hashable) -> Predicted | None:
-        """The step with another batch; None if it cannot be told from those that were traced."""
+        """The step with another batch; None if the traced steps do not tell."""
         group = self._group(signature, state)
         sizes = _sizes([*group.traced, signature])
         if sizes is None or len(group.traced) < 2:
@@ -103,14 +103,14 @@ class Shapes:
         return Predicted(graph, made, any(is_smaller(signature, each) for each in seen))
 
     def wants(self, signature: Signature, state: Hashable) -> bool:
-        """Whether to trace a step that need not be traced: others could be predicted by it."""
+        """Whether to trace a step only to predict others from it."""
         group = self._group(signature, state)
         group.missed += 1
         varies = any(graph.varies for graph, _ in group.traced.values())
         return not varies and group.missed % _EVERY == 0 and 0 < len(group.traced) < _ENOUGH
 
     def judged(self, signature: Signature, state: Hashable, *, is_right: bool) -> None:
-        """A forward was as predicted, or it made more."""
+        """A predicted forward ran: it was as predicted, or it made more bytes."""
         group = self._group(signature, state)
         if is_right:
             group.confirmed.add(signature)

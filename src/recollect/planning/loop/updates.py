@@ -1,4 +1,4 @@
-"""Notices the steps of optimizers, and the state that they hold (P8)."""
+"""Notices optimizer steps, and counts the bytes of optimizer state (P8)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
 from recollect.planning.recording.step import storage_sizes
 
-#: After how many steps of other optimizers none of its own is to come.
+#: After this many steps of other optimizers, none of its own is expected.
 _OTHERS = 8
 
 
 class Updates:
-    """The steps that the optimizers of some parameters make from now on."""
+    """The optimizer steps for some parameters from now on."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {id(each) for each in parameters}
@@ -42,9 +42,9 @@ class Updates:
 
     @property
     def are_there(self) -> bool:
-        """Whether an optimizer has made a step; of others so often that none of these will.
+        """Whether an optimizer has made a step, or none is expected to.
 
-        As where `torch.func.functional_call` puts other values in the place of parameters.
+        None is expected where only other parameters are updated, as with `functional_call`.
         """
         return self._is_any or self.others >= _OTHERS
 
@@ -93,7 +93,7 @@ class StateWatch:
 
 
 class _Changes:
-    """By optimizer that has made a step: how much state it had; and how often that has changed."""
+    """For each optimizer that has made a step: the size of its state, and how often it changed."""
 
     def __init__(self) -> None:
         self.lengths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -114,7 +114,7 @@ _watching: WeakSet[Updates] = WeakSet()
 
 
 def _watch_optimizers() -> None:
-    # Hooks that stay: torch goes through all of them while one is called, and none may leave.
+    # These hooks stay: torch iterates over them while it calls one, so none may be removed.
     if not _changes.is_registered:
         _changes.is_registered = True
         register_optimizer_step_pre_hook(_before_step)
@@ -128,7 +128,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     _changes.note(optimizer)
-    # Else a backward that comes now would compute with other parameters, and nobody would notice.
+    # Otherwise a late backward would use the updated parameters, and nobody would notice.
     params = (each for group in optimizer.param_groups for each in group["params"])
     count_writes(each for each in params if each.grad is not None)
     for each in [*_watching]:

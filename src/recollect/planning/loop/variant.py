@@ -1,7 +1,7 @@
-"""One kind of forwards under a plan: what it runs by, and a warning if that does not fit (P8).
+"""One kind of forwards under a plan: its schedule, and a warning if that does not fit (P8).
 
-A forward of a kind that is not known runs with the least memory, and its step is traced as the loop
-runs it. Then a schedule is chosen for it (`choice`).
+The first forward of a new kind runs with the least memory, and its step is traced as the loop runs
+it. Then a schedule is chosen for the kind (`choice`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from recollect.report.units import bytes_text
 
 #: A forward that makes this fraction more bytes than the known one still counts as that one.
 _TOLERANCE = 0.01
-#: A kind that a larger one allows for is traced for itself when it comes so often.
+#: A kind that runs by the schedule of a larger one is traced when it has come this often.
 _RECURS = 3
-#: How often a step is traced in vain before its kind is given up; and for how many steps more
-#: forwards are expected after they came as a surprise, times as many for each further surprise.
+#: How often the trace of a kind may fail. Also: after a step had more forwards than expected, more
+#: are expected for so many steps, and for so many times as many after each further such step.
 _TRIES = 3
 
 
@@ -34,7 +34,7 @@ class Variant:
     Args:
         plan: The plan that is applied.
         warnings: Warns the user, once for each cause.
-        schedule: What they run by; None: plain.
+        schedule: The schedule by which they run; None: plain.
         made: The bytes that they make, by module, if that is known.
         differences: How they differ from the planned ones.
         first: The first forward of such steps; None: it is this one.
@@ -64,19 +64,19 @@ class Variant:
         #: Of a first forward: whether the next step is traced, and how often that was in vain.
         self.wants_trace = False
         self._tries = 0
-        #: For how many more steps further forwards are expected which are not known, and how often
-        #: they came as a surprise.
+        #: For how many more steps further forwards are expected, and how often some came
+        #: unexpectedly.
         self.expects = self._surprises = 0
-        #: What a forward ran by which made more than was known.
+        #: The schedule of a forward that made more bytes than expected.
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
         self._uses = 0
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
-        #: Whether its step was predicted and not traced; and what was known when it could not be.
+        #: Whether its step was predicted, not traced; the version of `Shapes` when it was tried.
         self.is_predicted = False
         self.version = -1
-        #: The bytes that the last forward made which was recorded, as a multiple of the known ones.
+        #: The bytes made by the last recorded forward, relative to the expected ones.
         self.ratio = 1.0
         if not self.is_known:
             self.first.wants_trace = True
@@ -91,7 +91,7 @@ class Variant:
         return found
 
     def count(self) -> None:
-        """Count a call. One that recurs gets a schedule of its own, if it runs by another's."""
+        """Count a call. A kind that recurs gets its own schedule, if it has that of another."""
         self._uses += 1
         if self.contest is not None:
             winner = self.contest.winner()
@@ -101,12 +101,12 @@ class Variant:
             self.first.wants_trace = True
 
     def failed(self) -> None:
-        """A step was traced in vain: its backward did not come."""
+        """The trace of a step failed: there was no backward."""
         self._tries += 1
         self.wants_trace = self._tries < _TRIES
 
     def surprised(self) -> None:
-        """More forwards followed than are known: from now on it takes little memory for a while."""
+        """More forwards followed than expected: for a while, keep as little as possible."""
         self._surprises += 1
         self.expects = _TRIES**self._surprises
         self.schedule, self.first.wants_trace = self._plan.least, True
@@ -114,13 +114,13 @@ class Variant:
 
     @property
     def ran_by(self) -> NamedSchedule | None:
-        """What the last forward ran by that was not traced with less."""
+        """The schedule of the last forward that was not run with less memory to be traced."""
         return self._outgrown if self._has_outgrown else self.schedule
 
     def judge(self, report: CallReport) -> bool:
-        """Compare a call that was recorded, as a whole or from some op on, with the known one.
+        """Compare the bytes of a call that was recorded, whole or from some op on, with the known.
 
-        Whether it made no more than that.
+        Returns whether it made no more than those.
         """
         recording = report.recording
         if report.is_unrecorded:
@@ -131,13 +131,13 @@ class Variant:
             return False
         made = bytes_made(report, self._made)
         known = max(1, sum(self._made.values()))
-        # Where shapes depend on data, what one module makes more another makes less.
+        # Where shapes depend on data, one module may make more bytes and another one fewer.
         added = sum(made.values()) - known
         grown = sum(now - was for _, now, was in _growth(self._made, made))
         self.ratio = 1 + added / known
         if (added if recording.shapes else grown) <= _TOLERANCE * known:
             return True
-        # Roughly: as if all that is new were there at once, or in proportion. The trace will tell.
+        # A rough estimate: all new bytes are there at once, or in proportion. The trace will tell.
         share = added / known * (self.peak - self._plan.base)
         peak = self.peak + (min(share, added) if recording.shapes else grown)
         if peak > self._plan.budget:
@@ -165,7 +165,7 @@ class Variant:
         self.expects = 0
 
     def learn(self, made: Mapping[str, int]) -> None:
-        """Remember what a forward made; the most that was seen."""
+        """Remember the most bytes that a forward has made, by module."""
         if self._made is not None:
             made = {path: max(size, self._made.get(path, 0)) for path, size in made.items()}
         self._made = made
@@ -177,24 +177,24 @@ class Variant:
             return  # as when it was planned
         self._warnings.warn(
             reason,
-            "the plan is not in effect for a part of the step, which may exceed its budget: from "
-            f"some op on forward could not be recorded ({reason}), and all that autograd saves "
-            "after it stays in memory",
+            "the plan is not in effect for a part of the step, which may exceed its budget: "
+            f"forward could not be recorded from some op on ({reason}), and every tensor that "
+            "autograd saves after it stays in memory",
         )
 
     def warn(self, peak: int, made: Mapping[str, int], later: int = 0, forwards: int = 1) -> None:
-        """Warn of a step that takes ``peak`` bytes; those that follow take ``later``.
+        """Warn of a step that takes ``peak`` bytes; later ones take ``later``.
 
-        ``made``: what this forward made, of so many in the step.
+        ``made``: the bytes that this forward made; ``forwards``: how many the step has.
         """
         plan = self._plan
         texts: list[str] = []
-        cures: tuple[str, ...] = ("make the plan with the largest step that there is",)
+        cures: tuple[str, ...] = ("make the plan with the largest step of the training",)
         if self._differences is not None:
             texts, cures = [*self._differences.texts], self._differences.cures or cures
         if forwards > 1:
-            texts.insert(0, f"it calls the model {forwards} times before it goes backward")
-            cures = ("smaller batches, or a budget that has room for all of them",)
+            texts.insert(0, f"it calls the model {forwards} times before backward")
+            cures = ("smaller batches, or a budget with room for all forwards",)
         if plan.from_loop:  # there was no batch to plan with
             cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
         grown = _growth(self._made or dict(plan.made), made)
@@ -203,16 +203,16 @@ class Variant:
             path, now, before = grown[0]
             cause = cause or re.sub(r"\d+", "*", path)
             texts.append(
-                f"in {path or 'the model'} forward makes {bytes_text(now)}, and made "
-                f"{bytes_text(before)}"
+                f"forward makes {bytes_text(now)} in {path or 'the model'}, and made "
+                f"{bytes_text(before)} when it was planned"
             )
-        texts = texts or ["what it keeps in memory is not what was planned"]
-        still = f", and take about {bytes_text(later)} still" if later > plan.budget else ""
+        texts = texts or ["it keeps other tensors in memory than the planned one"]
+        still = f", but still take about {bytes_text(later)}" if later > plan.budget else ""
         self._warnings.warn(
             cause,
             f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
-            f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. The "
-            f"steps like it that follow keep less and recompute more{still}. "
+            f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. Later "
+            f"steps like it keep less and recompute more{still}. "
             + ("" if plan.from_loop and not still else f"To have room for it: {'; '.join(cures)}"),
         )
 

@@ -1,7 +1,7 @@
 """Watches steps under a plan: whether the loop holds the model's output, and the peak (P7).
 
-A training loop may hold the output of the model through backward, or not: a plan has to assume one
-of the two.
+A plan has to assume either that the loop holds the output of the model through backward, or that it
+does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recollect.replay.rematerialize import Rematerializer
 
 _Tensor = torch.Tensor
 _log = logging.getLogger("recollect")
-#: The fraction of a budget that is worth a line in a log.
+#: The unused fraction of a budget that is worth a line in the log.
 _WORTH_A_LINE = 1e-3
 
 
@@ -56,7 +56,7 @@ def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
 
 
 class _Token:
-    """Alive for as long as something leads to the output of a forward."""
+    """Alive for as long as the output of a forward, or a graph through it, is."""
 
 
 class Waiting:
@@ -64,9 +64,9 @@ class Waiting:
 
     Args:
         output: What it returned.
-        remat: What it holds; None if it ran without the engine.
+        remat: Its held tensors; None if it ran without the engine.
         on_reached: Called when a backward reaches the output.
-        on_dropped: Called when nothing leads to the output any more.
+        on_dropped: Called when the output and its graph are freed.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Waiting:
     ) -> None:
         self._remat = None if remat is None else ref(remat)
         self._on_reached = on_reached
-        #: The last backward that has reached it; and how many saved tensors were there then, if it
-        #: has ended and left the graph as it was.
+        #: The last backward that reached it. If that ended and retained the graph: the number of
+        #: saved tensors then.
         self._backward = -1
         self._retained = 0
         #: Whether that backward made a graph of its own.
@@ -118,12 +118,12 @@ class Waiting:
         return self._is_running
 
     def _count(self) -> int:
-        """How many saved tensors it has in the graph, of those that it can tell of."""
+        """The number of its saved tensors in the graph, as far as known."""
         remat = None if self._remat is None else self._remat()
         return 0 if remat is None else remat.count_waiting()
 
     def is_waiting(self) -> bool:
-        """Whether it holds what a backward that has yet to come may need."""
+        """Whether a later backward may still need the tensors that it holds."""
         if self._is_over or (self._token() is None and not self._retained):
             return False
         if self._is_running and current_graph_task() == -1:
@@ -159,23 +159,23 @@ def _tensors(output: Any) -> Iterator[_Tensor]:
 
 
 def report_output(alive: int, planned: int, budget: int) -> bool:
-    """Warn or log if the loop holds more or less of the output than planned. Whether it does.
+    """Warn or log if the loop holds more or less of the output than planned; return whether so.
 
     ``alive``: bytes of the output in memory when backward reaches it; ``planned``: in the plan.
     """
     if alive > planned:
         warn_user(
-            f"the plan was made for a loop that does not hold the model's output, and "
+            f"the plan was made for a loop that frees the model's output before backward, and "
             f"{alive - planned:,} bytes more of it than planned are in memory in backward: the "
-            f"step may exceed its budget of {budget:,} bytes by as much. Let go of the output "
+            f"step may exceed its budget of {budget:,} bytes by as much. Delete the output "
             "before loss.backward(), or plan for it: plan(..., holds_output=True)",
             PlanWarning,
         )
         return True
     if planned - alive > _WORTH_A_LINE * budget:
         _log.info(
-            "the plan assumes that the model's output is held through backward, and it is not: "
-            "%s bytes of the budget go unused. Plan with holds_output=False to use them",
+            "the plan assumes that the loop holds the model's output through backward, but it "
+            "does not: %s bytes of the budget go unused. Plan with holds_output=False to use them",
             f"{planned - alive:,}",
         )
         return True

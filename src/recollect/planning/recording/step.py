@@ -90,10 +90,11 @@ class TrainingStep:
         batch: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+            raise TypeError(f"model should be an nn.Module, but got {_kind(model)}")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"optimizer should be a torch.optim.Optimizer, but got {type(optimizer).__name__}"
+                f"optimizer should be a torch.optim.Optimizer, but got {_kind(optimizer)}. Pass "
+                "the one of the loop, such as torch.optim.AdamW(model.parameters())"
             )
         self.batch = batch
         #: Whether the loss is called with the output and the batch, or with the output alone.
@@ -164,11 +165,19 @@ class TrainingStep:
             if _refusal(self.model.forward, self.args, self.kwargs) is not None:
                 raise self._cannot_be_called(error) from error
             if not tensors_of_batch(self.args, self.kwargs):
+                is_budget = isinstance(self.batch, (str, int, float))
+                budget = repr(self.batch if is_budget else "12GiB")
                 raise TypeError(
                     f"batch: there is no tensor in this {type(self.batch).__name__}, and the model "
                     f"cannot be called with it ({error}). Pass what the loop calls the model with: "
-                    'recollect.plan(model, batch, "12GiB"); or no batch: '
-                    'recollect.fit(model, budget="12GiB")'
+                    f"recollect.plan(model, batch, {budget}); or no batch: "
+                    f"recollect.fit(model, budget={budget})"
+                ) from error
+            if type(self.batch) is list:
+                raise TypeError(
+                    f"batch: the model was called with the list as its one argument, and raised: "
+                    f"{error}. If the items are its arguments, pass a tuple: "
+                    "recollect.plan(model, (x, ...), budget)"
                 ) from error
             raise
         except RuntimeError as error:
@@ -390,6 +399,11 @@ def _takes_batch(loss: Any, batch: Any) -> bool:
             "loss=lambda output: criterion(output, target)"
         )
     return True
+
+
+def _kind(value: Any) -> str:
+    """The type of an argument that cannot be used, in words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

@@ -112,31 +112,31 @@ def largest_batch(
 ) -> LargestBatch:
     """Find the largest batch for which a plan fits into a budget, and how fast it is.
 
-    The plain step is recorded at a few sizes that fit without a plan, small ones first. How its
-    memory grows is learned from these, and the size that fits is predicted. The plan for it is then
-    made and tried, as by `recollect.plan`. No step is run that is predicted to exceed the budget,
-    but the first one. Everything is restored, as by `recollect.plan`; random streams that
-    ``make_batch`` draws from too.
+    The plain step is recorded at a few sizes that fit without a plan, small ones first. They show
+    how memory grows with the size, from which the largest size is predicted. Its plan is then made
+    and tried, as by `recollect.plan`. Except for the first step, no step runs that is predicted to
+    exceed the budget. Everything is restored, as by `recollect.plan`, including random streams that
+    ``make_batch`` draws from.
 
     Args:
         model: The model to train.
         make_batch: ``make_batch(n)`` returns a batch of size ``n``, as `recollect.plan` takes it.
-            ``n`` may be the number of samples, or the length of sequences: what is said of samples
-            here is then about elements of a sequence.
+            ``n`` may be the number of samples, or the length of sequences: a "sample" is then an
+            element of a sequence.
         budget: The highest allowed peak of bytes: a number, ``"12GiB"``, ``"8GB"``, or ``"auto"``:
             what the device has.
-        time: How many times plain's time per sample a sample may take, such as 1.2. Compared are
-            the measured time of a step under the plan divided by its size, and that of the plain
-            step at the largest size that fits without a plan divided by that size, measured right
-            after it. If time is what limits the size, it is found to within 2%. None: no limit.
+        time: The limit on the time per sample, as a multiple of plain's, such as 1.2; None: no
+            limit. The time per sample is the measured time of a step divided by its size. Plain's
+            is measured right after it, at the largest size that fits without a plan. If time
+            limits the size, the size is found to within 2%.
         loss: As in `recollect.plan`.
         optimizer: Its state and what its step allocates count too.
         offload: As in `recollect.plan`.
         holds_output: As in `recollect.plan`.
         multiple_of: Only multiples of it are considered.
         most: The largest size that is considered.
-        progress: True: show what is being done, by a bar if tqdm is installed, else in lines; or a
-            function that is called with that and the fraction that is done.
+        progress: True: show progress, as a bar if tqdm is installed, else in lines. Or a function
+            of the current stage (a text) and the fraction done.
 
     Raises:
         InfeasibleBudget: Not even the smallest size fits. Says the least feasible budget for it.

@@ -35,7 +35,7 @@ class SizedSteps:
         if not callable(make_batch):
             raise TypeError(
                 "make_batch should be a function of a size that returns a batch of that size, such "
-                f"as lambda n: torch.randn(n, 64), but got {make_batch!r}"
+                f"as lambda n: torch.randn(n, 64), but got {type(make_batch).__name__}"
             )
         self.model = request.model
         if not isinstance(self.model, nn.Module):

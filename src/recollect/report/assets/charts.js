@@ -201,11 +201,17 @@ function stairs(curve, x, y) {
 }
 
 // Where backward begins: of the plan, if there is one. Plain's is at about the same share of its time.
+// Returns the boxes of the labels.
 function phases(chart, curve, x) {
-  if (curve.turn === null || curve.turn <= curve.times[0]) return;
+  if (curve.turn === null || curve.turn <= curve.times[0]) return [];
   const { top, bottom } = chart.box;
   const at = x(curve.turn);
-  const put = (x0, text, anchor) => draw(chart.svg, "text", { class: "phase", x: x0, y: top - 4, "text-anchor": anchor }, text);
+  const boxes = [];
+  const put = (x0, text, anchor) => {
+    const label = draw(chart.svg, "text", { class: "phase", x: x0, y: top - 4, "text-anchor": anchor }, text);
+    const from = anchor === "end" ? x0 - label.getComputedTextLength() : x0;
+    boxes.push({ left: from, right: from + label.getComputedTextLength(), top: top - 16, bottom: top });
+  };
   const line = (x0) => draw(chart.svg, "line", { class: "turn", x1: x0, x2: x0, y1: top - 14, y2: bottom });
   line(at);
   put(at - 6, "forward", "end");
@@ -215,6 +221,7 @@ function phases(chart, curve, x) {
     line(x(curve.over));
     if (chart.box.right - x(curve.over) > 70) put(x(curve.over) + 6, "optimizer", "start");
   }
+  return boxes;
 }
 
 // What runs at `time`: module and op, or nothing if that is not known.
@@ -245,7 +252,7 @@ function memoryChart(place, curves, budget) {
     x = scale(start, end, left, right);
     y = scale(0, most * 1.06, bottom, top);
     self.axes(x, y, secondsTicks(start, end, small ? 4 : 8), bytesTicks(0, most * 1.06, 5), "time in the step", "allocated memory");
-    phases(self, curves[curves.length - 1], x);
+    const labels = phases(self, curves[curves.length - 1], x);
     for (const curve of curves) {
       const path = stairs(curve, x, y);
       const last = x(curve.times[curve.times.length - 1]).toFixed(1);
@@ -253,7 +260,7 @@ function memoryChart(place, curves, budget) {
       draw(self.svg, "path", { class: `curve ${curve.kind}`, d: path, "data-end": last });
     }
     // Labels keep clear of the curves, of the budget and of each other.
-    const taken = curves.flatMap((curve) => footprints(curve, x, y));
+    const taken = [...labels, ...curves.flatMap((curve) => footprints(curve, x, y))];
     const put = (kind, text, px, py, spots) => {
       const label = draw(self.svg, "text", { class: `halo ${kind}` }, text);
       placeLabel(label, px, py, taken, self.box, spots);

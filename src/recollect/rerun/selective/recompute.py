@@ -185,8 +185,8 @@ class RecomputeMode(DispatchMode):
     def _hand_out(self, info: OpInfo, entry: KeptCall) -> Any:
         if entry.is_consumed:
             raise KeptTensorError(
-                "Trying to backward an extra time. A region under selective checkpointing gives "
-                "out what it kept once. Use recollect.create_selective_checkpoint_contexts (or "
+                "Trying to backward an extra time. A region under selective checkpointing returns "
+                "each kept result once. Use recollect.create_selective_checkpoint_contexts (or "
                 "policy=), which recomputes it for every further backward."
             )
         if entry.rng is not None and self._restores_rng:
@@ -206,8 +206,8 @@ class RecomputeMode(DispatchMode):
         is_short = self._is_in_step and self._steps < self.ledger.steps
         if is_short and not self._guessed_right():
             raise KeptTensorError(
-                "the recomputation ran fewer operations than forward. Results have been given out "
-                f"on the condition that it ran the same. {_CAUSE}"
+                "the recomputation ran fewer operations than forward, and was given kept results "
+                f"on the condition that it runs the same. {_CAUSE}"
             )
         for step in [change for entry in self._changed for change in entry.changes]:
             if step < self.ledger.end and not self._has_run(step):
