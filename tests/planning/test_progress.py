@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import recollect
 from recollect.planning.planner import silent
 from recollect.planning.progress import reporter
 
@@ -79,3 +83,20 @@ def test_a_real_bar_can_be_drawn(capsys: Any) -> None:
     report("solving", 1.0)
     del report
     assert "recollect: solving" in capsys.readouterr().err
+
+
+def test_the_plan_is_told_in_a_line(bars: list[Bar], capsys: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    recollect.fit(model, torch.randn(64, 8), "90%", progress=True)
+    assert bars
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"recollect: [\d.]+ KiB -> [\d.]+ KiB, step [+-]\d+%, [\d.]+ s to plan", line
+    )
+
+
+def test_without_progress_nothing_is_printed(capsys: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    recollect.fit(model, torch.randn(64, 8), "100%")
+    assert capsys.readouterr().err == ""

@@ -21,8 +21,9 @@ from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
-from recollect.planning.progress import reporter
+from recollect.planning.progress import reporter, tell_plan
 from recollect.planning.ranks.together import make_plan
+from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
 from recollect.planning.trial import Progress
 from recollect.report.notebook import framed
@@ -140,7 +141,10 @@ def fit(
     report = reporter(progress)
     if batch is not None:
         request = Request(model, batch, loss, optimizer, offload, holds_output)
-        return _make_plan(request, budget, report).apply(model)
+        start = now()
+        plan = _make_plan(request, budget, report)
+        tell_plan(plan, now() - start, report)
+        return plan.apply(model)
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None:
             raise ValueError(

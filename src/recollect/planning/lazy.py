@@ -30,6 +30,7 @@ from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
+from recollect.planning.progress import tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
@@ -87,14 +88,7 @@ class LazyPlan:
             return None
         first = replace(graph, base=live.first_base(model))
         _compare_first((first, with_gradients(first, live.accumulated)), _ran_by(recordings), plan)
-        slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
-        _log.info(
-            "recollect: %s -> %s, step %+.0f%%, %.1f s to plan",
-            bytes_text(plan.plain_peak),
-            bytes_text(plan.predicted_peak),
-            100 * slower,
-            now() - start,
-        )
+        tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
 

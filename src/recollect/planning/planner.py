@@ -286,7 +286,7 @@ class Planner:
             f"budget: no plan brings the step of this {type(self.step.model).__name__} down to "
             f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
             f"{bytes_text(least)}: budget={least}. At its peak that is {listed}. "
-            "Smaller batches, or a smaller optimizer state, need less",
+            "Raise the budget to that, or use a smaller batch",
             budget=budget,
             least=least,
         )

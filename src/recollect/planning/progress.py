@@ -1,13 +1,18 @@
-"""Shows what is being done while a plan is made: ``progress=`` of `fit` and `largest_batch`."""
+"""Shows what is being done while a plan is made, and the plan in a line: ``progress=``."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib import import_module
 from typing import Any
 
+from recollect.planning.plan import Plan
 from recollect.planning.planner import silent
 from recollect.planning.trial import Progress
+from recollect.report.units import bytes_text
+
+_log = logging.getLogger("recollect")
 
 
 def reporter(progress: bool | Progress | None) -> Progress:
@@ -26,6 +31,19 @@ def reporter(progress: bool | Progress | None) -> Progress:
     except ImportError:
         return _Lines()
     return _Bar(tqdm)
+
+
+def tell_plan(plan: Plan, took: float, progress: Progress) -> None:
+    """Say in a line what a plan does, once it is made: in the log, and where progress is shown.
+
+    ``took``: the seconds that it took to plan.
+    """
+    slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
+    peaks = f"{bytes_text(plan.plain_peak)} -> {bytes_text(plan.predicted_peak)}"
+    text = f"{peaks}, step {100 * slower:+.0f}%, {took:.1f} s to plan"
+    _log.info("recollect: %s", text)
+    if progress is not silent:
+        progress(text, 1.0)
 
 
 class _Lines:
@@ -54,6 +72,9 @@ class _Bar:
         if what != self._last:
             self._close()
             self._last = what
+            if done >= 1.0:  # a result, which stays
+                print(f"recollect: {what}", file=sys.stderr)  # noqa: T201 - it was asked for
+                return
             self._bar = self._tqdm(
                 desc=f"recollect: {what}", total=1.0, leave=False, bar_format=self._FORMAT
             )
