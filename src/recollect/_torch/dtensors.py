@@ -18,7 +18,7 @@ from recollect._torch.modules import known_class
 _DTENSOR = "torch.distributed.tensor"
 _COLLECTIVES = "torch.distributed._functional_collectives"
 #: The types of nearly all tensors, asked about first: these questions are put at every recorded op.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+USUAL_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_dtensor(value: Any) -> bool:
@@ -29,7 +29,7 @@ def is_dtensor(value: Any) -> bool:
 
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this type wrap the one of this process."""
-    if kind in _PLAIN:
+    if kind in USUAL_TENSORS:
         return False
     wrappers = known_class(_DTENSOR, "DTensor"), known_class(_COLLECTIVES, "AsyncCollectiveTensor")
     return any(each is not None and issubclass(kind, each) for each in wrappers)
@@ -37,6 +37,8 @@ def is_wrapper(kind: type) -> bool:
 
 def local_tensor(tensor: Any) -> torch.Tensor:
     """The tensor of this process that ``tensor`` wraps; itself, if it wraps none."""
+    if type(tensor) in USUAL_TENSORS:
+        return tensor  # type: ignore[no-any-return]
     while is_wrapper(type(tensor)):
         tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem
     return tensor  # type: ignore[no-any-return]
@@ -44,7 +46,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 def spec_of(tensor: Any) -> Any:
     """Mesh, placements and global metadata of a ``DTensor``; None for other tensors."""
-    return tensor._spec if type(tensor) not in _PLAIN and is_dtensor(tensor) else None
+    return tensor._spec if type(tensor) not in USUAL_TENSORS and is_dtensor(tensor) else None
 
 
 def ranks_of_parts(model: torch.nn.Module) -> set[int]:
@@ -74,7 +76,7 @@ def is_on_parts(types: Any) -> bool:
 
     A dispatch mode sees it before. If it returns ``NotImplemented``, it sees those ops instead.
     """
-    return any(is_wrapper(kind) for kind in types)
+    return bool(types) and any(map(is_wrapper, types))
 
 
 def is_redistributing(frame: FrameType | None) -> bool:

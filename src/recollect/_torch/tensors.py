@@ -15,7 +15,12 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from recollect._torch.dtensors import local_tensor
-from recollect._torch.modes import forward_ad_active, is_functorch_wrapped, no_dispatch_modes
+from recollect._torch.modes import (
+    dispatch_mode_count,
+    forward_ad_active,
+    is_functorch_wrapped,
+    no_dispatch_modes,
+)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -128,7 +133,10 @@ def finds_shapes() -> bool:
 
     That is how torch finds the shapes of a ``DTensor``, in the middle of an op.
     """
-    return _pretending.kind is None and torch._C._get_dispatch_mode(_FAKES) is not None
+    # Almost always no other mode is active, and to ask for one by its key takes longer.
+    if not dispatch_mode_count() or _pretending.kind is not None:
+        return False
+    return torch._C._get_dispatch_mode(_FAKES) is not None
 
 
 _FAKES = torch._C._TorchDispatchModeKey.FAKE

@@ -235,6 +235,8 @@ class OpInfo:
             places = (_find(op, each) for each in ("dropout", "train", "dropout_state"))
             dropout, train, state = (-1 if place is None else place[0] for place in places)
             self._library_rng = dropout, train, state
+        #: Whether it draws, if at all, from a random state of its library.
+        self.has_library_rng = self._library_rng is not None
 
     def _kept_by_default(self) -> str | None:
         """Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
@@ -257,6 +259,8 @@ class OpInfo:
 
     def is_function(self, args: _Args, kwargs: dict[str, Any]) -> bool:
         """Whether the call is deterministic, apart from draws that a tag declares."""
+        if self._dropout is None:
+            return self._is_function
         return self._is_function and not _value(self._dropout, args, kwargs)
 
     def has_absolute_offset(self, args: _Args, kwargs: dict[str, Any]) -> bool:
@@ -271,11 +275,6 @@ class OpInfo:
         if self._training is not None and not _value(self._training, args, kwargs, True):
             return []
         return tensors_in([_value(place, args, kwargs) for place in self.written_arguments])
-
-    @property
-    def has_library_rng(self) -> bool:
-        """Whether it draws, if at all, from a random state of its library."""
-        return self._library_rng is not None
 
     def uses_library_rng(self, args: _Args) -> bool:
         """Whether the call draws from a random state that no generator knows of."""

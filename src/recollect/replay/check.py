@@ -45,11 +45,10 @@ from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
     WRONG_IN_MODES,
-    Leaves,
     OutsideTensor,
     TensorNumbers,
     call_mode,
-    flatten,
+    flatten_all,
     locals_in,
     metadata_of,
     rounds_differently_in_modes,
@@ -237,11 +236,10 @@ class Checker:
     def _fits(self, expected: ExpectedCall, values: Any) -> bool:
         """Whether the arguments match the recording."""
         if expected.form is not None:
-            leaves = Leaves()
-            if [flatten(value, leaves) for value in values] != expected.form:
+            values, form = flatten_all(values)
+            if form != expected.form:
                 return False
-            values = leaves
-            wrappers = leaves.wrappers
+            wrappers = values.wrappers
         else:
             wrappers = None
         known, versions = self._numbers.tensors, self._numbers.versions

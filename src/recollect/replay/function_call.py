@@ -9,8 +9,8 @@ autograd saved are those of the recording.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, MethodDescriptorType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.backends import opt_einsum
 
-from recollect._torch.dtensors import is_wrapper, local_tensor, spec_of
+from recollect._torch.dtensors import USUAL_TENSORS, is_wrapper, local_tensor, spec_of
 from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
 from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
 from recollect.policy.op_info import tensors_in
@@ -72,6 +72,8 @@ class Leaves(list[Any]):
 
 def locals_in(value: Any) -> list[_Tensor]:
     """The tensors in ``value``, in lists and tuples too; instead of a ``DTensor`` the local one."""
+    if type(value) is _Tensor:
+        return [value]
     return [local_tensor(tensor) for tensor in tensors_in(value)]
 
 
@@ -95,6 +97,15 @@ def flatten(value: Any, leaves: Leaves) -> Any:
             return kind, *[flatten(each, leaves) for each in (value.start, value.stop, value.step)]
     leaves.append(value)
     return None
+
+
+def flatten_all(values: tuple[Any, ...]) -> tuple[Sequence[Any], list[Any] | None]:
+    """The leaves of all ``values``, and what `flatten` returns for each; None if all are leaves."""
+    if _LEAVES.issuperset(map(type, values)):
+        return values, None
+    leaves = Leaves()
+    form = [flatten(value, leaves) for value in values]
+    return leaves, form if any(each is not None for each in form) else None
 
 
 #: The metadata by which outside tensors are compared.
@@ -150,50 +161,61 @@ class PackedTensor:
     storage: int | None = None
 
 
-@dataclass(eq=False, slots=True)
 class FunctionCall:
-    """One call of a function of torch."""
+    """One call of a function of torch. A plain class for the same reason as `RecordedOp`.
 
-    #: None: a custom function saved a tensor outside of all functions of torch.
-    function: Any
-    #: Grad mode and autocast.
-    call_mode: Any
-    #: The range of ops that it ran.
-    ops: tuple[int, int]
-    #: The flags that it ran under.
-    flags: Any = None
-    #: The names of keyword arguments, how many arguments there are with these, and the containers
-    #: among them, if there are any (see `flatten`).
-    keys: list[str] | None = None
-    arity: int = 0
-    form: list[Any] | None = None
-    #: Tensors among them, by place: the number, and how often it was written to since it was first
-    #: seen; None if torch does not count.
-    tensors: dict[int, int] = field(default_factory=dict)
-    writes: dict[int, int | None] = field(default_factory=dict)
-    #: Constants among them that can be compared, by place.
-    constants: dict[int, Any] = field(default_factory=dict)
-    #: The number of the first value that it makes.
-    first_value: int = 0
-    #: The function, if it is not torch's own. A custom op should run no op but itself.
-    own: Any = None
-    #: Whether another call may run other ops although everything compared is the same.
-    is_opaque: bool = False
-    packed: list[PackedTensor] = field(default_factory=list)
-    #: The returned tensors: their numbers and views.
-    outs: list[int] = field(default_factory=list)
-    returns: list[View | None] = field(default_factory=list)
-    #: The arguments that it writes to: their numbers, and their views afterwards.
-    changed: list[tuple[int, View]] = field(default_factory=list)
-    #: Whether it changes the metadata of a tensor in place, which counts as a write.
-    changes_metadata: bool = False
-    #: Whether the shapes that it returns depend on data; the metadata, if they may differ.
-    depends_on_data: bool = False
-    metadata: list[Metadata] | None = None
-    #: Whether there is a ``DTensor`` among the arguments.
-    is_on_parts: bool = False
-    #: The ops that draw random numbers.
-    draws: list[RecordedOp] = field(default_factory=list)
+    Args:
+        function: None if a custom function saved a tensor outside of all functions of torch.
+        call_mode: Grad mode and autocast.
+        ops: The range of ops that it ran.
+        flags: The flags that it ran under.
+    """
+
+    __slots__ = (
+        *("arity", "call_mode", "changed", "changes_metadata", "constants", "depends_on_data"),
+        *("draws", "first_value", "flags", "form", "function", "is_on_parts", "is_opaque", "keys"),
+        *("metadata", "ops", "outs", "own", "packed", "returns", "tensors", "writes"),
+    )
+
+    def __init__(
+        self, function: Any, call_mode: Any, ops: tuple[int, int], flags: Any = None
+    ) -> None:
+        self.function = function
+        self.call_mode = call_mode
+        self.ops = ops
+        self.flags = flags
+        #: The names of keyword arguments, how many arguments there are with these, and the
+        #: containers among them, if there are any (see `flatten`).
+        self.keys: list[str] | None = None
+        self.arity = 0
+        self.form: list[Any] | None = None
+        #: Tensors among them, by place: the number, and how often it was written to since it was
+        #: first seen; None if torch does not count.
+        self.tensors: dict[int, int] = {}
+        self.writes: dict[int, int | None] = {}
+        #: Constants among them that can be compared, by place.
+        self.constants: dict[int, Any] = {}
+        #: The number of the first value that it makes.
+        self.first_value = 0
+        #: The function, if it is not torch's own. A custom op should run no op but itself.
+        self.own: Any = None
+        #: Whether another call may run other ops although everything compared is the same.
+        self.is_opaque = False
+        self.packed: list[PackedTensor] = []
+        #: The returned tensors: their numbers and views.
+        self.outs: list[int] = []
+        self.returns: list[View | None] = []
+        #: The arguments that it writes to: their numbers, and their views afterwards.
+        self.changed: list[tuple[int, View]] = []
+        #: Whether it changes the metadata of a tensor in place, which counts as a write.
+        self.changes_metadata = False
+        #: Whether the shapes that it returns depend on data; the metadata, if they may differ.
+        self.depends_on_data = False
+        self.metadata: list[Metadata] | None = None
+        #: Whether there is a ``DTensor`` among the arguments.
+        self.is_on_parts = False
+        #: The ops that draw random numbers.
+        self.draws: list[RecordedOp] = []
 
     def is_like(self, other: FunctionCall) -> bool:
         """Whether both are the same call."""
@@ -256,6 +278,8 @@ _IDENTICAL = (
 )
 #: The types of most constants.
 _USUAL = frozenset({int, bool, float, str, type(None)})
+#: And those of arguments that are no containers, nearly always.
+_LEAVES = _USUAL | USUAL_TENSORS
 _EQUAL = (type(None), bool, int, str, bytes, torch.device, torch.Size, range)
 
 

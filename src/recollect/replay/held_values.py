@@ -120,6 +120,8 @@ class HeldValues:
         self.states: dict[int, torch.Tensor] = {}
         #: The tickets of saved tensors that are not held.
         self.tickets: list[Ticket] = []
+        #: By value: how often backward uses it if all tickets are alive; None if that is unknown.
+        self._uses: list[int] | None = None
 
     def keep(
         self, value: RecordedValue, tensor: torch.Tensor, layout: Layout, *, away: bool
@@ -210,7 +212,7 @@ class HeldValues:
         """After a recorded call: free values that no saved tensor needs."""
         saved = [ticket[2].value.number for ticket in self.tickets]
         needs = find_needs(self.graph, saved, self.kept)
-        self._order = needs.order
+        self._order, self._uses = needs.order, needs.uses
         wanted = {number for number, _ in needs.order}
         for number in self.kept.keys() - wanted:
             del self.kept[number]

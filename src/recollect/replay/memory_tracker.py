@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import cast_weight, is_in_custom_function, without_history
-from recollect._torch.dtensors import local_tensor, spec_of
+from recollect._torch.dtensors import USUAL_TENSORS, local_tensor, spec_of
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import CAST, bare_op
 from recollect._torch.tensors import (
@@ -53,18 +53,20 @@ class RecordedStorage:
     start: int
     #: The number of the tensor by which it was first seen, if the region did not make it.
     outside: int | None
+    #: The numbers of the tensors on it.
+    tensors: list[int]
+    #: The numbers of the saved ones, each with its version and value when it was saved.
+    saved: list[tuple[int, int, RecordedValue]]
     #: Whether the first tensor seen on it has the same offset in every call.
     is_placed: bool = False
-    #: The numbers of the tensors on it.
-    tensors: list[int] = field(default_factory=list)
-    #: The numbers of the saved ones, each with its version and value when it was saved.
-    saved: list[tuple[int, int, RecordedValue]] = field(default_factory=list)
     #: Whether a ``.data`` tensor exists: autograd does not notice writes through it.
     has_data: bool = False
     #: Whether code that the engine cannot see may write to it.
     is_exposed: bool = False
     #: Whether a running custom function will count its last write once more.
     counts_late: bool = False
+    #: The view of its value that has the value's own layout, as most have; made at first use.
+    own: View | None = None
 
     @property
     def is_outside(self) -> bool:
@@ -106,6 +108,8 @@ class MemoryTracker:
         self.stopped: str | None = None
         #: Whether the ops that run now are not the region's.
         self.paused = False
+        #: Whether nothing is recorded, for one of these two reasons.
+        self.is_idle = False
         #: Whether an op of the region is running: below autograd, before its writes are counted.
         self.is_in_op = False
         #: Whether the region writes to a storage that it did not make.
@@ -124,23 +128,22 @@ class MemoryTracker:
         self._leaving: list[RecordedValue] = []
         self.arrivals = 0
 
-    def is_idle(self) -> bool:
-        """Whether nothing is recorded."""
-        return self.paused or self.stopped is not None
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """A context whose ops are not the region's."""
         paused, self.paused = self.paused, True
+        self.is_idle = True
         try:
             yield
         finally:
             self.paused = paused
+            self.is_idle = paused or self.stopped is not None
 
     def stop(self, reason: str) -> None:
         """Hold everything from now on."""
         if self.stopped is None:
             self.stopped = reason
+            self.is_idle = True
 
     def accepts(self, tensor: _Tensor) -> bool:
         """Whether ``tensor`` is supported.
@@ -164,21 +167,26 @@ class MemoryTracker:
             storage.tensors.append(number)
         return number
 
-    def argument(self, tensor: _Tensor, *, offloads: bool, wrapper: _Tensor | None = None) -> int:
+    def argument(
+        self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None = None
+    ) -> tuple[int, int | None]:
         """The number of ``tensor``, an argument of a function; -1 if it is not supported.
 
+        And how often it was written to since it got that number; None if torch does not count.
         ``offloads``: offload it if it is an activation that the region gets as an input.
         ``wrapper``: the ``DTensor`` that it is the local tensor of, if it is.
         """
         number = self.numbers.number_of(tensor)
         if number is not None:
-            self.find_changes(tensor, number)
-        elif is_plain_tensor(tensor) and (wrapper is None or self.accepts_parts):
+            before, version = self.numbers.versions[number], version_of(tensor)
+            if version != self._seen[number]:
+                self.find_changes(tensor, number)
+            return number, None if before is None or version is None else version - before
+        if is_plain_tensor(tensor) and (wrapper is None or self.accepts_parts):
             number = self._add_outside(tensor, offloads, wrapper)
-        else:
-            self.stop_at(tensor if wrapper is None else wrapper)
-            return -1
-        return number
+            return number, None if self.numbers.versions[number] is None else 0
+        self.stop_at(tensor if wrapper is None else wrapper)
+        return -1, None
 
     def _add_outside(self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None) -> int:
         """Add a tensor that no function has made."""
@@ -213,11 +221,14 @@ class MemoryTracker:
 
     def storage(self, tensor: _Tensor) -> RecordedStorage | None:
         """The storage of ``tensor``, if it is known."""
-        number = self.numbers.number_of(tensor)
-        if number is not None:
+        numbers = self.numbers
+        number = numbers.by_id.get(id(tensor))  # as `TensorNumbers.number_of`
+        if number is not None and numbers.tensors[number]() is tensor:
             return self._storage_of[number]
         try:
-            untyped = local_tensor(tensor).untyped_storage()
+            if type(tensor) not in USUAL_TENSORS:
+                tensor = local_tensor(tensor)
+            untyped = tensor.untyped_storage()
             found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
         except (RuntimeError, NotImplementedError):  # it has none
             return None
@@ -232,10 +243,10 @@ class MemoryTracker:
         """Add a storage that is seen for the first time."""
         untyped = tensor.untyped_storage()
         start = start_of(tensor)
-        value = self.graph.new(tensor, untyped.nbytes(), start)
+        value = self.graph.new(tensor, untyped.nbytes())
         value.outside = outside
         storage = self._storages[key_of_storage(untyped)] = RecordedStorage(
-            ref(untyped), value, start, outside
+            ref(untyped), value, start, outside, [], []
         )
         if not untyped.resizable() and not isinstance(tensor, nn.Parameter):
             # Not allocated by torch: perhaps shared with a numpy array, which others can write to.
@@ -268,15 +279,24 @@ class MemoryTracker:
 
     def view(self, tensor: _Tensor) -> View | None:
         """The view for ``tensor``; None if it is not supported."""
-        storage = self.locate(tensor)
+        storage = self.storage(tensor) or self.locate(tensor)
         return None if storage is None else self.view_in(storage, tensor)
 
     @staticmethod
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
         """The same, of a tensor on a known storage."""
-        own = storage.value.layout
-        layout = layout_of(local_tensor(tensor), storage.start)
-        return View(storage.value, own if layout == own else layout, spec_of(tensor))
+        value, local, spec = storage.value, tensor, None
+        if type(tensor) not in USUAL_TENSORS:
+            local, spec = local_tensor(tensor), spec_of(tensor)
+        layout = layout_of(local, storage.start)
+        if layout != value.layout:
+            return View(value, layout, spec)
+        if spec is not None:
+            return View(value, value.layout, spec)
+        own = storage.own
+        if own is None or own.value is not value:
+            own = storage.own = View(value, value.layout)
+        return own
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""
@@ -330,6 +350,8 @@ class MemoryTracker:
 
     def find_lost_values(self) -> None:
         """A function is over: find values that its writes made stale, or that are gone with it."""
+        if not self.inner and not self.written:
+            return
         for storage in self.inner:
             if storage.value.number not in self.remat.kept:
                 storage.value.unsure = OPAQUE
@@ -411,9 +433,10 @@ class MemoryTracker:
         Not before the function ends: until then its writes are not counted, and a store would take
         them for changes to its tensors.
         """
-        for held in self._new:
-            held.count_version()
-        self._new.clear()
+        if self._new:
+            for held in self._new:
+                held.count_version()
+            self._new.clear()
         if self.written:
             is_inside = is_in_custom_function(sys._getframe(1))
             for storage in self.written:

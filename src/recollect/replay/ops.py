@@ -12,7 +12,7 @@ from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import finds_shapes, is_plain_tensor
-from recollect.policy.op_info import COLLECTIVE, OpInfo, op_info, tensors_in
+from recollect.policy.op_info import COLLECTIVE, OpInfo, known_ops, op_info, tensors_in
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy
 from recollect.policy.rulings import Ruling
@@ -49,11 +49,11 @@ class OpRecorder(DispatchMode):
     ) -> Any:
         if is_on_parts(types):
             return NotImplemented
-        info = op_info(func)
+        info = known_ops.get(id(func)) or op_info(func)
         tracker = self._tracker
         if finds_shapes():
             return info.call(*args, **(kwargs or {}))
-        if tracker.is_idle():
+        if tracker.is_idle:
             kwargs = kwargs or {}
             if info.writes:
                 for tensor in info.written(args, kwargs):
@@ -83,14 +83,16 @@ class OpRecorder(DispatchMode):
         call = tracker.call
         if call is not None:
             # The function reads a number into Python. Another call may read another one.
-            call.is_opaque |= info.reads_number
-            call.is_opaque |= call.own is not None and not is_form_of(info.op, call.own)
-            call.depends_on_data |= info.has_dynamic_shape and _picks_by_mask(info, args)
+            if info.reads_number or (call.own is not None and not is_form_of(info.op, call.own)):
+                call.is_opaque = True
+            if info.has_dynamic_shape and _picks_by_mask(info, args):
+                call.depends_on_data = True
         return self._run(info, args, kwargs)
 
     def _run(self, info: OpInfo, args: _Args, kwargs: dict[str, Any]) -> Any:
         tracker = self._tracker
-        args = info.without_idle_state(args)
+        if info.has_library_rng:
+            args = info.without_idle_state(args)
         op = tracker.new_op(info.op, waiting(info.call) if info.is_asynchronous else info.call)
         written: _Written = {}
         if info.writes:
@@ -104,7 +106,7 @@ class OpRecorder(DispatchMode):
         self._read(op, args, kwargs)
         if written:
             self._note_overwritten(op, info, written)
-        if tracker.is_idle():
+        if tracker.is_idle:
             return info.call(*args, **kwargs)
         if info.is_random and not info.has_library_rng:
             out = self._draw(op, info, args, kwargs)
@@ -115,7 +117,8 @@ class OpRecorder(DispatchMode):
         if written:
             self._write(op, info, written)
         self._note_results(op, info, out)
-        tracker.arrivals += op.arrivals
+        if op.arrivals:
+            tracker.arrivals += op.arrivals
         tracker.is_in_op = False
         return out
 
@@ -202,7 +205,7 @@ class OpRecorder(DispatchMode):
         else:
             ruling = op.ruling = decider.decide(info, out, args, kwargs)
         why_kept = "nondeterministic" if info.is_nondeterministic else None
-        if info.uses_library_rng(args):
+        if info.has_library_rng and info.uses_library_rng(args):
             why_kept = "random, by a state of its library"
         insists = ruling.decision is CheckpointPolicy.MUST_RECOMPUTE
         if info.communicates and not insists:
@@ -265,7 +268,7 @@ class OpRecorder(DispatchMode):
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
         """Keep a named tensor."""
         tracker = self._tracker
-        storage = None if tracker.is_idle() else tracker.storage(tensor)
+        storage = None if tracker.is_idle else tracker.storage(tensor)
         if storage is not None:
             number = tracker.numbers.number_of(tensor)
             if number is not None:

@@ -7,7 +7,8 @@ at once, so that everything else can be dropped during forward.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from recollect.replay.function_call import (
     Leaves,
     PackedTensor,
     call_mode,
-    flatten,
+    flatten_all,
     is_comparable,
     locals_in,
     metadata_of,
@@ -146,7 +147,7 @@ class Recorder(TorchFunctionMode):
         if is_dynamo_compiling():  # which traces this mode along with the function
             return func(*args, **kwargs)
         tracker = self._tracker
-        if tracker.is_idle() or func in METADATA:
+        if tracker.is_idle or func in METADATA:
             if tracker.stopped is not None and func in EXPOSING:
                 for tensor in locals_in(args):
                     tracker.protect(tensor)
@@ -159,8 +160,7 @@ class Recorder(TorchFunctionMode):
             for tensor in locals_in(values):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")
-            with no_dispatch_modes():
-                return func(*args, **kwargs)
+            return _run_without_modes(func, *args, **kwargs)
         if func in UNSUPPORTED:
             tracker.stop(f"{func} gives a tensor another storage")
         elif self._stream is not None and not is_current_stream(self._stream):
@@ -168,15 +168,15 @@ class Recorder(TorchFunctionMode):
             tracker.stop("several streams")
         else:
             call = self._begin(func, args, values, [*kwargs])
-        if tracker.is_idle():
+        if tracker.stopped is not None:
             return func(*args, **kwargs)
         self._calls.append(call)
         tracker.call = call
         tracker.is_casting = any_autocast_enabled()
         call.is_opaque |= rounds_otherwise
         try:
-            with no_dispatch_modes() if rounds_otherwise else nullcontext():
-                out = func(*args, **kwargs)
+            run = partial(_run_without_modes, func) if rounds_otherwise else func
+            out = run(*args, **kwargs)
         except BaseException:
             tracker.stop(f"{func} raised")
             self._give_up(call)
@@ -193,32 +193,29 @@ class Recorder(TorchFunctionMode):
         tracker.flags = None if flags == self._remat.flags else flags
         first = len(tracker.graph.ops)
         call = FunctionCall(
-            func, call_mode(func), (first, first), tracker.flags or self._remat.flags, keys or None
+            func, call_mode(func), (first, first), tracker.flags or self._remat.flags
         )
+        call.keys = keys or None
         # A mode entered inside the region may do anything, and so may a function that reads data in
         # Python.
-        call.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(func, args)
         call.own = None if is_of_torch(func) else func
-        leaves = Leaves()
-        form = [flatten(value, leaves) for value in values]
-        if any(each is not None for each in form):
-            call.form = form
+        call.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(call, args)
+        leaves, call.form = flatten_all(values)
+        wrappers = leaves.wrappers if isinstance(leaves, Leaves) else None
         call.arity = len(values)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, _Tensor):
-                wrapper = leaves.wrappers.get(place)
-                number = tracker.argument(leaf, offloads=self._offload_inputs, wrapper=wrapper)
-                call.tensors[place] = number
-                if number >= 0:
-                    call.writes[place] = tracker.numbers.writes_to(leaf, number)
+                wrapper = wrappers.get(place) if wrappers else None
+                number, writes = tracker.argument(leaf, self._offload_inputs, wrapper)
+                call.tensors[place], call.writes[place] = number, writes
             elif is_comparable(leaf) or type(leaf) is tuple:
                 call.constants[place] = leaf
             else:
                 call.is_opaque = True
         call.first_value = len(tracker.graph.values)
-        if tracker.is_idle():
+        if tracker.is_idle:
             return call
-        call.is_on_parts = bool(leaves.wrappers)
+        call.is_on_parts = bool(wrappers)
         if func in EXPOSING:
             for tensor in locals_in(args):
                 tracker.expose(tensor)
@@ -324,7 +321,7 @@ class Recorder(TorchFunctionMode):
         """The saved-tensor hook: autograd saves ``tensor``."""
         ticket: Ticket = [tensor, tensor._version, None]
         tracker = self._tracker
-        if tracker.is_idle():
+        if tracker.is_idle:
             hold_for_good(ticket)
         elif tracker.call is not None:
             storage = tracker.storage(tensor)
@@ -366,7 +363,7 @@ class Recorder(TorchFunctionMode):
             assert storage is not None
         held = self._remat.kept.get(storage.value.number)
         is_away = held is not None and held.away is not None
-        if storage.value.unsure is not None or (storage.is_outside and not is_away):
+        if storage.value.unsure is not None or (storage.outside is not None and not is_away):
             return None
         storage.value.is_wanted = True
         return tracker.view_in(storage, tensor)
@@ -381,16 +378,22 @@ class Recorder(TorchFunctionMode):
         self._remat.tickets.append(ticket)
 
 
+def _run_without_modes(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with no_dispatch_modes():
+        return func(*args, **kwargs)
+
+
 def _made_storage(storage: RecordedStorage | None) -> int | None:
     """The number of a storage, if the region made it."""
-    return None if storage is None or storage.is_outside else storage.value.storage
+    return None if storage is None or storage.outside is not None else storage.value.storage
 
 
-def _is_unreadable(function: Any, args: tuple[Any, ...]) -> bool:
+def _is_unreadable(call: FunctionCall, args: tuple[Any, ...]) -> bool:
+    function = call.function
     if function in UNREADABLE_IF_PACKED:
         # Without lengths, the fourth argument tells whether there are biases.
         return len(args) < 4 or not isinstance(args[3], bool)
-    return function in UNREADABLE or not (is_of_torch(function) or is_op_of_others(function))
+    return function in UNREADABLE or (call.own is not None and not is_op_of_others(function))
 
 
 def _moves_generators(call: FunctionCall) -> bool:

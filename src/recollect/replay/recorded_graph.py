@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -177,6 +178,11 @@ class Views(list[Any]):
         self.kind = kind
 
 
+_VIEWS = (View, Views)
+_NO_VALUES: frozenset[int] = frozenset()
+#: In `RecordedOp.paths`: the op returns one tensor, which is no item of a list.
+_ONE_RESULT: list[tuple[int, ...]] = [()]
+
 #: A tensor among the arguments of an op: its place, the number of its value, and the function that
 #: makes the view; None if it has the value's own layout.
 Fill = tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]
@@ -184,49 +190,58 @@ Fill = tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]
 NEEDS_CARE: list[Fill] = []
 
 
-@dataclass(eq=False, slots=True)
 class RecordedOp:
-    """One call of an op."""
+    """One call of an op.
 
-    number: int
-    op: Any
-    call: Any
-    #: The flags that it ran under, if they differ from those of the region.
-    flags: Any = None
-    args: list[Any] = field(default_factory=list)
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    #: The values that it reads.
-    reads: list[int] = field(default_factory=list)
-    #: The values that it makes on new storages, and the position of each in what it returns.
-    makes: list[int] = field(default_factory=list)
-    paths: list[tuple[int, ...]] = field(default_factory=list)
-    #: For each storage that it writes to: the values before and after.
-    writes: list[tuple[int, int]] = field(default_factory=list)
-    #: The values that it overwrites without reading them.
-    fresh: frozenset[int] = frozenset()
-    #: Some kernels read the grad mode.
-    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-    #: The generator that it draws from, if any.
-    generator: torch.Generator | None = None
-    #: Why it must not run again, if so; and why it must not in checked calls only.
-    keep: str | None = None
-    later: str | None = None
-    #: Whether it cannot run again because its arguments are gone.
-    is_lost: bool = False
-    #: The ruling of the policy.
-    ruling: Any = None
-    #: In a plan: its key, the positions in ``makes`` of held values, and how many offloaded tensors
-    #: are freed after its function.
-    key: str | None = None
-    planned: frozenset[int] | None = None
-    arrivals: int = 0
-    #: The tensors among its arguments; None until it first runs again.
-    fills: list[Fill] | None = None
-    #: If it makes a single value: that value, else -1. If it does so in place: the old value, else
-    #: -1. The other values that it reads.
-    only: int = -1
-    old: int = -1
-    others: Sequence[int] = ()
+    A plain class: a dataclass with so many lists takes twice as long to make.
+    """
+
+    __slots__ = (
+        *("args", "arrivals", "call", "fills", "flags", "fresh", "generator", "grad_enabled"),
+        *("is_lost", "keep", "key", "kwargs", "later", "makes", "number", "old", "only", "op"),
+        *("others", "paths", "planned", "reads", "ruling", "writes"),
+    )
+
+    def __init__(self, number: int, op: Any, call: Any, flags: Any = None) -> None:
+        self.number = number
+        self.op = op
+        self.call = call
+        #: The flags that it ran under, if they differ from those of the region.
+        self.flags = flags
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        #: The values that it reads.
+        self.reads: list[int] = []
+        #: The values that it makes on new storages, and the position of each in what it returns.
+        self.makes: list[int] = []
+        self.paths: list[tuple[int, ...]] = []
+        #: For each storage that it writes to: the values before and after.
+        self.writes: list[tuple[int, int]] = []
+        #: The values that it overwrites without reading them.
+        self.fresh: frozenset[int] = _NO_VALUES
+        #: Some kernels read the grad mode.
+        self.grad_enabled = torch.is_grad_enabled()
+        #: The generator that it draws from, if any.
+        self.generator: torch.Generator | None = None
+        #: Why it must not run again, if so; and why it must not in checked calls only.
+        self.keep: str | None = None
+        self.later: str | None = None
+        #: Whether it cannot run again because its arguments are gone.
+        self.is_lost = False
+        #: The ruling of the policy.
+        self.ruling: Any = None
+        #: In a plan: its key, the positions in ``makes`` of held values, and how many offloaded
+        #: tensors are freed after its function.
+        self.key: str | None = None
+        self.planned: frozenset[int] | None = None
+        self.arrivals = 0
+        #: The tensors among its arguments; None until it first runs again.
+        self.fills: list[Fill] | None = None
+        #: If it makes a single value: that value, else -1. If it does so in place: the old value,
+        #: else -1. The other values that it reads.
+        self.only = -1
+        self.old = -1
+        self.others: Sequence[int] = ()
 
     def make(self, path: tuple[int, ...], value: RecordedValue) -> None:
         """Record that it makes ``value``, at ``path`` in its return value."""
@@ -249,28 +264,30 @@ class RecordedOp:
 
     def prepare(self) -> list[Fill]:
         """Find out how to run it again."""
-        values = [*self.args, *self.kwargs.values()]
-        is_inplace = len(self.writes) == 1 and not self.makes and not self.fresh
+        is_inplace = bool(self.writes) and not self.makes and not self.fresh
         if (
-            (self.writes and not is_inplace)
+            (self.writes and not (is_inplace and len(self.writes) == 1))
             or self.generator is not None
             or self.flags is not None
-            or any(type(value) is Views for value in values)
-            or any(type(value) is View for value in self.kwargs.values())
+            or (self.kwargs and any(type(each) in _VIEWS for each in self.kwargs.values()))
         ):
             self.fills = NEEDS_CARE
-        else:
-            self.fills = [
-                (place, each.value.number, None if each.is_own else each.find_maker())
-                for place, each in enumerate(self.args)
-                if type(each) is View
-            ]
-            if is_inplace:
-                self.old, self.only = self.writes[0]
-            elif self.paths == [()]:
-                self.only = self.makes[0]
+            return self.fills
+        fills: list[Fill] = []
+        for place, each in enumerate(self.args):
+            if type(each) is View:
+                fills.append((place, each.value.number, None if each.is_own else each.find_maker()))
+            elif type(each) is Views:
+                self.fills = NEEDS_CARE
+                return self.fills
+        self.others = self.reads
+        if is_inplace:
+            self.old, self.only = self.writes[0]
             self.others = [number for number in self.reads if number != self.old]
-        return self.fills
+        elif self.paths == _ONE_RESULT:
+            self.only = self.makes[0]
+        self.fills = fills
+        return fills
 
     def hold_results(self, reason: str, ruling: Any) -> None:
         """Hold its results instead of recomputing them."""
@@ -295,10 +312,11 @@ class RecordedGraph:
         #: How many storages there are.
         self.storages = 0
 
-    def new(self, tensor: torch.Tensor, nbytes: int, start: int) -> RecordedValue:
-        """The first value of a storage: ``tensor``, which begins at the byte offset ``start``."""
+    def new(self, tensor: torch.Tensor, nbytes: int) -> RecordedValue:
+        """The first value of a storage: ``tensor``, from whose beginning offsets are counted."""
         self.storages += 1
-        return self._add(self.storages, layout_of(tensor, start), tensor.device, nbytes)
+        layout = tensor.shape, tensor.stride(), 0, tensor.dtype, 0
+        return self._add(self.storages, layout, tensor.device, nbytes)
 
     def after(self, last: RecordedValue) -> RecordedValue:
         """The value that follows ``last`` in its storage."""
@@ -321,7 +339,7 @@ class RecordedGraph:
     def copy(self) -> RecordedGraph:
         """The same graph, of which other results may be held."""
         other = RecordedGraph()
-        other.ops = [replace(op) for op in self.ops]
+        other.ops = [copy(op) for op in self.ops]
         other.values, other.storages = self.values, self.storages
         return other
 
@@ -331,8 +349,11 @@ class RecordedGraph:
 
     def unsure_read(self, op: RecordedOp) -> str | None:
         """Why a value that ``op`` reads cannot be recomputed, if there is one."""
-        unsure = (self.values[number].unsure for number in op.reads)
-        return next((reason for reason in unsure if reason is not None), None)
+        for number in op.reads:
+            unsure = self.values[number].unsure
+            if unsure is not None:
+                return unsure
+        return None
 
     def sources(
         self, number: int, held: Container[int], is_source: Callable[[RecordedOp], object]

@@ -99,6 +99,7 @@ class Rematerializer(HeldValues):
         self.is_complete = as_recorded
         if as_recorded and self._schedule is not None:
             self._order = self._schedule.order.copy()  # the order in which to release
+            self._uses = self._schedule.uses
 
     def _release_held(self) -> None:
         """Free held values that only freed parts of the autograd graph needed."""
@@ -107,7 +108,7 @@ class Rematerializer(HeldValues):
             tickets.pop()
         if len(tickets) == before:
             return
-        self._schedule = None  # its counts include dead tickets
+        self._schedule = self._uses = None  # the counts include dead tickets
         for number in pop_unneeded(self._order, len(tickets)):
             self.kept.pop(number, None)
 
@@ -185,9 +186,9 @@ class Rematerializer(HeldValues):
     def _count(self) -> tuple[list[int], Chains | None]:
         """How often backward will use each value, and the cache of chains if it is valid."""
         counts = _reference_counts(self.tickets)
-        schedule = self._schedule
-        if schedule is not None and self.is_complete and min(counts, default=0) > _OF_THE_DEAD:
-            return schedule.uses.copy(), schedule.chains
+        if self._uses is not None and min(counts, default=0) > _OF_THE_DEAD:
+            schedule = self._schedule
+            return self._uses.copy(), None if schedule is None else schedule.chains
         alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
         saved = [ticket[2].value.number for ticket in alive]
         return find_needs(self.graph, saved, self.kept).uses, None

@@ -5,9 +5,18 @@ Reading them all takes about a microsecond. A rerun sets only those that are not
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from recollect._torch.flags import FLAGS, SPECIAL_FLAGS, read_precisions, write_precisions
+
+if sys.version_info >= (3, 11):
+    from operator import call as _call
+else:
+
+    def _call(get: Any) -> Any:
+        return get()
+
 
 #: The value of each flag; then, if one could not be read, the precisions that prevent it.
 Flags = tuple[Any, ...]
@@ -20,7 +29,7 @@ _UNREADABLE = object()
 def read_flags() -> Flags:
     """The switches now."""
     try:
-        return tuple([get() for get in _GETTERS])
+        return (*map(_call, _GETTERS),)
     except RuntimeError:
         # torch refuses to say by an older switch what was set by a newer one.
         return *map(_try, _GETTERS), read_precisions()
@@ -29,7 +38,7 @@ def read_flags() -> Flags:
 def read_usual_flags() -> Flags:
     """The switches now, without those that only a few special ops heed."""
     try:
-        return tuple([get() for get in _USUAL_GETTERS])
+        return (*map(_call, _USUAL_GETTERS),)
     except RuntimeError:
         return read_flags()
 

@@ -8,6 +8,7 @@ it, but there, since what crosses the border of a unit is held.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from recollect.replay.function_call import FunctionCall, PackedTensor
@@ -70,28 +71,24 @@ class _Part:
         return [number + self._first_value for number in values]
 
     def _op(self, op: RecordedOp) -> RecordedOp:
-        first = self._first_value
-        return replace(
-            op,
-            number=op.number + self._first_op,
-            reads=self._numbers(op.reads),
-            makes=self._numbers(op.makes),
-            writes=[(old + first, new + first) for old, new in op.writes],
-            fresh=frozenset(number + first for number in op.fresh),
-            fills=None,  # it is not run again from here
-        )
+        first, made = self._first_value, copy(op)
+        made.number = op.number + self._first_op
+        made.reads = self._numbers(op.reads)
+        made.makes = self._numbers(op.makes)
+        made.writes = [(old + first, new + first) for old, new in op.writes]
+        made.fresh = frozenset(number + first for number in op.fresh)
+        made.fills = None  # it is not run again from here
+        return made
 
     def _call(self, call: FunctionCall) -> FunctionCall:
-        first, last = call.ops
-        return replace(
-            call,
-            ops=(first + self._first_op, last + self._first_op),
-            first_value=call.first_value + self._first_value,
-            packed=[replace(p, view=p.view and self._view(p.view)) for p in call.packed],
-            returns=[view and self._view(view) for view in call.returns],
-            changed=[(number, self._view(view)) for number, view in call.changed],
-            draws=[self._graph.ops[op.number + self._first_op] for op in call.draws],
-        )
+        made, (first, last) = copy(call), call.ops
+        made.ops = first + self._first_op, last + self._first_op
+        made.first_value = call.first_value + self._first_value
+        made.packed = [replace(p, view=p.view and self._view(p.view)) for p in call.packed]
+        made.returns = [view and self._view(view) for view in call.returns]
+        made.changed = [(number, self._view(view)) for number, view in call.changed]
+        made.draws = [self._graph.ops[op.number + self._first_op] for op in call.draws]
+        return made
 
     def _view(self, view: View) -> View:
         return View(self._graph.values[view.value.number + self._first_value], view.layout)
