@@ -20,13 +20,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class _Op(Protocol):
+class _FlowOp(Protocol):
     @property
     def reads(self) -> Sequence[int]:
         """The values that it reads."""
 
 
-class _Value(Protocol):
+class _FlowValue(Protocol):
     @property
     def op(self) -> int:
         """The op that makes it; -1 if none does."""
@@ -36,11 +36,11 @@ class Dataflow(Protocol):
     """Ops and values by number: a recorded region, or the graph of a training step."""
 
     @property
-    def ops(self) -> Sequence[_Op]:
+    def ops(self) -> Sequence[_FlowOp]:
         """In the order in which forward ran them."""
 
     @property
-    def values(self) -> Sequence[_Value]:
+    def values(self) -> Sequence[_FlowValue]:
         """The values that they read or make."""
 
 

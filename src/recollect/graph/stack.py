@@ -40,17 +40,17 @@ def stacked(graph: Graph, schedule: Schedule, bands: Sequence[int], columns: int
 
     In each of ``columns`` equal spans of time, the highest point of the curve is taken.
     """
-    return _played(_Stack(graph, schedule, bands), columns)
+    return _played(_BandedPlayback(graph, schedule, bands), columns)
 
 
 def stacked_plain(graph: Graph, bands: Sequence[int], columns: int) -> StackedStep:
     """The same without a plan."""
-    run = _Stack(graph, Schedule(frozenset(range(len(graph.ops)))), bands)
+    run = _BandedPlayback(graph, Schedule(frozenset(range(len(graph.ops)))), bands)
     run.clock = 0.0  # no engine
     return _played(run, columns)
 
 
-def _played(run: _Stack, columns: int) -> StackedStep:
+def _played(run: _BandedPlayback, columns: int) -> StackedStep:
     run.forward()
     run.backward()
     width = run.clock / columns or 1.0
@@ -62,7 +62,7 @@ def _played(run: _Stack, columns: int) -> StackedStep:
     return StackedStep([point for _, point in highest.values()], run.out, run.back)
 
 
-class _Stack(Playback):
+class _BandedPlayback(Playback):
     """A playback that knows which band each byte belongs to."""
 
     def __init__(self, graph: Graph, schedule: Schedule, bands: Sequence[int]) -> None:

@@ -174,7 +174,8 @@ class _Model:
         found = self._ran[unpacked] = {}
         wanted = {graph.values[graph.saved[n].value].op for n in self._order[:unpacked]}
         for number in reversed(self._ops):
-            users = [found[user] for user in self._live.users[number] if user in found]
+            readers = (r for value in graph.results[number] for r in self._readers.get(value, ()))
+            users = [found[user] for user in dict.fromkeys(readers) if user in found]
             if number in wanted or users:
                 column = found[number] = self._variable()
                 keep = [(1.0, self._keep[number])] if number in self._keep else []

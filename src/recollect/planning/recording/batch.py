@@ -71,12 +71,12 @@ def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
 
     Tensors of one number, such as a count of tokens, are left out.
     """
-    return tuple(_Search(args, kwargs).signature)
+    return tuple(_BatchReader(args, kwargs).signature)
 
 
 def tensors_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Tensor]:
     """The tensors in a batch, in the order of its signature."""
-    return _Search(args, kwargs).tensors
+    return _BatchReader(args, kwargs).tensors
 
 
 def is_alike(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -119,7 +119,7 @@ def _in_words(entry: Any) -> str:
     return f"a collection of {entry}" if isinstance(entry, int) else str(entry)
 
 
-class _Search:
+class _BatchReader:
     """Searches the values of a batch."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

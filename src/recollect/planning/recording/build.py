@@ -66,7 +66,7 @@ class _Storages:
         return -(-self._sizes[storage] // self.block) * self.block
 
 
-class _Region:
+class _ForwardPart:
     """One forward.
 
     Args:
@@ -240,10 +240,10 @@ class _Region:
 class _Builder:
     def __init__(self, trace: StepTrace, recordings: Sequence[Recording], on_device: bool) -> None:
         self._trace = trace
-        self._regions: list[_Region] = []
+        self._regions: list[_ForwardPart] = []
         first = 0
         for recording in recordings:
-            self._regions.append(_Region(trace, recording, first, on_device=on_device))
+            self._regions.append(_ForwardPart(trace, recording, first, on_device=on_device))
             first += len(recording.graph.ops)
         self._storages = _Storages(trace, _CUDA_BLOCK if on_device else 1)
         self._varies = any(each.shapes for each in recordings)

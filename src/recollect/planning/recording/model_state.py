@@ -17,7 +17,7 @@ from recollect.replay.function_call import DEVICES, casts
 from recollect.report.units import bytes_text
 
 
-class _TensorState(NamedTuple):
+class _TensorSummary(NamedTuple):
     """A parameter or buffer."""
 
     text: str  #: its shape and dtype
@@ -31,7 +31,7 @@ class ModelState:
 
     autocast: tuple[tuple[str, str], ...]  #: device types with autocast, each with its dtype
     evaluating: tuple[str, ...]  #: the names of the modules in eval mode
-    #: Parameters and buffers: the name and the fields of `_TensorState`.
+    #: Parameters and buffers: the name and the fields of `_TensorSummary`.
     tensors: tuple[tuple[str, str, int, bool], ...]
     compiled: tuple[str, ...] = ()  #: the names of the modules that are compiled
 
@@ -52,9 +52,9 @@ class ModelState:
         return cls(_autocast(), tuple(evaluating), tuple(tensors), tuple(compiled))
 
     @property
-    def by_name(self) -> dict[str, _TensorState]:
+    def by_name(self) -> dict[str, _TensorSummary]:
         """Parameters and buffers by name."""
-        return {entry[0]: _TensorState(*entry[1:]) for entry in self.tensors}
+        return {entry[0]: _TensorSummary(*entry[1:]) for entry in self.tensors}
 
 
 def _autocast() -> tuple[tuple[str, str], ...]:
@@ -267,7 +267,7 @@ def _autocast_cure(autocast: tuple[tuple[str, str], ...]) -> str:
 
 
 def _compare_tensors(
-    before: dict[str, _TensorState], now: dict[str, _TensorState]
+    before: dict[str, _TensorSummary], now: dict[str, _TensorSummary]
 ) -> tuple[list[str], int, int]:
     """The differences of parameters and buffers, the bytes that are added, and those of states."""
     both = [name for name in now if name in before]

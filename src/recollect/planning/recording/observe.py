@@ -48,7 +48,7 @@ def observe_forward(
         units: The modules that are recorded, each by itself; empty: the whole forward is.
         unpack_of: Gives the function that backward unpacks tensors by.
     """
-    observer = _Observer(trace, by or NamedSchedule(), [*blocks], unpack_of)
+    observer = _ForwardObserver(trace, by or NamedSchedule(), [*blocks], unpack_of)
     if units:
         model: Any = getattr(function, "__self__", None)
         wrap_modules(model, units)  # if they are not
@@ -62,7 +62,7 @@ def observe_forward(
     return output, observer.records[0].recording, remat
 
 
-class _Observer:
+class _ForwardObserver:
     """Records one forward, or its units."""
 
     def __init__(

@@ -29,13 +29,13 @@ def merged(records: Sequence[UnitRecord]) -> Recording:
     """One recording with the ops of all, in order. The others stay as they are."""
     graph, calls = RecordedGraph(), list[FunctionCall]()
     for each in records:
-        calls += _Part(graph, each.recording).add(each.saved)
+        calls += _UnitCopy(graph, each.recording).add(each.saved)
     reasons = (each.recording.reason for each in records)
     reason = next((reason for reason in reasons if reason is not None), None)
     return Recording(graph, calls, {}, False, False, reason)
 
 
-class _Part:
+class _UnitCopy:
     """Copies one recording into ``graph``, behind what is there."""
 
     def __init__(self, graph: RecordedGraph, recording: Recording) -> None:

@@ -24,7 +24,7 @@ _SCHEDULES = 24
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedStep:
     """A step that was not run, under a plan."""
 
     peak: int
@@ -43,7 +43,7 @@ class Forecast(ABC):
         """The least peak of any plan."""
 
     @abstractmethod
-    def fastest(self, size: int, budget: int) -> Predicted | None:
+    def fastest(self, size: int, budget: int) -> PredictedStep | None:
         """The fastest plan within a budget; None if there is none."""
 
 
@@ -97,10 +97,10 @@ class GraphForecast(Forecast):
     def least(self, size: int) -> int:
         return min(outcome.peak for outcome in self._outcomes(size))
 
-    def fastest(self, size: int, budget: int) -> Predicted | None:
+    def fastest(self, size: int, budget: int) -> PredictedStep | None:
         found = [each for each in self._outcomes(size) if each.peak <= budget]
         best = min(found, key=lambda each: each.seconds, default=None)
-        return None if best is None else Predicted(best.peak, best.seconds)
+        return None if best is None else PredictedStep(best.peak, best.seconds)
 
     # --- schedules --------------------------------------------------------------------------------
 
@@ -168,9 +168,9 @@ class TrendForecast(Forecast):
     def least(self, size: int) -> int:
         return self._on_line(self.leasts or self.plain_peaks, size)
 
-    def fastest(self, size: int, budget: int) -> Predicted | None:
+    def fastest(self, size: int, budget: int) -> PredictedStep | None:
         peak = self.least(size)
-        return Predicted(peak, None) if peak <= budget else None
+        return PredictedStep(peak, None) if peak <= budget else None
 
     def _on_line(self, known: Mapping[int, int], size: int) -> int:
         """The number at ``size`` on the line through the last two that are known."""

@@ -41,7 +41,7 @@ def lower_bound(graph: Graph, budget: int, *, offload: bool = False) -> float:
     if simulate_plain(graph).peak <= budget:
         return graph.plain_seconds
     offload = offload and graph.link is not None
-    live = Liveness(graph, offload=offload)
+    live = Liveness(graph)
     if max(live.least, default=graph.base) > budget:
         return math.inf
     if offload:

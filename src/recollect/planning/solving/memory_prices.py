@@ -9,9 +9,7 @@ until its cost and the bound are close (Dantzig and Wolfe).
 from __future__ import annotations
 
 import math
-from collections import Counter
 
-from recollect.graph.graph import Graph
 from recollect.planning.solving.liveness import Liveness
 from recollect.planning.solving.lp import best_mixture
 from recollect.planning.solving.relaxation import Cut, Relaxation
@@ -26,8 +24,6 @@ _WORK = 120_000
 _EXCESS = 1e-6
 #: The cost of the first choice in a mixture, relative to recomputing everything.
 _EXPENSIVE = 1.25
-#: The most units of memory to round budgets to.
-_MOST_UNITS = 8
 
 
 class PriceSearch:
@@ -36,8 +32,6 @@ class PriceSearch:
     def __init__(self, live: Liveness, relaxation: Relaxation, budget: int) -> None:
         self._relaxation = relaxation
         self._least = live.least
-        #: By event: the bytes that may be allocated.
-        self._limits = _limits(live, budget)
         self._budget = budget
         self._plain = live.graph.plain_seconds
         rounds = _WORK // max(1, len(live.graph.needed))
@@ -67,14 +61,14 @@ class PriceSearch:
 
     def _worth(self, link: float) -> float:
         """The worth of the budget and the link at the prices."""
-        rest = sum([self._prices[n] * (self._limits[n] - self._least[n]) for n in self._events])
+        rest = sum([self._prices[n] * (self._budget - self._least[n]) for n in self._events])
         return rest + self._send * link if self._send else rest
 
     def _mix(self, link: float) -> float:
         """Find the cheapest mixture, its weights and its prices; return its cost."""
         found, budget = self._found, self._budget
         rows = [[each.memory[now] / budget for each in found] for now in self._events]
-        limits = [self._limits[now] / budget for now in self._events]
+        limits = [1.0] * len(self._events)
         if link < math.inf:
             rows.append([each.sent / link for each in found])
             limits.append(1.0)
@@ -91,41 +85,11 @@ class PriceSearch:
         parts = zip(self._weights, self._found, strict=True)
         scales = [(weight, cut.memory) for weight, cut in parts if weight > 0]
         most, event = 0.0, -1
-        for now, limit in enumerate(self._limits):
-            excess = sum([weight * memory[now] for weight, memory in scales]) - limit
+        for now in range(len(self._least)):
+            excess = sum([weight * memory[now] for weight, memory in scales]) - self._budget
             if excess > most:
                 most, event = excess, now
         if most <= self._budget * _EXCESS or event in self._events:
             return False
         self._events.append(event)
         return True
-
-
-def _limits(live: Liveness, budget: int) -> list[int]:
-    """By event: the most bytes up to the budget that whole values can fill.
-
-    If the large values are all multiples of some unit, the part of the budget beyond the last
-    multiple is useful for small ones only.
-    """
-    units = _units(live.graph)
-    limits = []
-    for least in live.least:
-        room = budget - least
-        most = min(
-            (room - room % unit + min(room % unit, rest) for unit, rest in units), default=room
-        )
-        limits.append(least + most)
-    return limits
-
-
-def _units(graph: Graph) -> list[tuple[int, int]]:
-    """Common divisors of the large values, each with the bytes of all other values."""
-    counts = Counter(graph.values[v].nbytes for n in graph.needed for v in graph.results[n])
-    rest = sum(nbytes * count for nbytes, count in counts.items())
-    unit, units = 0, []
-    for nbytes in sorted(counts, reverse=True):
-        unit = math.gcd(unit, nbytes)
-        rest -= nbytes * counts[nbytes]
-        if unit > rest:
-            units.append((unit, rest))
-    return units[-_MOST_UNITS:]

@@ -39,7 +39,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prices:
+class _BytePrices:
     """Of a byte, summed over all events before each, and of a byte that is offloaded."""
 
     before: list[float]
@@ -64,12 +64,12 @@ class _Item:
     less: _Item | None = None
     edge: int = -1
 
-    def price(self, prices: _Prices) -> float:
+    def price(self, prices: _BytePrices) -> float:
         """The price in addition to that of ``less``."""
         paid = 0.0 if self.less is None else self.less.whole(prices)
         return max(0.0, self.whole(prices) - paid)
 
-    def whole(self, prices: _Prices) -> float:
+    def whole(self, prices: _BytePrices) -> float:
         """The price of keeping or offloading it, whichever is lower."""
         kept = self._kept(prices.before)
         return min(kept, self.nbytes * prices.send) if self.can_send else kept
@@ -77,12 +77,12 @@ class _Item:
     def _kept(self, before: list[float]) -> float:
         return self.nbytes * sum([before[high + 1] - before[low] for low, high in self.spans])
 
-    def take(self, prices: _Prices, change: list[int]) -> int:
+    def take(self, prices: _BytePrices, change: list[int]) -> int:
         """Add its bytes to ``change``; return the bytes that are offloaded instead."""
         sent = self.take_whole(prices, change, 1)
         return sent if self.less is None else sent - self.less.take_whole(prices, change, -1)
 
-    def take_whole(self, prices: _Prices, change: list[int], sign: int) -> int:
+    def take_whole(self, prices: _BytePrices, change: list[int], sign: int) -> int:
         """The same, regardless of ``less``."""
         if self.can_send and self.nbytes * prices.send < self._kept(prices.before):
             return self.nbytes
@@ -186,7 +186,7 @@ class Relaxation:
 
     def solve(self, events: Sequence[float], send: float = math.inf) -> Cut:
         """The cheapest choice at prices for a byte at each event, and for a byte offloaded."""
-        prices = _Prices([0.0, *accumulate(events)], send)
+        prices = _BytePrices([0.0, *accumulate(events)], send)
         network = self._network
         cost = self._fill(prices)
         beyond, to = network.levels(), network.to
@@ -198,7 +198,7 @@ class Relaxation:
         memory = [least + more for least, more in zip(self._live.least, held, strict=False)]
         return Cut(cost, seconds, sent, memory)
 
-    def _fill(self, prices: _Prices) -> float:
+    def _fill(self, prices: _BytePrices) -> float:
         room = self._network.room
         room[:] = [0.0] * len(room)
         for edge, each in self._seconds:

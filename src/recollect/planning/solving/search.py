@@ -25,7 +25,7 @@ _SPLICES = 3
 _SLIGHT = 0.002
 
 
-class _Recomputation:
+class _KeptOps:
     """The ops that are kept and recomputed, updated as one op is kept or dropped.
 
     Args:
@@ -123,7 +123,7 @@ class Search:
             for op in graph.ops
         ]
         saved = sorted({values[tensor.value].op for tensor in graph.saved})
-        self._state = _Recomputation(reads, graph.rerun_seconds, saved)
+        self._state = _KeptOps(reads, graph.rerun_seconds, saved)
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
         self._choices = frozenset(self._order)
