@@ -8,7 +8,7 @@ import pytest
 
 from recollect.graph.graph import Link
 from recollect.graph.simulate import simulate, simulate_plain
-from recollect.graph.stack import _Stack, stacked, stacked_plain
+from recollect.graph.stack import _BandedPlayback, stacked, stacked_plain
 from tests.graph.test_simulate import _drawn
 from tests.planning._graphs import GRAPHS, graph_of, random_dag
 
@@ -23,7 +23,7 @@ def _check(graph, draw):
     graph = _with_link(graph, draw)
     bands = [draw.randrange(4) for _ in graph.ops]
     for schedule in _drawn(graph, draw):
-        run = _Stack(graph, schedule, bands)
+        run = _BandedPlayback(graph, schedule, bands)
         run.forward()
         run.backward()
         points = [(seconds, fixed, levels[:]) for seconds, fixed, levels in run.points()]

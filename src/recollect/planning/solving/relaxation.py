@@ -9,16 +9,12 @@ op to the sink its seconds, and an edge from an op to one that it reads from can
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from recollect.graph.flow import Network
 from recollect.planning.solving.liveness import Liveness, Span
-
-#: The most live ranges of a value that differ in their end, one for each group of its readers.
-_MOST_LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ class Relaxation:
         there is one level for each end of a live range, and each leads to the next shorter one.
         """
         network, node = self._network, self._nodes[number]
-        readers = _rounded(self._readers.get(value, ()))
+        readers = self._readers.get(value, ())
         if not self._is_choice(number):
             self._fixed += [network.edge(reader, node) for _, reader in readers]
             return
@@ -209,13 +205,3 @@ class Relaxation:
         for edge in self._fixed:
             room[edge] = math.inf
         return self._network.fill(most)
-
-
-def _rounded(readers: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Events and nodes, with some events earlier so that there are few different ones."""
-    ends = sorted({end for end, _ in readers})
-    if len(ends) <= _MOST_LEVELS:
-        return readers
-    step = len(ends) / _MOST_LEVELS
-    ends = [ends[int(n * step)] for n in range(_MOST_LEVELS)]
-    return [(ends[bisect_right(ends, end) - 1], node) for end, node in readers]
