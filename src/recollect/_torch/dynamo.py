@@ -79,7 +79,7 @@ class _WhenLoaded(MetaPathFinder):
 
 
 class _Known:
-    """What dynamo knows as torch's checkpoint, if that is not what is in torch's module."""
+    """The function dynamo treats as torch's checkpoint, if not the one in torch's module."""
 
     checkpoint: Callable[..., Any] | None = None
     #: How dynamo itself knows it.
@@ -124,7 +124,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return function(*args, **kwargs)
 
 
-#: What would compile a new frame now; None if dynamo is not watching.
+#: The callback that would compile a new frame; None if dynamo is off.
 dynamo_callback: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 
 
@@ -136,9 +136,9 @@ def run_without_dynamo(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def outside_of_compiler(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """``function``, called as it is by code that is compiled, too: nothing in it is compiled.
+    """``function`` with dynamo off, even if compiled code calls it.
 
-    But for what is compiled by itself. ``reason``: as of `never_traced`.
+    Modules compiled by themselves still are. ``reason``: as in `never_traced`.
     """
 
     def outside(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[Shards, bool]] = WeakKeyDictionary()
 
 
 def shards_of(model: nn.Module) -> Shards | None:
-    """What ``fully_shard`` made of ``model`` and of the modules inside; None if nothing."""
+    """The FSDP units of ``model`` and the modules inside; None if there are none."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     known, is_root = _known.get(model, (None, None))
@@ -168,7 +168,7 @@ class Shards:
     # --- what a plan does not support -------------------------------------------------------------
 
     def obstacle(self) -> str | None:
-        """What a plan cannot be made for, and the way out; None if there is nothing."""
+        """Why no plan can be made for it, and the fix; None if one can."""
         for group in self._groups():
             if not group.unshard_in_backward:
                 where = type(group.modules[0]).__name__

@@ -66,7 +66,7 @@ def _backend_of(callback: Any) -> Any:
 
 
 def called_by_compiler(module: nn.Module) -> Any:
-    """What a compiled module calls: to be put back by `set_called_by_compiler`."""
+    """The compiled function of a module, for `set_called_by_compiler` to restore."""
     if _is_wrapper(module):
         return module.__dict__["dynamo_ctx"], module.__dict__["forward"]
     return module._compiled_call_impl
@@ -81,7 +81,7 @@ def set_called_by_compiler(module: nn.Module, called: Any) -> None:
 
 
 def compiled_with(module: nn.Module, backend: Callable[..., Any], like: Any = None) -> Any:
-    """What a compiled module would call if it had been compiled with ``backend``.
+    """The compiled function that a module would have with ``backend``.
 
     ``like``: the `compiler_context` of another module that was, to share its code.
     """
@@ -138,7 +138,7 @@ def drop_compiled(module: nn.Module) -> None:
 
 
 def called_around(called: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """What `compiled_with` returned, with its function wrapped by another one."""
+    """The result of `compiled_with` with its function wrapped."""
     return (called[0], wrap(called[1])) if isinstance(called, tuple) else wrap(called)
 
 
@@ -184,7 +184,7 @@ def aot_arguments(backend: Any) -> dict[str, Any] | None:
 
 
 def backend_name(backend: Any) -> str:
-    """What users call a backend."""
+    """The user-facing name of a backend."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
 
@@ -215,7 +215,7 @@ def run_as_it_is(
 
 
 def partitioner(split: Split, uuid: Callable[[], str]) -> Any:
-    """``split`` as Inductor takes it. ``uuid``: what its caches are to know it by.
+    """``split`` in the form that Inductor takes. ``uuid``: identifies it in Inductor's caches.
 
     It becomes a value of Inductor's config, which is deeply copied for every compilation, pickled
     for the keys of its caches, and written into what reproduces a failure.

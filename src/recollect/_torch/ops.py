@@ -72,7 +72,7 @@ def has_tag(op: Any, tag: torch.Tag) -> bool:
 
 
 def flop_formula(op: Any) -> Callable[..., int] | None:
-    """What gives the operations of an op, from its arguments and its result; None of most ops."""
+    """The function that counts the FLOPs of an op from its arguments and result, if any."""
     from torch.utils.flop_counter import flop_registry  # imports the compiler's
 
     return flop_registry.get(op.overloadpacket) if type(op) is OpOverload else None

@@ -212,7 +212,7 @@ class Graph:
     def structure(self) -> tuple[Any, ...]:
         """All of the graph but its numbers, and what can be offloaded, which depends on bytes.
 
-        When storages die is no part of it: what a traced step held tells that roughly.
+        It excludes when storages die, which a traced step tells only roughly.
         """
         return (
             [_decisions(op) for op in self.ops],

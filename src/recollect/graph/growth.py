@@ -113,7 +113,7 @@ class Growth:
         return doubt / max(1, sum(each.value for each in found))
 
     def number_at(self, size: Size) -> Callable[..., int]:
-        """A function of a number at each of `sizes`: what it is at ``size``, at most."""
+        """A function from a number at each of `sizes` to an upper estimate at ``size``."""
         numbers = _Numbers(size, self.sizes, self.graphs[-1].block)
         return lambda *known: numbers.at(*known).value
 
@@ -151,7 +151,7 @@ class _Number(NamedTuple):
 
 
 class _Numbers:
-    """What numbers are at one size, by what they are at others.
+    """Extrapolates numbers from some sizes to another.
 
     Args:
         size: The size.
@@ -184,7 +184,7 @@ class _Numbers:
         (column, here), *other = terms
         slack = self._block - 1
         if not other:
-            # As if each number were up to a block less: what was rounded up is not known.
+            # Sizes are rounded up to blocks: each number may be up to a block less.
             low = max(Fraction(y - slack, x) for y, x in zip(known, column, strict=True))
             high = min(Fraction(y, x) for y, x in zip(known, column, strict=True))
             return None if low > high else self._whole(high * here)

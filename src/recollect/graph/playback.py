@@ -60,7 +60,7 @@ class Playback:
         for number in missing:
             self.tickets[tables.regions[number]].append(number)
         needs = find_needs(graph, [tables.saved[n] for n in missing], self.held)
-        #: What backward has recomputed or fetched, in bytes.
+        #: The values that backward has recomputed or fetched.
         self.working = WorkingSet[int](needs.uses)
         #: By region: the kept values that others are recomputed from, with the first of its tickets
         #: that needs each.

@@ -45,7 +45,7 @@ class Dataflow(Protocol):
 
 
 class Needs(NamedTuple):
-    """What it takes to recompute all saved tensors.
+    """The ops and inputs needed to recompute all saved tensors.
 
     Args:
         uses: By value: how often it is read or unpacked.
@@ -60,7 +60,7 @@ class Needs(NamedTuple):
 
 
 def find_needs(flow: Dataflow, saved: Iterable[int], held: Container[int]) -> Needs:
-    """What it takes to recompute the ``saved`` values from the ``held`` ones."""
+    """Find what is needed to recompute the ``saved`` values from the ``held`` ones."""
     ops, values = flow.ops, flow.values
     uses = [0] * len(values)
     again: set[int] = set()
@@ -114,7 +114,7 @@ def pop_unneeded(order: list[tuple[int, int]], alive: int) -> list[int]:
 
 
 class WorkingSet(Generic[T]):
-    """What one backward has recomputed or fetched, and will still use.
+    """Values that one backward has recomputed or fetched and still needs.
 
     Args:
         uses: By value: how often it will still be read or unpacked.

@@ -60,7 +60,7 @@ def simulate(graph: Graph, schedule: Schedule, *, curve: bool = False) -> Outcom
 def simulate_if(
     graph: Graph, schedule: Schedule, is_useful: Callable[[int, float], bool]
 ) -> Outcome | None:
-    """The same, or None if ``is_useful`` rejects lower bounds on its peak and seconds.
+    """`simulate`, or None if ``is_useful`` rejects lower bounds on the peak and seconds.
 
     The bounds take a fraction of the time.
     """

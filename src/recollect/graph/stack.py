@@ -1,7 +1,7 @@
 """Whose memory it is: the bytes of a simulated step, divided into bands such as modules.
 
-The same playback as `simulate`, which also notes what each change of memory belongs to. It is slow,
-and serves the picture of one plan.
+The playback of `simulate`, with an owner for each change of memory. It is slow, and only used to
+draw one plan.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stacked(graph: Graph, schedule: Schedule, bands: Sequence[int], columns: int
 
 
 def stacked_plain(graph: Graph, bands: Sequence[int], columns: int) -> StackedStep:
-    """The same without a plan."""
+    """The plain step."""
     run = _BandedPlayback(graph, Schedule(frozenset(range(len(graph.ops)))), bands)
     run.clock = 0.0  # no engine
     return _played(run, columns)

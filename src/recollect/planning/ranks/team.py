@@ -32,7 +32,7 @@ _SOONEST, _LATEST = 0.001, 0.1
 #: Seconds that a process is waited for at most; while another one searches for a plan.
 _PATIENCE, _SEARCH = 300.0, 3600.0
 
-#: What collectives raise if a process is gone.
+#: Errors that collectives raise if a process is gone.
 _OF_GROUPS = (RuntimeError, distributed.DistError, distributed.DistBackendError)
 
 #: How many sessions the processes with these ranks have had.
@@ -48,7 +48,7 @@ class OtherRankFailed(CheckpointError):
 
 
 class Team:
-    """The processes with these ``ranks``, of which this one is one. The first one leads.
+    """The processes with these ``ranks``, including this one. The first one leads.
 
     Args:
         ranks: In order.
@@ -105,7 +105,7 @@ class Team:
         return pickle.loads(self._store.get(key))
 
     def _raise_told(self, cause: BaseException | None = None) -> None:
-        """Raise what another process has told of, if one has."""
+        """Raise the error that another process has reported, if any."""
         key = self._key("error")
         if not self._store.check([key]):
             return
@@ -130,9 +130,9 @@ class Team:
         return found
 
     def _decide(self, wish: str) -> str:
-        """Whether all have met, or one has given up: what the first of them says.
+        """Decide once for all whether everyone met or someone gave up: the first to say so wins.
 
-        Else one could go on with another that has just given up waiting for it.
+        Otherwise a process could continue with another that has just given up waiting for it.
         """
         decided: bytes = self._store.compare_set(self._key("decided"), "", wish)
         return decided.decode()
@@ -170,7 +170,7 @@ class Team:
         self._set(self._key("order", self._orders), (name, args))
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
-        """What this follower is to do next."""
+        """Wait for the next order of the leader."""
         self._orders += 1
         leader = self.ranks[0]
         found: tuple[str, tuple[Any, ...]] = self._get(
@@ -200,7 +200,7 @@ class Team:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """A context out of which an error is told to all."""
+        """A context that reports its errors to all processes."""
         try:
             yield
         except (OtherRankFailed, MissingRank):

@@ -36,7 +36,7 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.units import bytes_text
 
 T = TypeVar("T")
-#: How often steps are timed: as often on all ranks.
+#: How often steps are timed, the same on all ranks.
 _ROUNDS = 3
 #: Seconds that a rank waits for others in the middle of training. Less than these wait for it.
 _IN_A_LOOP = 30.0
@@ -80,7 +80,7 @@ def make_traced_plan(
     Args:
         model: The model.
         profile: What was traced of its step here.
-        local: The same, as a plan has it.
+        local: The parts of the plan that belong to this rank.
         budget: The budget.
         talks: The op by which its forward communicates, if it does.
         sends: Whether the step exchanges messages with single processes.
@@ -132,7 +132,7 @@ def _may_plan(talks: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank wants to plan, as it says to the others."""
+    """What a rank announces to the others before planning."""
 
     model: str
     tensors: tuple[tuple[str, str, bool], ...]
@@ -152,7 +152,7 @@ class Meeting:
         forwards: int = 1,
         obstacle: str | None = None,
     ) -> Meeting:
-        """What is said of ``model``, which is in ``state``."""
+        """The announcement for ``model`` in ``state``."""
         tensors = tuple((name, text, trained) for name, text, _, trained in state.tensors)
         is_sharded = shards_of(model) is not None or is_parallel(model)
         return cls(type(model).__name__, tensors, repr(budget), is_sharded, forwards, obstacle)
@@ -184,7 +184,7 @@ def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:
 
 
 def _differing(by_rank: Mapping[int, object]) -> str | None:
-    """What each rank has, if that is not the same."""
+    """The values by rank in words; None if they are all equal."""
     if len(set(by_rank.values())) == 1:
         return None
     return ", ".join(f"{value} on rank {rank}" for rank, value in by_rank.items())
@@ -195,7 +195,7 @@ def _differing(by_rank: Mapping[int, object]) -> str | None:
 
 @dataclass(frozen=True)
 class Local:
-    """What a plan has that differs between ranks: batches, and shards of uneven size."""
+    """The parts of a plan that differ between ranks: batches, and shards of uneven size."""
 
     graph: Graph
     made: Mapping[str, int]
@@ -319,7 +319,7 @@ def follow(team: Team, bench: Follower) -> Plan:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong on a rank when it ran steps."""
+    """An error on a rank while it ran steps."""
 
     is_memory: bool
     text: str
@@ -329,7 +329,7 @@ class _Failure:
 
 
 def _attempt(step: TrainingStep, run: Callable[[], T]) -> T | _Failure:
-    """What ``run`` returns; a `_Failure` if it fails, and no other rank waits for this one."""
+    """Run it; return a `_Failure` if it fails and no other rank waits for this one."""
     try:
         return run()
     except Exception as error:

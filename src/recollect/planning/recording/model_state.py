@@ -88,11 +88,7 @@ def find_mode_layer(model: nn.Module) -> str | None:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of ``model``, of gathered ones the parts that stay.
-
-    Inside of the hooks of FSDP, a module has gathered ones: other tensors, perhaps of another
-    dtype.
-    """
+    """The parameters of ``model``, sharded ones even where FSDP has gathered them just now."""
     shards = shards_of(model)
     sharded = {} if shards is None else shards.sharded()
     for name, parameter in model.named_parameters():
@@ -100,7 +96,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parameters_of(model: nn.Module) -> list[torch.Tensor]:
-    """The same without names."""
+    """`named_parameters` without names."""
     return [parameter for _, parameter in named_parameters(model)]
 
 
@@ -232,7 +228,7 @@ def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
 
 
 def with_state(found: Differences | None, grown: int, unit: int) -> Differences | None:
-    """The same with ``grown`` bytes of optimizer state that were not there when it was planned.
+    """``found`` with ``grown`` bytes of optimizer state added since the plan was made.
 
     What is beyond those that were expected is rounded up to an eighth or to ``unit``: close numbers
     are one case. A few bytes, such as counts of steps, are none.

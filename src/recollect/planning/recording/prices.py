@@ -1,4 +1,4 @@
-"""What ops cost: seconds, and the memory that an op needs beside its results (P3).
+"""Op prices: seconds, and the workspace an op needs beside its results (P3).
 
 An op is priced once for each kind of arguments: it is timed until samples agree, and its price is
 valid for some minutes. An op that must not run twice is timed in each of its runs in the step, as
@@ -55,15 +55,15 @@ _LARGE = 1 << 20
 
 @dataclass(slots=True)
 class OpPrice:
-    """What an op costs on arguments of certain shapes."""
+    """The cost of an op for arguments of certain shapes."""
 
     name: str  #: such as ``aten::mm``
     is_simple: bool = False  #: whether it takes about as long as it takes to move its bytes
     moved: int = 0  #: the bytes of its arguments
-    seconds: float = 0.0  #: what it takes
+    seconds: float = 0.0
     workspace: int = 0  #: bytes that it allocates beside its results, while it runs
     spread: float = 0.0  #: by how much ``seconds`` may be off, as a fraction
-    timing: Timing | None = None  #: what was measured; None if nothing could be
+    timing: Timing | None = None  #: None if it could not be measured
     #: Of an op that must not run twice: its runs, in seconds or as pairs of CUDA events.
     runs: list[Any] | None = None
 
@@ -322,7 +322,7 @@ class Prices:
         return self._flop_rates[dtype]
 
     def _timing(self, run: Callable[[], Any]) -> Timing:
-        """What ``run`` takes."""
+        """Time ``run``."""
         if self._on_cuda:
             return timing_on_cuda(run, self.device)
 
@@ -334,7 +334,7 @@ class Prices:
         return sampled(once)
 
     def _workspace(self, run: Callable[[], Any]) -> int:
-        """The most that ``run`` allocates, beside what it returns."""
+        """The most bytes that ``run`` allocates beside its results."""
         out: list[Any] = []
         peak, left = allocated_by(lambda: out.append(run()), self.device)
         return peak - max(left, 0)
@@ -357,7 +357,7 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
 
 
 def _likely_workspace(price: OpPrice, others: Iterable[OpPrice]) -> int:
-    """The workspace of an op, by what is known of it on other arguments."""
+    """Estimate the workspace of an op from the same op on other arguments."""
     known = [each for each in others if each.name == price.name and each.moved]
     if not known or not price.moved:
         return 0
@@ -374,7 +374,7 @@ def _seconds_of(events: list[tuple[Any, Any]]) -> list[float]:
 
 
 def timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
-    """What ``run`` takes on a device."""
+    """Time ``run`` on a device."""
 
     def issue() -> list[float]:
         """Run several times one after the other; read the times afterwards."""
@@ -448,7 +448,7 @@ def _bytes_of(values: Any) -> int:
 
 
 def _described(values: Any) -> tuple[Any, ...]:
-    """What tells calls apart that cost differently."""
+    """A key of the arguments: calls with the same key cost the same."""
     return tuple(_description(leaf) for leaf in tree_leaves(values))
 
 

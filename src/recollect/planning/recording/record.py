@@ -49,7 +49,7 @@ _ABSURD = 3.0
 _ROOMY = 0.9
 _ROUNDS = 3
 
-#: Whether something holds in all processes, of whether it holds in this one.
+#: Whether a condition holds in all processes, given whether it holds in this one.
 Agree = Callable[[bool], bool]
 
 
@@ -67,7 +67,7 @@ class Profile:
     plain_peak: int  #: the peak without a plan: measured if there was room, else simulated
     seconds: float  #: the time without a plan: the same
     can_run: bool = True  #: whether it can run under a plan: not on the meta device
-    #: What was measured of the plain step; None if there was no room for it.
+    #: Measured times of the plain step; None if there was no room to run it.
     timing: Timing | None = None
     measured_peak: int | None = None
     untimed: Graph | None = None  #: the graph with the times of single ops
@@ -80,7 +80,7 @@ class Profile:
 def record_step(step: TrainingStep, link: Link | None, agree: Agree = bool) -> Profile:
     """Record the step in the best way that there is room for.
 
-    ``agree``: whether something holds in all processes that record it, of whether it holds here.
+    ``agree``: combines a condition over all processes that record the step.
     """
     if step.is_shared:
         with step.undone(logs_writes=True):

@@ -118,7 +118,7 @@ class TrainingStep:
         self._was_warned = False
         #: Bytes of the user's gradients, which stay allocated while the step runs.
         self.gradient_bytes = sum(storage_sizes(gradients_of(model)))
-        #: What FSDP has made of the model, if it is sharded.
+        #: The FSDP state of the model, if it is sharded.
         self.shards = shards_of(model)
         #: Whether it communicates, so that all processes which have the model run it equally often.
         self.is_shared = self.shards is not None or is_parallel(model)
@@ -186,7 +186,7 @@ class TrainingStep:
             raise RuntimeError(f"batch: {where} ({error})") from error
 
     def _other_device(self) -> str | None:
-        """What to do if no tensor of the batch is on a device of the model; None if one is."""
+        """How to fix a batch on other devices than the model; None if they share one."""
         given = {tensor.device for tensor in tensors_of_batch(self.args, self.kwargs)}
         own = {parameter.device for parameter in self.model.parameters()}
         if not given or not own or given & own:

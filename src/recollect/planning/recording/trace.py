@@ -140,7 +140,7 @@ class TraceMode(DispatchMode):
         self._count_ops = count_ops
 
     def end_region(self) -> None:
-        """It is over, or has failed."""
+        """The region has ended or failed."""
         if self._count_ops is not None:
             self._first += self._count_ops()
         self._begun, self._count_ops = self._first, None
@@ -214,7 +214,7 @@ class TraceMode(DispatchMode):
         self._trace.outputs |= {storage for storage in storages if storage is not None}
 
     def note_end(self) -> None:
-        """Forward is over: what follows it has an end."""
+        """Forward is over: from here on, limit the number of events."""
         self.limit = _MOST_EVENTS + _TIMES * len(self._trace.events)
 
     @property

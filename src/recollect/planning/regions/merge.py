@@ -18,7 +18,7 @@ from recollect.replay.recording import Recording
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What one call of a unit was recorded to do."""
+    """The recording of one call of a unit."""
 
     recording: Recording
     #: How many tensors autograd saved in it: more than were recorded, if it was not to its end.

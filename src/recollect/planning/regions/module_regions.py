@@ -25,7 +25,7 @@ from recollect.region import run_region
 
 #: The engines that can run a module as a whole, and the options of a region for each.
 ENGINES = {"rerun": DEFAULTS, "replay": Options(engine="replay")}
-#: The same, where what is recomputed is compared with forward by its values.
+#: The same, but recomputed values are compared with those of forward.
 CHECKED = {"rerun": Options(determinism_check="values"), "replay": ENGINES["replay"]}
 
 

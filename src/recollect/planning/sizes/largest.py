@@ -118,7 +118,7 @@ class LargestSearch:
         self._end = (most // unit + 1) * unit
         self._progress = progress
         self._offload = False
-        #: By size: what was recorded; the least peak of a plan, as far as it was measured.
+        #: By size: the recorded step; the least measured peak of a plan.
         self._profiles: dict[int, Profile] = {}
         self._leasts: dict[int, int] = {}
         self._points: dict[int, SizePoint] = {}
@@ -132,7 +132,7 @@ class LargestSearch:
         self._plain_now = 0.0
         #: The sizes whose plans fit and take longer than allowed.
         self._slow: set[int] = set()
-        #: What is kept in steps that are recorded without being run plain.
+        #: The schedule for steps that are recorded without being run plain.
         self._by: NamedSchedule | None = None
 
     def run(self) -> Found:
@@ -313,7 +313,7 @@ class LargestSearch:
 
     @property
     def _room(self) -> int:
-        """What a simulated peak may be for the measured one to be within the budget."""
+        """The budget for simulated peaks, so that measured ones stay within the real one."""
         return int(self._budget / self._excess)
 
     def _is_expected_to_fit(self, size: int) -> bool:

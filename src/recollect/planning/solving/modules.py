@@ -3,9 +3,9 @@
 An engine that decides op by op has to watch every op. Where a step is bound by launching kernels,
 that costs more than running a few modules twice, and a module costs what was measured for its kind.
 So the choice is a knapsack: free enough bytes, for the least seconds. Modules contain modules; one
-that is checkpointed takes the place of those inside. The next choice is always the one that frees
-most bytes for a second, and of equal ones that which runs first: backward comes to it last, when
-little else is left in memory. The simulator says how many of these choices a budget takes.
+that is checkpointed takes the place of those inside. It is solved
+greedily, by bytes freed per second. Of equal modules the first to run is chosen, since backward
+reaches it last, when little else is in memory. The simulator says how many choices a budget takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOO_LARGE = 0.5
 _SAMPLES = 24
 #: How many modules are left out again, one by one, to see whether a budget is still kept.
 _SPARED = 30
-#: What rounding may have added to a bound.
+#: The rounding error of a bound.
 _ROUNDING = 1e-9
 
 
@@ -56,7 +56,7 @@ def paths_around(path: str) -> list[str]:
 
 
 def kind_of(path: str) -> str:
-    """What modules have in common that differ in their numbers."""
+    """The path without numbers: repeated blocks have the same kind."""
     return re.sub(r"\d+", "*", path)
 
 
@@ -185,7 +185,7 @@ class ModuleSolver:
 
     @cached_property
     def _choices(self) -> list[tuple[str, ...]]:
-        """What is checkpointed after each choice: ever more bytes are freed."""
+        """The checkpointed modules after each greedy choice: more bytes are freed each time."""
         units = self._units
         around = {
             path: [each for each in paths_around(path)[:-1] if each in units] for path in units

@@ -42,7 +42,7 @@ class Pool:
         return outcome
 
     def try_out(self, schedule: Schedule) -> Outcome | None:
-        """The same, or None if a known schedule is certain to be better."""
+        """`evaluate`, or None if a known schedule is certain to be better."""
         if schedule not in self._known:
             outcome = simulate_if(self._graph, schedule, self._is_useful)
             self._remember(schedule, outcome)

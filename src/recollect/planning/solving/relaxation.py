@@ -79,7 +79,7 @@ class _Item:
         return sent if self.less is None else sent - self.less.take_whole(prices, change, -1)
 
     def take_whole(self, prices: _BytePrices, change: list[int], sign: int) -> int:
-        """The same, regardless of ``less``."""
+        """`take` without subtracting ``less``."""
         if self.can_send and self.nbytes * prices.send < self._kept(prices.before):
             return self.nbytes
         for low, high in self.spans:

@@ -127,7 +127,7 @@ class Search:
         self._size = [sum(values[value].nbytes for value in results) for results in graph.results]
         self._order = graph.choices
         self._choices = frozenset(self._order)
-        #: What the search starts from: what it offloads stays as it is.
+        #: The start of the search. Its offloaded values stay offloaded.
         self._start = Schedule(frozenset())
 
     def _load(self, start: Schedule, kept: frozenset[int]) -> frozenset[int]:

@@ -87,7 +87,7 @@ class Solver:
         return pool.under(budget)
 
     def solve_here(self, budget: int) -> Solution | None:
-        """The same without offload; None too if offload is not allowed anyway."""
+        """`solve` without offload; None if offload is not allowed anyway."""
         self._solutions()
         fitting = [each for each in self._here if each.outcome.peak <= budget]
         return fitting[-1] if fitting else None
