@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import recollect
@@ -52,10 +53,17 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 class Pipeline:
     """The stages of this rank, and what came of some steps."""
 
-    def __init__(self, kind: Any, several: int, budget: int | None) -> None:
+    def __init__(
+        self, kind: Any, several: int, budget: int | None, engine: str | None = None
+    ) -> None:
         rank = dist.get_rank()
         numbers = [rank + WORLD * n for n in range(several)]
+        if kind is ScheduleZBVZeroBubble:
+            numbers[1] = 2 * WORLD - 1 - rank
+        self.is_last = WORLD * several - 1 in numbers
         self.models = [stage_of(number) for number in numbers]
+        for block in (block for model in self.models for block in model if engine is not None):
+            recollect.checkpointed(block, engine=engine)
         if budget is not None:
             for model in self.models:
                 recollect.fit(model, budget=budget)
@@ -81,10 +89,8 @@ class Pipeline:
             optimizer.zero_grad()
 
     def step(self, x: Tensor, target: Tensor) -> None:
-        if dist.get_rank() == 0:
-            self.schedule.step(x)
-        else:
-            self.schedule.step(target=target)
+        inputs = (x,) if dist.get_rank() == 0 else ()
+        self.schedule.step(*inputs, **({"target": target} if self.is_last else {}))
 
 
 def check_one_stage() -> None:
@@ -109,13 +115,38 @@ def test_stages_are_planned_for_the_microbatches_under_way(tmp_path: Path) -> No
 
 def check_several_stages() -> None:
     begin()
-    for kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
-        plain = Pipeline(kind, 2, None)
-        with warnings.catch_warnings(record=True):  # how much another stage holds is not known
-            warnings.simplefilter("always", recollect.PlanWarning)
-            found = Pipeline(kind, 2, int(0.9 * plain.peaks[-1]))
-        assert_identical(found.gradients, plain.gradients)
+    plain = Pipeline(ScheduleInterleaved1F1B, 2, None)
+    with warnings.catch_warnings(record=True):  # how much another stage holds is not known
+        warnings.simplefilter("always", recollect.PlanWarning)
+        found = Pipeline(ScheduleInterleaved1F1B, 2, int(0.9 * plain.peaks[-1]))
+    assert_identical(found.gradients, plain.gradients)
+    assert all(vars(model)[OPTIONS].plan is not None for model in found.models)
 
 
 def test_several_stages_in_a_rank(tmp_path: Path) -> None:
     run_ranks(check_several_stages, tmp_path, deadline=400)
+
+
+def check_zero_bubble() -> None:
+    begin()
+    for kind in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble):
+        plain = Pipeline(kind, 2, None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", recollect.PlanWarning)
+            found = Pipeline(kind, 2, plain.peaks[-1])
+        assert_identical(found.gradients, plain.gradients)
+        # No plan is made of the first half of a backward. Blocks are recomputed.
+        assert {vars(model)[OPTIONS].plan for model in found.models} == {None}
+        messages = [str(each.message) for each in caught]
+        assert all("there is no" in each for each in messages), messages
+        # The first stage runs its backward as a whole, only later.
+        assert dist.get_rank() == 0 or any("a zero-bubble schedule" in each for each in messages)
+        assert max(found.peaks) < min(plain.peaks)
+        for engine in ("rerun", "replay"):
+            by_blocks = Pipeline(kind, 2, None, engine=engine)
+            assert_identical(by_blocks.gradients, plain.gradients)
+            assert max(by_blocks.peaks) < min(plain.peaks)
+
+
+def test_zero_bubble_schedules_have_no_plan(tmp_path: Path) -> None:
+    run_ranks(check_zero_bubble, tmp_path, deadline=400)

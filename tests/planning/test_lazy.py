@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import recollect
 from recollect._torch.modes import dispatch_modes
@@ -795,3 +796,51 @@ def test_a_model_that_checkpoints_parts_of_itself_is_told_to_leave_it_to_the_pla
     told = [str(each.message) for each in caught if "leave checkpointing" in str(each.message)]
     assert len(told) == 1
     assert " at 0x" not in told[0]
+
+
+def test_a_backward_that_is_split_has_no_plan() -> None:
+    """As by zero-bubble schedules of pipelines: gradients of activations first."""
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    recollect.fit(model, budget=0.8)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    messages = []
+    for step in range(3):
+        for each in (model, plain):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _split_step(each, step)
+            messages += [str(w.message) for w in caught if w.category is recollect.PlanWarning]
+        assert_identical([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    (message,) = messages
+    assert "gradients of activations first" in message
+    assert 'recollect.checkpointed(block, engine="replay")' in message
+    assert vars(model)[OPTIONS].plan is None
+    assert not dispatch_modes()
+
+
+def _split_step(model: nn.Module, step: int) -> None:
+    inputs: list[Tensor] = []
+    handles = [
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        for block in model.blocks  # type: ignore[union-attr]
+    ]
+    x = batch(seed=step).clone().requires_grad_()
+    out = model(x)
+    for handle in handles:
+        handle.remove()
+    edges = [get_gradient_edge(each) for each in inputs[1:]]
+    inputs.clear()
+    ones = torch.ones_like(out)
+    given = torch.autograd.grad([out], [*edges, x], [ones], retain_graph=True)
+    out.detach_()  # what is left begins at the edges
+    parts = list(model.blocks[:-1].parameters())  # type: ignore[index,operator,union-attr]
+    for block, edge, grad in zip(model.blocks, edges, given, strict=False):  # type: ignore[arg-type]
+        own = [p for p in block.parameters() if any(p is part for part in parts)]
+        for p, g in zip(
+            own, torch.autograd.grad([edge], own, [grad], retain_graph=True), strict=True
+        ):
+            p.grad = g

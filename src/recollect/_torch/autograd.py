@@ -8,6 +8,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from recollect._torch.modes import active_saved_tensor_hooks as active_saved_tensor_hooks
 from recollect._torch.modes import dispatch_mode_count, no_dispatch_modes
@@ -35,6 +36,25 @@ pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_defaul
 
 #: False inside ``autograd.grad`` and ``backward(inputs=)``, where a nested backward would fail.
 backward_allows_reentrant: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+
+def backward_is_split(parameters: Iterable[torch.Tensor]) -> bool:
+    """In backward: whether another one is left to compute the gradients of all ``parameters``.
+
+    As in zero-bubble schedules of pipelines: this one has ``inputs``, and retains the graph.
+    """
+    if backward_allows_reentrant() or torch.is_grad_enabled() or not backward_keeps_graph():
+        return False
+    trained = [each for each in parameters if each.requires_grad]
+    return bool(trained) and not any(map(_is_asked_for, trained))
+
+
+def _is_asked_for(leaf: torch.Tensor) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # it is one of the inputs
+        return True
+
 
 #: Runs a callable when the current backward is over.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (

@@ -17,7 +17,12 @@ from weakref import finalize, ref
 import torch
 from torch import nn
 
-from recollect._torch.autograd import after_each_backward, at_end_of_backward, current_graph_task
+from recollect._torch.autograd import (
+    after_each_backward,
+    at_end_of_backward,
+    backward_is_split,
+    current_graph_task,
+)
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
@@ -36,6 +41,14 @@ from recollect.replay.recording import Recording
 
 #: A step whose output is only kept is given up after this many backwards elsewhere.
 _PATIENCE = 3
+#: Why there is no plan for a step whose backward is split.
+SPLIT = (
+    "backward computes the gradients of activations first, and those of parameters later, as in "
+    "a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: there is "
+    "none for these steps, which may exceed the budget. Checkpoint blocks in place of it: "
+    'recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a schedule '
+    "without zero bubbles, such as ScheduleInterleaved1F1B"
+)
 
 
 class _Active(threading.local):
@@ -84,7 +97,9 @@ class LiveStep:
     ) -> None:
         self.device = device_of(model)
         #: The steps of optimizers since its forward.
-        self.updates = Updates(parameters_of(model))
+        parameters = parameters_of(model)
+        self.updates = Updates(parameters)
+        self._parameters = [ref(each) for each in parameters]
         #: The bytes of gradients that are there before it.
         self.gradients = sum(storage_sizes(gradients_of(model)))
         self._base = base
@@ -112,6 +127,8 @@ class LiveStep:
         self._largest_collective = 0
         #: Whether backward has reached it, and whether one has that did not end.
         self._is_reached = self._is_running = False
+        #: By forward that backward has reached: whether it left gradients to a later one.
+        self._split: dict[int, bool] = {}
         #: How many backwards have ended that were not its own.
         self._missed = 0
         self._stop_waiting: Callable[[], None] = lambda: None
@@ -143,9 +160,9 @@ class LiveStep:
         except BaseException:
             self.close()
             raise
+        weak, number = ref(self), len(self.recordings)
         self.recordings.append(recording)
-        weak = ref(self)
-        reached = partial(_call, weak, LiveStep.reached)
+        reached = partial(_call, weak, partial(LiveStep.reached, number=number))
         dropped = partial(_call, weak, LiveStep.dropped)
         waiting = Waiting(output, remat, reached, dropped)
         self._waiting.append(waiting)
@@ -170,8 +187,10 @@ class LiveStep:
         self.is_over |= self._is_reached
         self.close()
 
-    def reached(self) -> None:
+    def reached(self, number: int) -> None:
         """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
+        parameters = [each for one in self._parameters if (each := one()) is not None]
+        self._split[number] = backward_is_split(parameters)
         if any(mode is self._trace for mode in dispatch_modes()):
             self._is_reached = self._is_running = True
             at_end_of_backward(self._backward_ends)
@@ -206,6 +225,11 @@ class LiveStep:
     def is_pending(self) -> bool:
         """Whether a backward through it may still come."""
         return self.is_open and not self.is_over and any(e.is_waiting() for e in self._waiting)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backward left gradients of parameters to a later one, which the trace lacks."""
+        return any(self._split.values())
 
     def end_if_retained(self) -> None:
         """Another forward begins: the step is over if just its graph is still there.

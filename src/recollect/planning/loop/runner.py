@@ -31,7 +31,7 @@ from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.attributes import AttributeWatch
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
-from recollect.planning.loop.live import LiveStep, obstacle_to_tracing
+from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
@@ -133,6 +133,8 @@ class Runner:
         self._is_watching = False
         #: Why a compiled model is not planned as such.
         self._unplanned = ""
+        #: Whether backward is split, so that no step can be traced.
+        self._is_split = False
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
@@ -306,9 +308,9 @@ class Runner:
             self._make_plan = None
             self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
             return function(*args, **kwargs)
-        if live is None and obstacle is not None:
+        if live is None and obstacle is not None and not self._is_split:
             self._tried_in_vain(obstacle)
-        elif live is None:
+        elif live is None and not self._is_split:
             live = forwards.live = LiveStep(model)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
@@ -354,7 +356,7 @@ class Runner:
 
     def _can_trace(self, model: Any) -> bool:
         is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
-        return is_free and obstacle_in(model) is None
+        return is_free and not self._is_split and obstacle_in(model) is None
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. Warn if that happens again and again."""
@@ -387,17 +389,20 @@ class Runner:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
+        if live.is_split:
+            self._is_split = True
+            self._warnings.warn("split", SPLIT)
         if not is_first and self._kinds is not None:
-            if live.is_over:
+            if live.is_over and not live.is_split:
                 self._kinds.traced(forwards.traced, live.graph(), live.recordings)
             else:
                 self._kinds.failed(forwards.traced)
-        elif not live.is_over:
+        elif not (live.is_over or live.is_split):
             self._tried_in_vain(
                 "no backward ran through the output of the model, in the thread that called it. "
                 "If there is no backward, call the model under torch.no_grad()"
             )
-        elif self._make_plan is not None:
+        elif self._make_plan is not None and not live.is_split:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
             plan = make_plan(model, live, forwards.kinds, forwards.state)
