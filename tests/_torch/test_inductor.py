@@ -124,7 +124,7 @@ def test_dynamic_sizes_can_be_assumed_to_be_larger():
     def backend(graph, inputs):
         (x,) = inductor.graph_inputs(graph)
         found.append([inductor.known_size(size) for size in (*x.shape, x.shape[0] * 2)])
-        with inductor.assumed_sizes([x], [(5, 1)]):
+        with inductor.assumed_shapes([x], [(5, 1)]):
             found.append([inductor.known_size(size) for size in (*x.shape, x.shape[0] * 2)])
         return graph.forward
 

@@ -96,7 +96,7 @@ def observing(notes: Notes | None = None) -> Backend:
     module = torch.compile(nn.Linear(1, 1), backend="aot_eager")
     compiler = Compiler.of(backend_in(compiler_context(module)))
     assert compiler is not None
-    return Backend(compiler, Observer(), notes=notes)
+    return Backend(compiler, Observer(), notes or Notes())
 
 
 def seen(function: Callable[..., Tensor], *inputs: Tensor) -> SeenGraph:
@@ -109,6 +109,6 @@ def seen(function: Callable[..., Tensor], *inputs: Tensor) -> SeenGraph:
 
 def calls_of(function: Callable[..., Tensor], *inputs: Tensor) -> list[Call]:
     """The calls of compiled graphs in a step; the function may break its graph."""
-    notes = Notes()
+    notes = Notes(calls=[])
     torch.compile(function, backend=observing(notes))(*inputs).sum().backward()
-    return notes.calls
+    return notes.calls or []

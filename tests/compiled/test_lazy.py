@@ -1,6 +1,7 @@
 """Compiled models that are fitted without a batch: planned from the loop's own steps, or told."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from recollect.graph.schedule import Schedule
 from recollect.modules import OPTIONS
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is, in_blocks
+from tests.planning._models import tokens
 
 #: By then a plan was made, tried and settled.
 SETTLED = 10
@@ -94,6 +96,91 @@ def test_a_fitted_model_that_is_compiled_afterwards(how: Callable[[nn.Module], n
     recollect.unwrap(compiled.bare)
     assert_identical(compiled.outcome(), expected)
     assert (vars(compiled.bare).get("_compiled_call_impl") is not None) is (how is in_place)
+
+
+def test_code_that_is_compiled_around_a_fitted_model():
+    def around(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def scaled(x: Tensor) -> Tensor:
+            return 2 * model(x)
+
+        return torch.compile(scaled, backend="aot_eager")
+
+    compiled = Compiled("decoder", as_is)
+    compiled.model = around(compiled.bare)
+    expected = train(compiled)
+    torch.compiler.reset()  # that code would do for the fitted model
+    compiled = Compiled("decoder", as_is)
+    compiled.model = around(recollect.fit(compiled.bare, budget=0.8))
+    assert_identical(train(compiled, SETTLED), expected)
+    plan = vars(compiled.bare)[OPTIONS].plan
+    assert plan is not None
+    assert plan.compiled is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+
+
+def test_the_first_step_in_a_function_that_is_compiled_and_calls_backward():
+    compiled = Compiled("decoder", as_is)
+    expected = compiled.outcome()
+    recollect.fit(compiled.bare, budget=0.8)
+    step = torch.compile(
+        lambda: compiled.loss_of(compiled.forward()).backward(), backend="aot_eager"
+    )
+    torch.manual_seed(1)
+    step()
+    gradients = [parameter.grad for parameter in compiled.bare.parameters()]
+    assert_identical([*gradients, torch.rand(1)], expected)
+    recollect.unwrap(compiled.bare)
+
+
+def test_a_model_that_is_compiled_in_place_and_once_more():
+    compiled = Compiled("decoder", lambda model: as_it_is(in_place(model)))
+    recollect.fit(compiled.model, budget=0.8)
+    train(compiled)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    recollect.unwrap(compiled.model)
+
+
+def test_the_largest_shapes_are_planned():
+    def dynamic(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="aot_eager", dynamic=True)
+
+    def train_sizes(compiled: Compiled) -> list[Tensor]:
+        for size in (4, 3, 4, 2, 4, 3, 4):
+            compiled.batch = tokens(batch=size)
+            found = train(compiled, 1)
+        return found
+
+    expected = train_sizes(Compiled("decoder", dynamic))
+    compiled = Compiled("decoder", dynamic)
+    recollect.fit(compiled.model, budget=0.8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", recollect.PlanWarning)
+        assert_identical(train_sizes(compiled), expected)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    assert compiled.peak() <= plan.budget
+
+
+def test_a_model_that_is_not_called_as_it_was_fitted_is_told():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    with pytest.warns(recollect.PlanWarning, match="without the code of its plan"):
+        compiled.bare(compiled.batch).sum().backward()
+
+
+def test_steps_in_which_nothing_is_compiled_are_told():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.warns(recollect.PlanWarning, match=r"or nothing is \(TORCH_LOGS"),
+    ):
+        train(compiled, SETTLED)
 
 
 def test_the_first_steps_save_little():

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.merge import Merged, merge, merge_alone, saved_schedule
+from recollect.compiled.observe import saves_of
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.timeline import Stretch
 from recollect.graph.schedule import Schedule
@@ -26,7 +27,7 @@ def merged(stretches: list[Stretch] | None = None) -> Merged:
     calls = calls_of(broken, x, w)
     graphs = [call.graph for call in calls if call.graph is not None]
     assert len(graphs) == 2
-    saves = [graph.saved for graph in graphs]
+    saves = saves_of(calls, lambda graph: graph.saved)
     return merge([part_of(each) for each in graphs], calls, stretches, saves, BASE)
 
 
@@ -75,7 +76,7 @@ def test_decisions_for_calls_make_the_schedule_that_they_were_taken_from():
 def test_the_schedule_of_torch_is_what_its_split_saves():
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     calls = calls_of(broken, x, w)
-    saves = [call.graph.saved for call in calls if call.graph is not None]
+    saves = saves_of(calls, lambda graph: graph.saved)
     found = merged()
     by_name = [
         {found.parts[n].names[k] for k in found.decided(n, saved_schedule(found, saves))}
@@ -97,7 +98,7 @@ def test_what_was_held_around_the_graphs_is_counted():
 
 def _saves():
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    return [call.graph.saved for call in calls_of(broken, x, w) if call.graph is not None]
+    return saves_of(calls_of(broken, x, w), lambda graph: graph.saved)
 
 
 def test_one_graph_alone():

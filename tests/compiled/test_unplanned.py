@@ -67,6 +67,21 @@ def test_code_for_dynamic_shapes_tells_of_larger_ones():
             compiled.step()
 
 
+def test_a_plan_from_a_file_knows_the_sizes_that_it_was_made_for(tmp_path):
+    def dynamic(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="aot_eager", dynamic=True)
+
+    compiled = Compiled("decoder", dynamic)
+    plan = recollect.plan(compiled.model, compiled.batch, 0.8, loss=compiled.loss)
+    plan.save(tmp_path / "plan.json")
+    compiled = Compiled("decoder", dynamic)
+    recollect.Plan.load(tmp_path / "plan.json").apply(compiled.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", recollect.PlanWarning)
+        assert peak_with(compiled, tokens(batch=2)) <= plan.budget
+        assert peak_with(compiled, tokens(batch=4)) <= plan.budget
+
+
 def test_eval_mode_is_another_graph():
     compiled = Compiled("decoder_dropout", static)
     plan = recollect.plan(compiled.model, compiled.batch, 0.7, loss=compiled.loss)

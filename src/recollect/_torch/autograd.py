@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.modes import active_saved_tensor_hooks as active_saved_tensor_hooks
 from recollect._torch.modes import dispatch_mode_count, no_dispatch_modes
 from recollect._torch.tensors import overrides_torch
@@ -88,8 +89,13 @@ def _run_and_act(*args: Any, **kwargs: Any) -> Any:
     try:
         return _run_backward(*args, **kwargs)
     finally:
-        for act in [*_after_backward.values()]:
-            act()
+        _act_after()
+
+
+@hide_with_calls
+def _act_after() -> None:
+    for act in [*_after_backward.values()]:
+        act()
 
 
 def saved_tensor_hooks_active() -> bool:

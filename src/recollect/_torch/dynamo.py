@@ -26,11 +26,21 @@ def hide_from_dynamo(function: F) -> F:
     Needed when a graph break leaves the call to eager code while dynamo still watches new frames.
     Dynamo may still inline the function into a larger graph: so it finds a region in compiled code.
     """
+    return _hide(function, _eval_frame._FrameAction.DEFAULT)
+
+
+def hide_with_calls(function: F) -> F:
+    """The same for ``function`` and all that it calls.
+
+    For what autograd calls: dynamo watches while backward runs in a function that it compiled.
+    """
+    return _hide(function, _eval_frame._FrameAction.SKIP)
+
+
+def _hide(function: F, called: Any) -> F:
     assert isinstance(function, FunctionType)
     code: CodeType = function.__code__
-    strategy = _eval_frame._FrameExecStrategy(
-        _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
-    )
+    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, called)
     _eval_frame.set_code_exec_strategy(code, strategy)
     return function
 

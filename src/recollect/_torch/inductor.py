@@ -41,6 +41,30 @@ def is_compiled_here(module: nn.Module) -> bool:
     return _is_wrapper(module) or is_compiled_in_place(module)
 
 
+def wraps_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was given a module on which ``compile()`` was called.
+
+    It has nothing to compile then: that module runs its own code.
+    """
+    inner = module._modules.get("_orig_mod")
+    return inner is not None and is_compiled_in_place(inner)
+
+
+def break_when_traced(module: nn.Module) -> Callable[[], None]:
+    """Have code that is compiled around ``module`` call what `set_called_by_compiler` was given.
+
+    Else it takes in the forward of a module that is compiled in place. Returns what ends this.
+    """
+    if _is_wrapper(module):
+        return lambda: None
+    # With a hook, dynamo goes through `__call__`, which looks for compiled code; else it does not.
+    return module.register_forward_pre_hook(_no_hook).remove
+
+
+def _no_hook(_module: nn.Module, _args: Any) -> None:
+    pass
+
+
 def compiler_context(module: nn.Module) -> Any:
     """The settings of the compiler for a compiled module."""
     if _is_wrapper(module):
@@ -298,8 +322,25 @@ def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
+def symbol_of(size: torch.SymInt) -> Any:
+    """What a dynamic size is known by in all graphs that are made of one."""
+    return size.node.expr
+
+
 @contextmanager
-def assumed_sizes(tensors: Sequence[torch.Tensor], least: Sequence[Any]) -> Iterator[None]:
+def assumed(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """A context in which dynamic sizes are these. ``sizes``: by `symbol_of`."""
+    _assumed.update(sizes)
+    try:
+        yield
+    finally:
+        for symbol in sizes:
+            _assumed.pop(symbol, None)
+
+
+def assumed_shapes(
+    tensors: Sequence[torch.Tensor], least: Sequence[Any]
+) -> AbstractContextManager[None]:
     """A context in which dynamic sizes of ``tensors`` are at least those of the shapes given."""
     found: dict[Any, int] = {}
     for tensor, shape in zip(tensors, least, strict=True):
@@ -308,19 +349,7 @@ def assumed_sizes(tensors: Sequence[torch.Tensor], least: Sequence[Any]) -> Iter
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 symbol = size.node.expr
                 found[symbol] = max(found.get(symbol, known_size(size)), known)
-    _assumed.update(found)
-    try:
-        yield
-    finally:
-        for symbol in found:
-            _assumed.pop(symbol, None)
-
-
-def fallback_random() -> AbstractContextManager[Any]:
-    """A context in which Inductor draws the random numbers that eager code draws."""
-    from torch._inductor import config
-
-    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
+    return assumed(found)
 
 
 def check_names() -> None:

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch.inductor import called_by_compiler, is_compiled_in_place
+from recollect._torch.inductor import (
+    break_when_traced,
+    is_compiled_in_place,
+)
 from recollect.checks.place import warn_user
-from recollect.compiled.backend import Backend, Runs
+from recollect.compiled.backend import Backend, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
-from recollect.compiled.sites import Called, Site, find_sites, install, prepare
-from recollect.compiled.split import Player, Solve
+from recollect.compiled.sites import Called, Site, called_now, find_sites, install, prepare
+from recollect.compiled.split import Player
 from recollect.compiled.watch import Watch
-from recollect.errors import CheckpointError, PlanWarning
+from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.planning.loop.choice import IF_SHAPES_VARY
 from recollect.planning.recording.step import device_of
@@ -38,6 +41,17 @@ class Installed:
 
     #: The plan that is in effect; None if there is none yet.
     plan: Any = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sites: Sequence[Site] = find_sites(model)
+        self._before = called_now(self.sites)
+        self._breaks = [break_when_traced(site.module) for site in self.sites]
+
+    def unwrapped(self, _model: nn.Module) -> None:
+        """The model runs as it did before."""
+        install(self._before)
+        for end in self._breaks:
+            end()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model is no part of this."""
@@ -57,27 +71,27 @@ class Applied(Installed):
 
     def __init__(self, plan: Any, model: nn.Module) -> None:
         step: CompiledStep = plan.compiled
+        _check_sites(step, find_sites(model))
+        super().__init__(model)
         self.plan = plan
-        self._sites = find_sites(model)
-        _check_sites(step, self._sites)
         code: Code | None = step.code
-        if code is None or not code.is_for(self._sites):
-            code = make_code(step, self._sites)
-        fused = self._sites[0].compiler.is_fused
-        code.other.solve = _Unplanned(step, plan.budget, device_of(model), fused)
+        if code is None or not code.is_for(self.sites):
+            code = make_code(step, self.sites)
+        fused = self.sites[0].compiler.is_fused
+        for player in code.players:
+            player.solve = _Unplanned(step, plan.budget, device_of(model), fused)
         self.code = code
-        self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self._sites)}
-        self._watch = Watch(plan, model, self._sites, code.runs, step.forwards)
-        install(self._sites, self._watch.watched(code.called))
+        self._watch = Watch(plan, model, self.sites, code.notes, step.forwards)
+        install(self._watch.watched(code.called))
 
-    def unwrapped(self, _model: nn.Module) -> None:
+    def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
         self._watch.end()
-        install(self._sites, self._before)
+        super().unwrapped(model)
 
     def warn_of_copy(self) -> None:
         """Warn if the copy will have no plan."""
-        if any(is_compiled_in_place(site.module) for site in self._sites):
+        if any(is_compiled_in_place(site.module) for site in self.sites):
             warn_user(
                 "a model with a plan is copied or pickled, and compiled by module.compile(), which "
                 "torch drops: the copy is not compiled, and has no plan. If it is to be trained: "
@@ -86,56 +100,32 @@ class Applied(Installed):
             )
 
 
-class OtherGraphs:
-    """Decides for graphs without a decision. While a plan is tried there should be none."""
-
-    def __init__(self) -> None:
-        self.solve: Solve | None = None
-
-    def __call__(self, key: str, joint: Joint) -> Collection[str]:
-        """The names of the nodes to keep."""
-        if self.solve is not None:
-            return self.solve(key, joint)
-        raise CheckpointError(
-            "model: compiling the same step again gave another graph. Its forward depends on "
-            "chance, or on what earlier steps left behind, and cannot be planned compiled: plan "
-            "for the model without torch.compile"
-        )
-
-
 @dataclass(frozen=True)
 class Code:
     """Compiled code for the modules of a model."""
 
-    modules: Sequence[nn.Module]
     called: Called
-    other: OtherGraphs
-    runs: Runs
+    players: Sequence[Player]
+    notes: Notes
 
     def is_for(self, sites: Sequence[Site]) -> bool:
         """Whether it is for these modules."""
-        return [id(each) for each in self.modules] == [id(site.module) for site in sites]
+        return [*self.called] == [site.module for site in sites]
 
 
 def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
     """The code of modules that run by decisions. It is compiled when they are called."""
-    other, runs = OtherGraphs(), Runs()
-    sources = {each.source for each in step.graphs}
-    backends: list[tuple[int, Backend]] = []
+    notes, players = Notes(), list[Player]()
+    sizes = {each.source: each.sizes for each in step.graphs}
     variants = dict(step.sites)
 
-    def backend_for(number: int) -> Backend:
-        site = sites[number]
-        variant = variants[site.path]
-        for known, backend in backends:
-            if known == variant and backend.compiler == site.compiler:
-                return backend
+    def backend(compiler: Compiler, variant: int) -> Backend:
         decisions = {each.key: each.kept for each in step.graphs if each.variant == variant}
-        player = Player(decisions, sources, f"{step.uuid}-{variant}", other)
-        backends.append((variant, Backend(site.compiler, player, _warn_of_larger, runs)))
-        return backends[-1][1]
+        players.append(Player(decisions, sizes, f"{step.uuid}-{variant}"))
+        return Backend(compiler, players[-1], notes, _warn_of_larger)
 
-    return Code([site.module for site in sites], prepare(sites, backend_for), other, runs)
+    called = prepare(sites, backend, [variants[site.path] for site in sites])
+    return Code(called, players, notes)
 
 
 def _warn_of_larger() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch import fx
 
 from recollect._torch.inductor import (
     aot_arguments,
-    assumed_sizes,
+    assumed_shapes,
     backend_name,
     compile_by_inductor,
     graph_inputs,
@@ -21,6 +21,7 @@ from recollect._torch.inductor import (
     known_size,
     partitioner,
     run_as_it_is,
+    symbol_of,
 )
 from recollect._torch.tensors import storage_key
 from recollect.compiled.split import Observer, Player, SeenGraph
@@ -70,14 +71,16 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a compiled graph in a step that is observed.
+    """A call of a compiled graph that was noted.
 
     Args:
-        graph: The graph; None if it has no backward.
+        graph: The graph; None if it was not observed, or has no backward.
         source: The key of the graph of dynamo.
         inputs: The storages of its arguments; None for what is no tensor.
         outputs: Those of its results.
         site: The number of the compiled module that called it.
+        shapes: The shapes of its arguments.
+        sizes: Its dynamic sizes, by `symbol_of`.
     """
 
     graph: SeenGraph | None
@@ -85,15 +88,22 @@ class Call:
     inputs: list[Any]
     outputs: list[Any]
     site: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    sizes: Mapping[Any, int] = field(default_factory=dict)
 
 
 @dataclass
 class Notes:
-    """What is noted while a step is observed."""
+    """What is noted of the compiled code of a model."""
 
+    runs: int = 0  #: how often graphs ran
+    compiled: int = 0  #: how many were compiled
     site: int = 0  #: the compiled module that was called last
-    calls: list[Call] = field(default_factory=list)
-    forwards: int = 0  #: how often the first compiled module was called
+    forwards: int = 0  #: how often the first compiled module was called in this step
+    #: The calls of graphs for training in this step; None: they are not noted.
+    calls: list[Call] | None = None
+    #: Called when a graph is about to be compiled.
+    on_compile: Callable[[], None] | None = None
 
     def begin(self, site: int) -> None:
         """A compiled module is called."""
@@ -101,19 +111,12 @@ class Notes:
         self.forwards += site == 0
 
     def clear(self) -> None:
-        """Another step begins."""
-        self.calls.clear()
-        self.forwards = 0
+        """A step begins whose calls are to be noted."""
+        self.calls, self.forwards = [], 0
 
-
-@dataclass
-class Runs:
-    """How often compiled graphs ran, and how many were compiled."""
-
-    count: int = 0
-    compiled: int = 0
-    #: Called when a graph is about to be compiled.
-    on_compile: Callable[[], None] | None = None
+    def observed(self) -> list[Call]:
+        """The calls of graphs that have a backward."""
+        return [call for call in self.calls or () if call.graph is not None]
 
 
 @dataclass(eq=False)
@@ -123,36 +126,34 @@ class Backend:
     Args:
         compiler: The user's backend.
         split: Splits joint graphs.
+        notes: Where it is noted what the compiled code does.
         on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
-        runs: Counts the graphs that run.
-        notes: Where calls of the compiled graphs are noted, if they are to be.
         on_copy: Called when a model with this code is copied: the copy has the same.
     """
 
     compiler: Compiler
     split: Observer | Player
+    notes: Notes
     on_larger: Callable[[], None] | None = None
-    runs: Runs = field(default_factory=Runs)
-    notes: Notes | None = None
     on_copy: Callable[[], None] | None = None
     #: By the ranks of the tensors that graphs take: their largest sizes.
     _largest: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Compile a graph."""
-        source = _source_key(graph, inputs)
-        self.runs.compiled += 1
-        if self.runs.on_compile is not None:
-            self.runs.on_compile()
-        if isinstance(self.split, Player):
-            self.split.source = source
+        source, split = _source_key(graph), self.split
+        self.notes.compiled += 1
+        if self.notes.on_compile is not None:
+            self.notes.on_compile()
+        if isinstance(split, Player):
+            split.source = source
             with self._for_largest(graph):
-                return self._watched(self.compiler.compile(graph, inputs, self.split), inputs)
-        before = len(self.split.seen)
-        compiled = self.compiler.compile(graph, inputs, self.split)
-        new = self.split.seen[before:]
-        seen = new[-1] if new else None
-        return compiled if self.notes is None else _noted(compiled, seen, source, self.notes)
+                compiled = self.compiler.compile(graph, inputs, split)
+                return self._noted(compiled, inputs, source, None, split.sizes.get(source, ()))
+        before = len(split.seen)
+        compiled = self.compiler.compile(graph, inputs, split)
+        new = split.seen[before:]
+        return self._noted(compiled, inputs, source, new[-1] if new else None, ())
 
     def _for_largest(self, graph: fx.GraphModule) -> AbstractContextManager[None]:
         """A context in which dynamic sizes are at least those of code that was made before.
@@ -166,22 +167,41 @@ class Backend:
         before = self._largest.get(ranks, shapes)
         largest = [tuple(map(max, *pair)) for pair in zip(before, shapes, strict=True)]
         self._largest[ranks] = largest
-        return assumed_sizes(tensors, largest)
+        return assumed_shapes(tensors, largest)
 
-    def _watched(self, compiled: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
-        """The same, counted; if shapes are dynamic, sizes above those that were met are told."""
-        places = [n for n, each in enumerate(inputs) if isinstance(each, torch.SymInt)]
-        most, runs = [known_size(inputs[n]) for n in places], self.runs
+    def _noted(
+        self,
+        compiled: Callable[..., Any],
+        inputs: Any,
+        source: str,
+        graph: SeenGraph | None,
+        planned: Sequence[int],
+    ) -> Callable[..., Any]:
+        """The same, noted. Dynamic sizes above those that were met or ``planned`` are told."""
+        notes = self.notes
+        dynamic = {n: each for n, each in enumerate(inputs) if isinstance(each, torch.SymInt)}
+        symbols = {n: symbol_of(each) for n, each in dynamic.items()}
+        most = {n: known_size(each) for n, each in dynamic.items()}
+        if len(planned) == len(most):
+            most = {n: max(most[n], size) for n, size in zip(most, planned, strict=True)}
 
-        def watched(*args: Any) -> Any:
-            runs.count += 1
-            for n, place in enumerate(places):
-                if args[place] > most[n] and self.on_larger is not None:
+        def noted(*args: Any) -> Any:
+            notes.runs += 1
+            for n in most:
+                if args[n] > most[n] and self.on_larger is not None:
                     self.on_larger()
-                    most[n] = args[place]
-            return compiled(*args)
+                    most[n] = args[n]
+            if notes.calls is None or not torch.is_grad_enabled():
+                return compiled(*args)
+            site, storages = notes.site, _storages(args)
+            shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
+            sizes = {symbol: int(args[n]) for n, symbol in symbols.items()}
+            result = compiled(*args)
+            made = _storages(result)
+            notes.calls.append(Call(graph, source, storages, made, site, shapes, sizes))
+            return result
 
-        return watched
+        return noted
 
     def __deepcopy__(self, memo: Any) -> Backend:
         if self.on_copy is not None:
@@ -193,29 +213,16 @@ class Backend:
         return f"recollect({self.compiler.name})"
 
 
-def _noted(
-    compiled: Callable[..., Any], graph: SeenGraph | None, source: str, notes: Notes
-) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
-        site, inputs = notes.site, _storages(args)
-        result = compiled(*args)
-        notes.calls.append(Call(graph, source, inputs, _storages(result), site))
-        return result
-
-    return noted
-
-
 def _storages(values: Any) -> list[Any]:
     if isinstance(values, torch.Tensor):
         values = [values]
     return [storage_key(v) if isinstance(v, torch.Tensor) else None for v in values]
 
 
-def _source_key(graph: fx.GraphModule, inputs: Any) -> str:
-    """What a graph of dynamo is known by."""
+def _source_key(graph: fx.GraphModule) -> str:
+    """What a graph of dynamo is known by: the same for all sizes that are dynamic."""
     digest = hashlib.sha256(str(graph.graph).encode())
-    for each in inputs:
-        if isinstance(each, torch.Tensor):
-            form = tuple(each.shape), each.stride(), each.dtype, each.device, each.requires_grad
-            digest.update(str(form).encode())
+    for each in graph_inputs(graph):
+        form = tuple(each.shape), each.stride(), each.dtype, each.device, each.requires_grad
+        digest.update(str(form).encode())
     return digest.hexdigest()

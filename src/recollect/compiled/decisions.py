@@ -17,12 +17,14 @@ class GraphDecision:
         source: The key of the graph that dynamo made it from.
         kept: The names of the nodes that forward saves for backward; None: as torch chooses.
         variant: The number of the variant; sites of one variant share it.
+        sizes: The dynamic sizes that it was planned for.
     """
 
     key: str
     source: str
     kept: tuple[str, ...] | None
     variant: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -160,14 +160,6 @@ class Joint:
         return list(done)
 
     @cached_property
-    def needed(self) -> set[fx.Node]:
-        """The nodes before the first gradient that backward needs, if forward saves nothing."""
-        own = set(self.backward) - self.unclaimed
-        sources = [each for node in own for each in node.all_input_nodes if each not in own]
-        sources += [node for _, node in self.backward_outputs if node not in own]
-        return {node for node in _ancestors(enumerate(sources)) if node.op == "call_function"}
-
-    @cached_property
     def unclaimed(self) -> set[fx.Node]:
         """The nodes of backward that depend on no gradient."""
         led_to = set(self.tangents)

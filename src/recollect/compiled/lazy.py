@@ -2,9 +2,10 @@
 
 1. The first steps run with as little saved as can be: each graph is solved where it is split. They
    compile, and optimizers make their state.
-2. A step in which nothing was compiled is measured, and planned before the next one.
-3. A step under the plan is measured. If it took more than the budget, or much less, the plan is
-   made again with what was learned, and compiled again, a few times at most.
+2. A step in which nothing was compiled is measured. If it is of the largest shapes that were seen,
+   it is planned before the next one.
+3. A step of the same shapes is measured under the plan. If it took more than the budget, or much
+   less, the plan is made again with what was learned, and compiled again, a few times at most.
 """
 
 from __future__ import annotations
@@ -13,33 +14,36 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 
 from recollect._torch.dynamo import never_traced, outside_of_compiler
 from recollect._torch.inductor import (
     called_around,
-    called_by_compiler,
     compile_in_place,
     drop_compiled,
     function_of,
+    is_compiled_here,
     method_settings,
     settings_in,
 )
 from recollect.checks.place import warn_user
 from recollect.compiled.applied import Applied, Installed
-from recollect.compiled.backend import Backend, Call, Compiler, Notes, Runs
+from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.joint import Joint
 from recollect.compiled.loop import LoopSteps
 from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
-from recollect.compiled.sites import Called, Site, find_sites, install, model_name, prepare
+from recollect.compiled.sites import Called, called_now, install, model_name, prepare
 from recollect.compiled.split import Observer, Solve
-from recollect.compiled.watch import FULLGRAPH
+from recollect.compiled.timeline import Timeline
+from recollect.compiled.watch import FULLGRAPH, Bypass
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under, simulate
@@ -56,6 +60,8 @@ _log = logging.getLogger("recollect")
 _UPDATE = 64
 #: After how many steps that could not be measured there is no plan, or it is not corrected.
 _FUTILE = 8
+#: How many steps are measured while there is no plan, if there is no reason for more.
+_MEASURED = 4
 #: How many plans are compiled.
 _COMPILES = 3
 _NOTHING_AROUND = [(0, 0)] * 3
@@ -89,10 +95,11 @@ def is_compiled_method(method: Any) -> bool:
 
 
 def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> LazyFit:
-    """Have a compiled model make its plan from the steps of the loop."""
+    """Have a compiled model, which is called now, make its plan from the steps of the loop."""
     lazy = LazyFit(model, budget, progress)
     if lazy.is_of_model:
         vars(model)[OPTIONS] = lazy
+        lazy.bypass.called(0)  # by whoever calls it
     else:  # what runs before the first compiled module is part of a step
         wrap_module(model, lazy)
     return lazy
@@ -122,44 +129,49 @@ class LazyFit(Installed):
     """Runs a compiled model without a plan, and makes one of its steps."""
 
     def __init__(self, model: nn.Module, budget: float | str, progress: Progress) -> None:
+        super().__init__(model)
         self._budget, self._progress = budget, progress
         self._model, self._device = ref(model), device_of(model)
-        self.sites: Sequence[Site] = find_sites(model)
-        self._before = {n: called_by_compiler(site.module) for n, site in enumerate(self.sites)}
         #: Called when the model runs as it did before.
         self.on_end: Callable[[nn.Module], None] | None = None
         self._warnings = WarnOnce()
-        self._notes, runs = Notes(), Runs()
-        self._steps = LoopSteps(model, runs, self._begin, self._keep)
-        #: Of the step that was measured: its calls of compiled graphs, and the state of the model.
+        self._notes = Notes()
+        self._steps = LoopSteps(model, self._notes, self._begin, self._keep)
+        #: Warns of steps that this does not see, before there is a plan.
+        self.bypass = Bypass(self.sites, self._warnings)
+        #: What was measured: the largest step without a plan, or one like it under the plan.
+        self._timeline: Timeline | None = None
+        self._measured = 0
+        #: Of the largest step without a plan: its calls of compiled graphs, the size and shapes of
+        #: what they take, and how often it calls the model. And the size of the largest of all.
         self._calls: list[Call] = []
+        self._size, self._largest = 0, 0
+        self._shapes: Sequence[Any] = ()
         self._forwards = 1
+        #: The state of the model before the step that is under way.
         self._state: ModelState | None = None
         self._planner: LoopPlanner | None = None
         self._applied: Applied | None = None
         self._compiles = 0
         #: By site: what it calls now, but for this.
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._install(self._first_code(runs))
+        self._functions: list[Callable[..., Any]] = []
+        self._install(self._first_code())
 
     @property
     def is_of_model(self) -> bool:
         """Whether the model itself is compiled, and not modules in it."""
-        return self.sites[0].path == ""
+        model = self._model()
+        return model is not None and is_compiled_here(model)
 
-    def _first_code(self, runs: Runs) -> Called:
+    def _first_code(self) -> Called:
         backends: list[Backend] = []
 
-        def backend_for(number: int) -> Backend:
-            compiler = self.sites[number].compiler
-            for backend in backends:
-                if backend.compiler == compiler:
-                    return backend
+        def make_backend(compiler: Compiler, _: int) -> Backend:
             split = Observer(self._least_of(compiler))
-            backends.append(Backend(compiler, split, None, runs, self._notes))
+            backends.append(Backend(compiler, split, self._notes))
             return backends[-1]
 
-        called = prepare(self.sites, backend_for)
+        called = prepare(self.sites, make_backend)
         for backend in backends:  # not before: Lightning copies what torch.compile is given
             backend.on_copy = self.warn_of_copy
         return called
@@ -183,9 +195,9 @@ class LazyFit(Installed):
         return solve
 
     def _install(self, called: Called) -> None:
-        self._functions = {number: function_of(each) for number, each in called.items()}
-        ours = {n: called_around(each, partial(self._noticed, n)) for n, each in called.items()}
-        install(self.sites, ours)
+        self._functions = [*map(function_of, called.values())]
+        calls = enumerate(called.items())
+        install({m: called_around(each, partial(self._noticed, n)) for n, (m, each) in calls})
 
     def _noticed(self, number: int, _: Any) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -195,7 +207,10 @@ class LazyFit(Installed):
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notes.begin(number)
-        return self._functions[number](*args, **kwargs)
+        result = self._functions[number](*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.bypass.called(number)
+        return result
 
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,10 +221,10 @@ class LazyFit(Installed):
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
         self._steps.end()
-        if self._applied is None:
-            install(self.sites, self._before)
-        else:
+        self.bypass.end()
+        if self._applied is not None:
             self._applied.unwrapped(model)
+        super().unwrapped(model)
         if self.on_end is not None:
             self.on_end(model)
 
@@ -226,32 +241,49 @@ class LazyFit(Installed):
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """A step begins: the last one may tell something."""
-        steps = self._steps
+    def _begin(self) -> bool:
+        """A step begins: the last one may tell something. Returns whether to measure it."""
+        steps, model = self._steps, self._model()
         if self._applied is not None:
-            if steps.timeline is not None:
+            if self._timeline is not None:
                 self._judge(self._applied)
             elif steps.missed >= _FUTILE:
                 self._finish()
-        elif steps.timeline is not None:
-            if steps.updates.are_there or steps.count >= _UPDATE:
+        else:
+            self._largest = max(self._largest, _size_of(self._notes.calls))
+            is_largest = self._size == self._largest or self._measured >= _FUTILE
+            is_updated = steps.updates.are_there or steps.count >= _UPDATE
+            if self._timeline is not None and is_largest and is_updated:
                 self._make_plan()
-        elif steps.missed >= _FUTILE:
-            self._give_up()
+            elif self._timeline is None and steps.missed >= _FUTILE:
+                self._give_up()
         self._notes.clear()
-        model = self._model()
-        if model is not None and self._planner is None:
+        if self._applied is not None:
+            if self._planner is not None:
+                self._applied.code.notes.clear()
+            return True
+        if model is not None:
             self._state = ModelState.of(model)
+        return self._measured < _MEASURED or self._size < self._largest
 
-    def _keep(self) -> None:
+    def _keep(self, timeline: Timeline) -> None:
         """A step was measured."""
-        if self._applied is None:
-            self._calls = [call for call in self._notes.calls if call.graph is not None]
+        if self._applied is not None:
+            if _shapes_of(self._applied.code.notes.calls) == self._shapes:
+                self._timeline = timeline
+            else:  # it is smaller, or larger, and says nothing
+                self._steps.missed += 1
+            return
+        self._measured += 1
+        size, peak = _size_of(self._notes.calls), timeline.peak
+        if self._timeline is None or (size, peak) >= (self._size, self._timeline.peak):
+            self._timeline, self._size = timeline, size
+            self._shapes = _shapes_of(self._notes.calls)
+            self._calls = self._notes.observed()
             self._forwards = self._notes.forwards
 
     def _make_plan(self) -> None:
-        model, timeline = self._model(), self._steps.timeline
+        model, timeline = self._model(), self._timeline
         assert model is not None
         assert timeline is not None
         assert self._state is not None
@@ -273,11 +305,13 @@ class LazyFit(Installed):
         if self._applied is not None:
             self._applied.unwrapped(model)
         else:
-            install(self.sites, self._before)
+            self.bypass.end()
+            install(self._before)
+        self._timeline = None
         self.plan, self._compiles = plan, self._compiles + 1
         self._applied = Applied(plan, model)
-        self._install({n: called_by_compiler(s.module) for n, s in enumerate(self.sites)})
-        self._steps.watch_compiler(self._applied.code.runs)
+        self._install(called_now(self.sites))
+        self._steps.watch_compiler(self._applied.code.notes)
         _log.info(
             "recollect: %s -> %s for the compiled step",
             bytes_text(plan.plain_peak),
@@ -286,7 +320,7 @@ class LazyFit(Installed):
 
     def _judge(self, applied: Applied) -> None:
         """A step under the plan was measured."""
-        model, planner, timeline = self._model(), self._planner, self._steps.timeline
+        model, planner, timeline = self._model(), self._planner, self._timeline
         assert model is not None
         assert planner is not None
         assert timeline is not None
@@ -312,11 +346,12 @@ class LazyFit(Installed):
     def _finish(self) -> None:
         """The plan stays as it is."""
         self._steps.end()
+        assert self._applied is not None
+        self._applied.code.notes.calls = self._notes.calls = None
         self._planner = None
         self._calls = []
-        for number, site in enumerate(self.sites):
-            called = called_by_compiler(site.module)
-            install(self.sites, {number: called_around(called, partial(self._bare, number))})
+        calls = enumerate(called_now(self.sites).items())
+        install({m: called_around(each, partial(self._bare, n)) for n, (m, each) in calls})
 
     def _bare(self, number: int, _: Any) -> Callable[..., Any]:
         return self._functions[number]
@@ -328,13 +363,24 @@ class LazyFit(Installed):
             "no plan",
             f"the steps of this {'model' if model is None else model_name(model)} could not be "
             "measured, so there is no plan: another profiler is on, there is a process group "
-            "(torch.distributed), or each step is compiled once "
-            "more (TORCH_LOGS=recompiles shows why). The model runs with as little saved as "
-            "possible. Make a plan with a batch: recollect.fit(model, batch, budget)",
+            "(torch.distributed), each step is compiled once more (TORCH_LOGS=recompiles shows "
+            "why), or nothing is (TORCH_LOGS=graph_breaks; torch.compiler.set_stance). What is "
+            "compiled runs with as little saved as possible. Make a plan with a batch: "
+            "recollect.fit(model, batch, budget)",
         )
 
 
 never_traced(LazyFit.__call__, FULLGRAPH)
+
+
+def _shapes_of(calls: Sequence[Call] | None) -> list[Any]:
+    """What the compiled graphs of a step take."""
+    return [call.shapes for call in calls or ()]
+
+
+def _size_of(calls: Sequence[Call] | None) -> int:
+    """How many numbers that are."""
+    return sum(prod(shape) for shapes in _shapes_of(calls) for shape in shapes)
 
 
 def _compare_first(peak: int, plan: Any) -> None:

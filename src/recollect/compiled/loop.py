@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from recollect._torch.autograd import after_each_backward, current_graph_task
-from recollect.compiled.backend import Runs
+from recollect.compiled.backend import Notes
 from recollect.compiled.timeline import Timeline, timeline_of
 from recollect.planning.loop.updates import Updates, local_bytes
 from recollect.planning.loop.watch import Waiting
@@ -28,32 +28,29 @@ from recollect.planning.recording.memory_events import (
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.step import device_of, storage_sizes
 
-#: How many steps are measured at most, while one waits for the first update.
-_MEASURED = 4
-
 
 class LoopSteps:
     """The training steps of one loop.
 
     Args:
         model: The model.
-        runs: Counts what is compiled. Another one may take its place.
-        on_begin: Called before the first forward of a step.
-        on_measured: Called after a step was measured that is larger than those before.
+        notes: Counts what is compiled. Others may take their place.
+        on_begin: Called before the first forward of a step. Returns whether to measure it.
+        on_measured: Called after a step was measured.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        runs: Runs,
-        on_begin: Callable[[], None],
-        on_measured: Callable[[], None],
+        notes: Notes,
+        on_begin: Callable[[], bool],
+        on_measured: Callable[[Timeline], None],
     ) -> None:
         self.device = device_of(model)
         self._model, self._on_begin, self._on_measured = ref(model), on_begin, on_measured
         self.updates = Updates(parameters_of(model))
         self.updates.begin()
-        self._runs = runs
+        self._notes = notes
         #: The profiler that is on, if one is.
         self._profilers: list[profile] = []
         self._thread = threading.get_ident()
@@ -62,13 +59,9 @@ class LoopSteps:
         self._depth = 0
         #: How many steps have begun, and how many of them could not be measured.
         self.count = self.missed = 0
-        #: How many were measured since other code is in effect.
-        self._measured = 0
         self._is_over = False
         #: The most bytes of gradients that were there when a step began.
         self.gradients = 0
-        #: What the last step has held that was measured.
-        self.timeline: Timeline | None = None
         weak = ref(self)
         self._stop = after_each_backward(lambda: _call(weak, LoopSteps._after_backward))
         finalize(self, self._stop)
@@ -91,17 +84,16 @@ class LoopSteps:
         self._waiting.append(Waiting(result))
         return result
 
-    def watch_compiler(self, runs: Runs) -> None:
-        """Other code is in effect, of which ``runs`` counts what is compiled."""
-        self._runs.on_compile = None
-        self._runs = runs
-        self.timeline, self.missed, self._measured = None, 0, 0
+    def watch_compiler(self, notes: Notes) -> None:
+        """Other code is in effect, of which ``notes`` count what is compiled."""
+        self._notes.on_compile = None
+        self._notes, self.missed = notes, 0
 
     def end(self) -> None:
         """Notice no more."""
         self._is_over = True
         self._give_up()
-        self._runs.on_compile = None
+        self._notes.on_compile = None
         self._stop()
 
     # --- steps ------------------------------------------------------------------------------------
@@ -114,14 +106,17 @@ class LoopSteps:
         model = self._model()
         if model is not None:
             self.gradients = max(self.gradients, sum(storage_sizes(gradients_of(model))))
-        self._on_begin()
+        is_wanted = self._on_begin()
         self.count += 1
-        # A step that compiles says nothing: whatever the compiler does would be measured.
-        if not self._is_over and self._runs.compiled and self._measured < _MEASURED:
-            profiler = None if may_communicate() else started_profiler()
-            self._runs.on_compile = self._give_up
-            self._profilers += [] if profiler is None else [profiler]
-            self.missed += profiler is None
+        if self._is_over or not is_wanted:
+            return
+        if not self._notes.compiled:  # a step that compiles says nothing: its compiler is measured
+            self.missed += 1
+            return
+        profiler = None if may_communicate() else started_profiler()
+        self._notes.on_compile = self._give_up
+        self._profilers += [] if profiler is None else [profiler]
+        self.missed += profiler is None
 
     def _is_waiting(self) -> bool:
         return any(each.is_waiting() for each in self._waiting)
@@ -133,14 +128,7 @@ class LoopSteps:
         if self._profilers:
             timeline = timeline_of(ended_profiler(self._profilers.pop()), self.device)
             if len(timeline.stretches) > 1:
-                self._compare(timeline)
-
-    def _compare(self, timeline: Timeline) -> None:
-        """Keep the larger one."""
-        self._measured += 1
-        if self.timeline is None or timeline.peak >= self.timeline.peak:
-            self.timeline = timeline
-            self._on_measured()
+                self._on_measured(timeline)
 
     def base_bytes(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step, which may begin now."""

@@ -14,8 +14,9 @@ from recollect.checks.place import warn_user
 from recollect.compiled.applied import Code
 from recollect.compiled.backend import Call
 from recollect.compiled.costs import NodeCosts
+from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.merge import saved_schedule, unmodelled_bytes
-from recollect.compiled.observe import ObservedStep, merged_calls
+from recollect.compiled.observe import ObservedStep, merged_calls, saves_of
 from recollect.compiled.planner import WORTH, CompiledPlanner
 from recollect.compiled.sites import Site
 from recollect.compiled.timeline import Timeline
@@ -57,10 +58,6 @@ class LoopTrials(CompiledTrials):
         self.excess = peak - simulate(self.graph, schedule).peak
         self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
 
-    def is_noted(self, schedule: Schedule) -> bool:
-        """Whether a step of the loop has run so."""
-        return schedule in self._peaks
-
 
 class LoopPlanner(CompiledPlanner):
     """Makes plans for one step of the user's loop."""
@@ -90,7 +87,7 @@ class LoopPlanner(CompiledPlanner):
         untried = _UNTRIED_FUSED if is_fused else _UNTRIED
         planner = cls(step, observed.profile, state, (), progress=progress, untried=untried)
         planner.trials = LoopTrials(step, observed, state, progress)
-        saves = [call.graph.saved for call in observed.calls if call.graph is not None]
+        saves = saves_of(observed.calls, lambda graph: graph.saved)
         ran = simulate(planner.graph, saved_schedule(observed.merged, saves)).peak
         planner.trials.excess = max(0, peak - ran)
         planner._from_loop = True
@@ -110,12 +107,14 @@ class LoopPlanner(CompiledPlanner):
         """Make the plan that compiles the step as ``candidate`` does."""
         self.last = candidate
         plan = super().make_plan(budget, candidate)
-        assert plan.compiled is not None
-        decisions = replace(plan.compiled, code=self.trials.code.get(candidate.schedule))
         if candidate.peaks is not None:
             notes = (_MEASURED, *plan.report.notes[1:])
             plan = replace(plan, report=replace(plan.report, notes=notes))
-        return replace(plan, compiled=decisions)
+        return plan
+
+    def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep:
+        code = self.trials.code.get(candidate.schedule)
+        return replace(super()._compiled_step(budget, candidate), code=code)
 
     def note(self, peak: int, code: Code) -> None:
         """A step under the last plan has taken ``peak`` bytes."""
@@ -138,7 +137,7 @@ class LoopPlanner(CompiledPlanner):
     @property
     def is_measured(self) -> bool:
         """Whether a step of the loop has run by the last plan."""
-        return self.trials.is_noted(self.last.schedule)
+        return self.last.schedule in self.trials.code
 
 
 def observed_calls(
@@ -150,7 +149,7 @@ def observed_calls(
 ) -> ObservedStep:
     """A step of the loop: its calls of compiled graphs, and what it held around them."""
     merged = merged_calls(calls, sites, timeline, base, costs)
-    saves = [call.graph.torch_saves for call in calls if call.graph is not None]
+    saves = saves_of(calls, lambda graph: graph.torch_saves)
     torchs = saved_schedule(merged, saves)
     outcome = simulate(merged.graph, torchs)
     plain_peak = outcome.peak + sum(unmodelled_bytes(merged, saves))

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from recollect._torch.inductor import called_around
+from torch import fx
+
+from recollect._torch.inductor import assumed, called_around
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
+from recollect.compiled.joint import nbytes_of
 from recollect.compiled.merge import Merged, merge, saved_schedule
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare
@@ -52,27 +55,17 @@ class ObservedStep:
 def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     """Run the step, measure it, and make its graph."""
     notes = Notes()
-    backends: list[Backend] = []
-
-    def backend_for(number: int) -> Backend:
-        compiler = sites[number].compiler
-        for backend in backends:
-            if backend.compiler == compiler:
-                return backend
-        backends.append(Backend(compiler, Observer(), notes=notes))
-        return backends[-1]
-
-    called = prepare(sites, backend_for)
+    called = prepare(sites, lambda compiler, _: Backend(compiler, Observer(), notes))
     noting = {
-        number: called_around(each, partial(_noting, notes, number))
-        for number, each in called.items()
+        module: called_around(each, partial(_noting, notes, number))
+        for number, (module, each) in enumerate(called.items())
     }
-    with step.undone(), installed(sites, noting):
+    with step.undone(), installed(noting):
         with compiled_collectives_refused():
             step.run()  # compiles
         notes.clear()
         step.run()
-        calls, forwards = [call for call in notes.calls if call.graph is not None], notes.forwards
+        calls, forwards = notes.observed(), notes.forwards
         _check_calls(step, calls)
         timeline = measured_timeline(step.run, step.device)
         peak = step.measured_peak()
@@ -85,8 +78,7 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
     profile = replace(profile, graph=profile.timed(timing.seconds))
     merged = replace(merged, graph=profile.graph)
-    saves = [call.graph.torch_saves for call in calls if call.graph is not None]
-    torchs = saved_schedule(merged, saves)
+    torchs = saved_schedule(merged, saves_of(calls, lambda graph: graph.torch_saves))
     return ObservedStep(sites, called, calls, merged, torchs, profile, forwards)
 
 
@@ -98,10 +90,10 @@ def merged_calls(
     costs: NodeCosts,
 ) -> Merged:
     """The graph of a step. ``calls``: all those of graphs that have a backward."""
-    graphs = [call.graph for call in calls if call.graph is not None]
-    parts = _parts(graphs, costs, [sites[call.site].compiler for call in calls])
+    parts = _parts(calls, costs, [sites[call.site].compiler for call in calls])
     stretches = None if timeline is None else timeline.stretches
-    merged = merge(parts, calls, stretches, [graph.saved for graph in graphs], base)
+    saves = saves_of(calls, lambda graph: graph.saved)
+    merged = merge(parts, calls, stretches, saves, base)
     costs.settle()
     return replace(merged, graph=replace(merged.graph, spread=costs.spread))
 
@@ -114,15 +106,40 @@ def _noting(notes: Notes, number: int, function: Callable[..., Any]) -> Callable
     return noting
 
 
-def _parts(
-    graphs: Sequence[SeenGraph], costs: NodeCosts, compilers: Sequence[Compiler]
-) -> list[Part]:
+def sizes_of(calls: Sequence[Call]) -> dict[str, dict[Any, int]]:
+    """By key of a graph: its dynamic sizes, the largest of all calls."""
+    found: dict[str, dict[Any, int]] = {}
+    for call in calls:
+        if call.graph is not None:
+            sizes = found.setdefault(call.graph.key, {})
+            sizes.update({each: max(n, sizes.get(each, 0)) for each, n in call.sizes.items()})
+    return found
+
+
+def saves_of(
+    calls: Sequence[Call], nodes: Callable[[SeenGraph], Sequence[fx.Node]]
+) -> list[dict[str, int]]:
+    """By call: the bytes of results that it saves, by name. ``nodes``: those of a graph."""
+    sizes, found = sizes_of(calls), []
+    for call in calls:
+        if call.graph is not None:
+            with assumed(sizes[call.graph.key]):
+                found.append({node.name: nbytes_of(node) for node in nodes(call.graph)})
+    return found
+
+
+def _parts(calls: Sequence[Call], costs: NodeCosts, compilers: Sequence[Compiler]) -> list[Part]:
     """By call: what it adds to the step. Calls of one graph share it."""
     known: dict[str, Part] = {}
-    for graph, compiler in zip(graphs, compilers, strict=True):
-        if graph.key not in known:
-            known[graph.key] = make_part(graph.key, graph.joint, costs, fused=compiler.is_fused)
-    return [known[graph.key] for graph in graphs]
+    for key, sizes in sizes_of(calls).items():
+        graph, fused = next(
+            (call.graph, compiler.is_fused)
+            for call, compiler in zip(calls, compilers, strict=True)
+            if call.graph is not None and call.graph.key == key
+        )
+        with assumed(sizes):
+            known[key] = make_part(key, graph.joint, costs, fused=fused)
+    return [known[call.graph.key] for call in calls if call.graph is not None]
 
 
 def _check_calls(step: TrainingStep, calls: Sequence[Call]) -> None:

@@ -14,14 +14,12 @@ from typing import Any
 from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
-from recollect.compiled.sites import Site, find_sites, model_name
+from recollect.compiled.sites import Site, find_sites
 from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate
-from recollect.planning.describe import curve_of, marks_of, stack_of
-from recollect.planning.plan import Plan
+from recollect.graph.simulate import simulate
 from recollect.planning.planner import Planner, Solve, silent
 from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.recording.batch import signature_of_batch
@@ -29,7 +27,6 @@ from recollect.planning.recording.model_state import ModelState
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Progress
 from recollect.replay.named_schedule import NamedSchedule, trimmed
-from recollect.report.plan_report import PlanReport
 
 #: How often a schedule is compiled for a budget.
 _COMPILES = 4
@@ -139,50 +136,12 @@ class CompiledPlanner(Planner):
 
     # --- the plan ---------------------------------------------------------------------------------
 
-    def _plain_candidate(self) -> Candidate:
-        found = super()._plain_candidate()
-        return replace(found, schedule=self.trials.observed.torch_schedule)
-
-    def make_plan(self, budget: int, candidate: Candidate) -> Plan:
-        """Make the plan that compiles the step as ``candidate`` does."""
-        plan = super().make_plan(budget, candidate)
-        torchs = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
-        marks = marks_of(self.graph, torchs)
-        stack, _ = stack_of(self.graph, self.trials.observed.torch_schedule, torchs)
-        report = replace(
-            self._titled(plan.report),
-            before=curve_of(torchs),
-            before_marks=marks,
-            before_stack=stack,
-        )
-        decisions = self._decisions(budget, candidate)
-        return replace(plan, model=report.title, report=report, compiled=decisions)
-
-    def frontier_report(self) -> PlanReport:
-        """The report of the frontier."""
-        return self._titled(super().frontier_report())
-
-    def _titled(self, report: PlanReport) -> PlanReport:
-        return replace(report, title=f"compiled {model_name(self.step.model)}")
-
-    def _decisions(self, budget: int, candidate: Candidate) -> CompiledStep:
+    def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep:
         trials, schedule = self.trials, candidate.schedule
-        simulated = simulate(self.graph, schedule).peak
-        target = budget - max(0, candidate.peak - simulated)
         if budget >= self.plain_peak:
             return trials.decisions(None, budget)
+        target = budget - max(0, candidate.peak - simulate(self.graph, schedule).peak)
         return replace(trials.decisions(schedule, target), code=trials.code.get(schedule))
-
-    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
-        if budget < self.plain_peak:
-            return candidate.schedule
-        return self.trials.observed.torch_schedule
-
-    def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
-        if budget < self.plain_peak:
-            return simulate(self.graph, candidate.schedule, curve=True)
-        outcome = simulate(self.graph, self.trials.observed.torch_schedule, curve=True)
-        return replace(outcome, seconds=self.trials.profile.seconds)
 
     @cached_property
     def _alternatives(self) -> tuple[NamedSchedule, ...]:

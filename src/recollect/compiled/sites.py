@@ -21,6 +21,7 @@ from recollect._torch.inductor import (
     is_compiled_here,
     set_called_by_compiler,
     shares_code,
+    wraps_compiled,
 )
 from recollect.compiled.backend import Compiler
 from recollect.errors import CheckpointError
@@ -69,7 +70,9 @@ def find_sites(model: nn.Module) -> list[Site]:
     pending = [("", model)]
     while pending:
         path, module = pending.pop(0)
-        if is_compiled_here(module):
+        if any(module is site.module for site in found):
+            continue  # it is in several places
+        if is_compiled_here(module) and not wraps_compiled(module):
             backend = backend_in(compiler_context(module))
             compiler = Compiler.of(backend)
             if compiler is None:
@@ -100,46 +103,52 @@ def _named(path: str) -> str:
     return f"its {path}" if path else "it"
 
 
-#: By number of a site: what its module calls.
-Called = dict[int, Any]
+#: What compiled modules call.
+Called = dict[nn.Module, Any]
 
 
-def prepare(sites: Sequence[Site], backend_for: Callable[[int], Callable[..., Any]]) -> Called:
-    """What the modules call if the site of each number is compiled with its backend.
+def called_now(sites: Sequence[Site]) -> Called:
+    """What the modules call now."""
+    return {site.module: called_by_compiler(site.module) for site in sites}
 
-    Sites that were compiled alike, and have the same backend, share their code.
+
+def prepare(
+    sites: Sequence[Site],
+    make_backend: Callable[[Compiler, int], Callable[..., Any]],
+    variants: Sequence[int] | None = None,
+) -> Called:
+    """What the modules call if they are compiled with backends of ours.
+
+    Sites of one variant that were compiled alike have one backend, and share their code.
     """
     called: Called = {}
+    backends: list[tuple[Compiler, int, Any]] = []
     made: list[tuple[Site, Any, Any]] = []
     for number, site in enumerate(sites):
-        backend = backend_for(number)
-        like = next(
-            (
-                context
-                for other, used, context in made
-                if used is backend and shares_code(other.module, site.module)
-            ),
-            None,
-        )
-        called[number] = compiled_with(site.module, backend, like)
-        if like is None:
-            with installed(sites, {number: called[number]}):
+        variant = 0 if variants is None else variants[number]
+        known = [b for c, v, b in backends if v == variant and c == site.compiler]
+        backend = known[0] if known else make_backend(site.compiler, variant)
+        backends.append((site.compiler, variant, backend))
+        alike = [c for s, b, c in made if b is backend and shares_code(s.module, site.module)]
+        called[site.module] = compiled_with(site.module, backend, alike[0] if alike else None)
+        if not alike:
+            with installed({site.module: called[site.module]}):
                 made.append((site, backend, compiler_context(site.module)))
     return called
 
 
 @contextmanager
-def installed(sites: Sequence[Site], called: Called) -> Iterator[None]:
-    """A context in which the compiled modules call something else."""
-    before = {number: called_by_compiler(sites[number].module) for number in called}
-    install(sites, called)
+def installed(called: Called) -> Iterator[None]:
+    """A context in which compiled modules call something else."""
+    before = {module: called_by_compiler(module) for module in called}
+    install(called)
     try:
         yield
     finally:
-        install(sites, before)
+        install(before)
 
 
-def install(sites: Sequence[Site], called: Called) -> None:
-    """Have the compiled modules call something else from now on."""
-    for number, each in called.items():
-        set_called_by_compiler(sites[number].module, each)
+def install(called: Called) -> None:
+    """Have compiled modules call something else from now on."""
+    for module, each in called.items():
+        set_called_by_compiler(module, each)

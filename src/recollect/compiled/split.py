@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import fx
 from recollect._torch.dynamo import tag_recompute_nodes
 from recollect._torch.inductor import copied, min_cut, simplify
 from recollect._torch.pytree import tree_leaves
-from recollect.compiled.joint import Joint, key_of, nbytes_of
+from recollect.compiled.joint import Joint, key_of
+from recollect.errors import CheckpointError
 
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
 #: Decides which nodes of a graph that was not planned are kept.
@@ -28,14 +29,14 @@ class SeenGraph:
     Args:
         key: Of the joint graph.
         joint: The graph.
-        saved: The names of the results that forward saves for backward, each with its bytes.
+        saved: The nodes of the results that forward saves for backward.
         torch_saves: The same as torch would split it.
     """
 
     key: str
     joint: Joint
-    saved: Mapping[str, int]
-    torch_saves: Mapping[str, int]
+    saved: Sequence[fx.Node]
+    torch_saves: Sequence[fx.Node]
 
 
 class Observer:
@@ -58,14 +59,15 @@ class Observer:
         simplify(graph)
         key, outputs = key_of(graph), kwargs["num_fwd_outputs"]
         joint = Joint(graph, outputs)
-        torch_saves = None
+        torch_saves: Sequence[fx.Node] | None = None
         if self._solve is not None:
             torchs = min_cut(copied(graph), inputs, **kwargs)[0]
-            torch_saves = _saved_bytes(joint, torchs, outputs)
+            torch_saves = _saved(joint, torchs, outputs)
             tag(joint, self._solve(key, joint))
         halves = min_cut(graph, inputs, **kwargs)
-        saved = _saved_bytes(joint, halves[0], outputs)
-        self.seen.append(SeenGraph(key, joint, saved, torch_saves or saved))
+        saved = _saved(joint, halves[0], outputs)
+        torch_saves = saved if torch_saves is None else torch_saves
+        self.seen.append(SeenGraph(key, joint, saved, torch_saves))
         return halves
 
 
@@ -74,22 +76,22 @@ class Player:
 
     Args:
         decisions: By key of a graph: the names of the nodes to keep; None: as torch chooses.
-        sources: Keys of the graphs of dynamo that they were made from.
+        sizes: By key of a graph of dynamo that they were made from: its dynamic sizes.
         uuid: What the compiler's caches know the decisions by.
-        solve: For graphs without a decision.
     """
+
+    #: For graphs without a decision. While a plan is tried there should be none.
+    solve: Solve | None = None
 
     def __init__(
         self,
         decisions: Mapping[str, Collection[str] | None],
-        sources: Collection[str],
+        sizes: Mapping[str, Sequence[int]],
         uuid: str,
-        solve: Solve,
     ) -> None:
         self._decisions = decisions
-        self._sources = frozenset(sources)
+        self.sizes = sizes
         self._uuid = uuid
-        self._solve = solve
         self._count = 0
         #: Whether anything is decided, and not left to torch.
         self.decides = any(each is not None for each in decisions.values())
@@ -102,7 +104,7 @@ class Player:
         For a graph that was not planned it is another one each time: out of a cache, nobody would
         know whether it fits.
         """
-        if self.source in self._sources:
+        if self.source in self.sizes:
             return self._uuid
         self._count += 1
         return f"{self._uuid}-{id(self)}-{time.time_ns()}-{self._count}"
@@ -112,7 +114,16 @@ class Player:
         simplify(graph)
         key = key_of(graph)
         joint = Joint(graph, kwargs["num_fwd_outputs"])
-        kept = self._decisions[key] if key in self._decisions else self._solve(key, joint)
+        if key in self._decisions:
+            kept = self._decisions[key]
+        elif self.solve is not None:
+            kept = self.solve(key, joint)
+        else:
+            raise CheckpointError(
+                "model: compiling the same step again gave another graph. Its forward depends on "
+                "chance, or on what earlier steps left behind, and cannot be planned compiled: "
+                "plan for the model without torch.compile"
+            )
         if kept is not None:
             tag(joint, kept)
         return min_cut(graph, inputs, **kwargs)
@@ -150,16 +161,10 @@ def _is_tensor(node: fx.Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
-def _saved_bytes(joint: Joint, forward: fx.GraphModule, outputs: int) -> dict[str, int]:
-    """The results that forward returns for backward, by name of the node that makes them."""
+def _saved(joint: Joint, forward: fx.GraphModule, outputs: int) -> list[fx.Node]:
+    """The results that forward returns for backward."""
     nodes = {node.name: node for node in joint.nodes}
     (output,) = forward.graph.find_nodes(op="output")
-    saved: dict[str, int] = {}
-    for each in tree_leaves(output.args)[outputs:]:
-        node = nodes.get(each.name) if isinstance(each, fx.Node) else None
-        if node is None:
-            continue
-        base = joint.base(node)
-        if base.op == "call_function":
-            saved[base.name] = nbytes_of(base)
-    return saved
+    names = [each.name for each in tree_leaves(output.args)[outputs:] if isinstance(each, fx.Node)]
+    bases = dict.fromkeys(joint.base(nodes[name]) for name in names if name in nodes)
+    return [base for base in bases if base.op == "call_function"]

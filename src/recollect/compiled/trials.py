@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from recollect.compiled.applied import Code, make_code
 from recollect.compiled.decisions import CompiledStep, GraphDecision
-from recollect.compiled.observe import ObservedStep
-from recollect.compiled.sites import Called, Site, installed
+from recollect.compiled.observe import ObservedStep, sizes_of
+from recollect.compiled.sites import Called, installed, model_name
 from recollect.compiled.tied import Unit, unit_of
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
@@ -21,7 +19,7 @@ from recollect.graph.simulate import simulate
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.sampling import Timing
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
-from recollect.planning.trial import Candidate, Progress, Trials
+from recollect.planning.trial import Progress, Trials
 from recollect.planning.ways import Bench, Peaks, times_under
 
 #: How many steps are run to know a peak, after the one that compiles.
@@ -34,12 +32,11 @@ _OUT_OF_MEMORY = 1.1
 class _CompiledWay:
     """The step with certain code in its compiled modules; in the place of a `Way`."""
 
-    sites: Sequence[Site]
     called: Called
 
     @contextmanager
-    def applied(self, _model: nn.Module, _warnings: Any, *_: Any) -> Iterator[None]:
-        with installed(self.sites, self.called):
+    def applied(self, *_: Any) -> Iterator[None]:
+        with installed(self.called):
             yield
 
 
@@ -51,6 +48,7 @@ class CompiledTrials(Trials):
     ) -> None:
         super().__init__(Bench(step, observed.profile.made), observed.profile, state, progress)
         self.observed = observed
+        self.plain_schedule = observed.torch_schedule
         #: By schedule that was tried: the code.
         self.code: dict[Schedule, Code] = {}
 
@@ -59,10 +57,10 @@ class CompiledTrials(Trials):
         """The step."""
         return self.profile.graph
 
-    @cached_property
-    def modules(self) -> None:
-        """Modules are not checkpointed as a whole."""
-        return
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return f"compiled {model_name(self.step.model)}"
 
     def decisions(self, schedule: Schedule | None, target: int = 0) -> CompiledStep:
         """What a schedule decides for the graphs; None: everything as torch chooses."""
@@ -75,8 +73,9 @@ class CompiledTrials(Trials):
             kept.setdefault(unit, None if names is None else tuple(sorted(names)))
         variants = _variants(kept, len(observed.sites))
         sources = {call.graph.key: call.source for call in observed.calls if call.graph}
+        sizes = {key: tuple(each.values()) for key, each in sizes_of(observed.calls).items()}
         graphs = {
-            GraphDecision(key, sources[key], names, variants[site]): None
+            GraphDecision(key, sources[key], names, variants[site], sizes[key]): None
             for (site, key), names in kept.items()
         }
         return CompiledStep(
@@ -93,11 +92,10 @@ class CompiledTrials(Trials):
     # --- peaks ------------------------------------------------------------------------------------
 
     def _try(self, schedule: Schedule) -> int:
-        sites = self.observed.sites
         self._progress("compiling", 0.0)
-        code = make_code(self.decisions(schedule), sites)
+        code = make_code(self.decisions(schedule), self.observed.sites)
         try:
-            with self._unplanned(), self.step.undone(), installed(sites, code.called):
+            with self._unplanned(), self.step.undone(), installed(code.called):
                 self.step.run()  # compiles
                 measured, spare = [], []
                 for number in range(_STEPS):
@@ -129,15 +127,11 @@ class CompiledTrials(Trials):
             if all(each in self.code for each in schedules):
                 self._progress("timing the plan", 0.0)
                 codes = [self.observed.called, *(self.code[each].called for each in schedules)]
-                ways: list[Any] = [_CompiledWay(self.observed.sites, each) for each in codes]
+                ways: list[Any] = [*map(_CompiledWay, codes)]
                 with self._unplanned():
                     plain, *found = times_under(ways, self._bench)
                 self._times[schedules] = found, plain
         return self._times[schedules]
-
-    def fastest(self, schedules: Sequence[Schedule]) -> Candidate:
-        """Time the step under the schedule."""
-        return replace(super().fastest(schedules), remark="")
 
 
 def _variants(kept: dict[tuple[int, str], tuple[str, ...] | None], count: int) -> list[int]:

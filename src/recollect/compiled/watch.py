@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
-from recollect._torch.dynamo import outside_of_compiler
+from recollect._torch.dynamo import hide_with_calls, outside_of_compiler
 from recollect._torch.inductor import called_around
-from recollect.compiled.backend import Runs
+from recollect.compiled.backend import Notes
 from recollect.compiled.sites import Called, Site
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.watch import PeakWatch, Waiting
@@ -45,7 +45,7 @@ class Watch:
         plan: The plan.
         model: The model.
         sites: Its compiled modules.
-        runs: Counts the graphs that run by the plan.
+        notes: Counts the graphs that run by the plan.
         forwards: How often the planned step calls the first of them.
     """
 
@@ -54,11 +54,11 @@ class Watch:
         plan: PlannedStep,
         model: nn.Module,
         sites: Sequence[Site],
-        runs: Runs,
+        notes: Notes,
         forwards: int = 1,
     ) -> None:
         self._plan, self._model = plan, ref(model)
-        self._sites, self._runs = sites, runs
+        self._sites, self._notes = sites, notes
         self._forwards = forwards
         #: The calls of the first module that wait for their backward.
         self._waiting: list[Waiting] = []
@@ -68,29 +68,29 @@ class Watch:
         self._casts = casts()
         #: By site: the most graphs that a call of it has run.
         self._most = [1] * len(sites)
-        #: By site: the parameters by which a backward is noticed.
-        self._reached = [_ends(site.module, partial(self._missed, site)) for site in sites]
+        self._bypass = Bypass(sites, self._warnings)
 
     def end(self) -> None:
         """Watch no longer."""
-        for reached in self._reached:
-            for each in reached:
-                each.remove()
+        self._bypass.end()
 
     def watched(self, called: Called) -> Called:
         """What modules call, watched."""
-        return {n: called_around(each, partial(self._watched, n)) for n, each in called.items()}
+        return {
+            module: called_around(each, partial(self._watched, number))
+            for number, (module, each) in enumerate(called.items())
+        }
 
     def _watched(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        runs = self._runs
+        notes = self._notes
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
             peak = self._begin() if number == 0 else None
-            before = runs.count
+            before = notes.runs
             result = function(*args, **kwargs)
-            self._called(number, runs.count - before)
+            self._called(number, notes.runs - before)
             if number == 0:
                 self._waiting.append(Waiting(result))
             if peak is not None:
@@ -123,7 +123,7 @@ class Watch:
             )
         if model is None:
             return None
-        if any(each.has_gradient for each in self._reached[0]):
+        if self._bypass.has_gradient:
             self._check_gradients(model)
         if casts() != self._casts:
             self._casts = casts()
@@ -165,11 +165,34 @@ class Watch:
                 "recompiles shows the causes), or it is switched off (torch.compiler.set_stance)",
             )
         self._most[number] = max(self._most[number], ran)
+        self._bypass.called(number)
+
+
+class Bypass:
+    """Warns of backwards that go through a compiled module which was not called."""
+
+    def __init__(self, sites: Sequence[Site], warnings: WarnOnce) -> None:
+        self._warnings = warnings
+        #: By site: the parameters by which a backward is noticed.
+        self._reached = [_ends(site.module, partial(self._missed, site)) for site in sites]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the first module has a gradient."""
+        return any(each.has_gradient for each in self._reached[0])
+
+    def called(self, number: int) -> None:
+        """A module was called for training."""
         for each in self._reached[number]:
             each.awaited += 1
 
+    def end(self) -> None:
+        """Watch no longer."""
+        for reached in self._reached:
+            for each in reached:
+                each.remove()
+
     def _missed(self, site: Site) -> None:
-        """A backward went through a module that was not called."""
         self._warnings.warn(
             "bypassed",
             f"a backward went through {_titled(site)} without the code of its plan, so the "
@@ -195,6 +218,7 @@ class _Reached:
         parameter = self._parameter()
         return parameter is not None and parameter.grad is not None
 
+    @hide_with_calls
     def _reach(self, _: Any) -> None:
         if not self.awaited:
             self._missed()

@@ -9,7 +9,7 @@ import torch
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate, simulate_plain, uses_under
+from recollect.graph.simulate import Outcome, simulate, uses_under
 from recollect.graph.stack import Copy, stacked, stacked_plain
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
@@ -41,10 +41,10 @@ def make_report(
     trials: Trials, schedule: Schedule | None, outcome: Outcome, figures: dict[str, Any]
 ) -> PlanReport:
     """The report of a plan or a frontier, without rows and points. ``schedule``: None is plain."""
-    device, plain = trials.step.device, simulate_plain(trials.graph, curve=True)
+    device, plain = trials.step.device, trials.plain_outcome()
     after_stack, traffic = stack_of(trials.graph, schedule, outcome)
     return PlanReport(
-        title=type(trials.step.model).__name__,
+        title=trials.title,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         **figures,
         gap=outcome.seconds / figures["bound_time"] - 1,
@@ -52,7 +52,7 @@ def make_report(
         after=curve_of(outcome),
         before_marks=marks_of(trials.graph, plain),
         after_marks=marks_of(trials.graph, outcome),
-        before_stack=stack_of(trials.graph, None, plain)[0],
+        before_stack=stack_of(trials.graph, trials.plain_schedule, plain)[0],
         after_stack=after_stack,
         traffic=traffic,
         origin=str(Origin.now()),

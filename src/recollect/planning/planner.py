@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.groups import has_peers
+from recollect.compiled.decisions import CompiledStep
 from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
@@ -246,7 +247,8 @@ class Planner:
         """The plain step as a candidate, with its measurements."""
         everything = Schedule(frozenset(range(len(self.graph.ops))))
         profile = self.trials.profile
-        found = Candidate(trimmed(self.graph, everything), profile.plain_peak)
+        schedule = self.trials.plain_schedule or trimmed(self.graph, everything)
+        found = Candidate(schedule, profile.plain_peak)
         if profile.measured_peak is None or profile.timing is None:
             return found
         peaks = Peaks(profile.measured_peak, profile.plain_peak, None)
@@ -283,7 +285,7 @@ class Planner:
         parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
-            f"budget: no plan brings the step of this {type(self.step.model).__name__} down to "
+            f"budget: no plan brings the step of this {self.trials.title} down to "
             f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
             f"{bytes_text(least)}: budget={least}. At its peak that is {listed}. "
             "Raise the budget to that, or use a smaller batch",
@@ -317,7 +319,7 @@ class Planner:
             schedule=self.trials.named(candidate.schedule),
             base=graph.base,
             signature=self._signature,
-            model=type(self.step.model).__name__,
+            model=self.trials.title,
             state=self._state,
             report=report,
             made=tuple(self.trials.profile.made.items()),
@@ -334,11 +336,17 @@ class Planner:
                 for n, each in enumerate(self._others, 1)
             ),
             from_loop=self._from_loop,
+            compiled=self._compiled_step(budget, candidate),
         )
 
+    def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep | None:
+        """What is saved of the graphs of a compiled model."""
+        return None
+
     def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
-        """The schedule of the picture; None: the step runs plain."""
-        return None if budget >= self.plain_peak else candidate.schedule
+        """The schedule of the picture; None: everything is kept."""
+        plain = self.trials.plain_schedule
+        return plain if budget >= self.plain_peak else candidate.schedule
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
         """The figures that a plan and its report have in common, by name."""
@@ -355,7 +363,7 @@ class Planner:
         """The simulated outcome of a candidate; the time of whole modules as measured."""
         plain, now = self.trials.profile.seconds, candidate.plain_time
         if budget >= self.plain_peak:
-            return replace(simulate_plain(self.graph, curve=True), seconds=plain)
+            return replace(self.trials.plain_outcome(), seconds=plain)
         outcome = simulate(self.graph, candidate.schedule, curve=True)
         if not candidate.schedule.modules or candidate.time is None or now is None:
             return outcome

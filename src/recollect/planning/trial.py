@@ -10,7 +10,7 @@ from functools import cached_property
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate
+from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.runner import Runner
 from recollect.planning.recording.model_state import ModelState, compare_state
@@ -51,6 +51,9 @@ class Candidate:
 class Trials:
     """The trials of one recorded step, each of which runs once."""
 
+    #: What the step keeps without a plan; None: everything.
+    plain_schedule: Schedule | None = None
+
     def __init__(
         self,
         bench: Bench,
@@ -83,6 +86,17 @@ class Trials:
             except RuntimeError as error:
                 self._recover_memory(error)
         return self.profile.graph
+
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return type(self.step.model).__name__
+
+    def plain_outcome(self) -> Outcome:
+        """The simulated step without a plan."""
+        if self.plain_schedule is None:
+            return simulate_plain(self.graph, curve=True)
+        return simulate(self.graph, self.plain_schedule, curve=True)
 
     @cached_property
     def alike(self) -> Alike:

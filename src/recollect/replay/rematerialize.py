@@ -19,6 +19,7 @@ import torch
 from torch import is_grad_enabled as grad_enabled
 
 from recollect._torch.autograd import at_end_of_backward, current_graph_task
+from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.modes import below_autograd, below_autograd_keys, set_grad_enabled
 from recollect.checks.changed_input import saved_tensor_changed
@@ -121,6 +122,7 @@ class Rematerializer(HeldValues):
 
     # --- backward ---------------------------------------------------------------------------------
 
+    @hide_with_calls
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook: autograd unpacks a tensor."""
         tensor: torch.Tensor | None = ticket[0]
@@ -340,6 +342,7 @@ def _results(op: RecordedOp, out: Any) -> list[tuple[int, torch.Tensor]]:
     return found
 
 
+@hide_with_calls
 def _end_pass(remat: ReferenceType[Rematerializer], backward: int) -> None:
     """A backward is over: free values that it recomputed and did not use."""
     alive = remat()

@@ -22,6 +22,7 @@ from recollect._torch.autograd import (
     current_graph_task,
 )
 from recollect._torch.dtensors import local_tensor
+from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
@@ -94,6 +95,7 @@ class Waiting:
             node.register_prehook(partial(self._reached, token)) for node in nodes.values()
         ]
 
+    @hide_with_calls
     def _reached(self, _: _Token, __: Any) -> None:
         """Backward has reached the output; perhaps in a thread of autograd's."""
         backward = current_graph_task()
@@ -105,6 +107,7 @@ class Waiting:
         if self._on_reached is not None:
             self._on_reached()
 
+    @hide_with_calls
     def _ended(self, is_retained: bool, count: int) -> None:
         self.is_reached, self._is_running = True, False
         self._retained, self._is_over = count, not is_retained
@@ -139,6 +142,7 @@ def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
     nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
     handles: list[Any] = []
 
+    @hide_with_calls
     def reached(_: Any) -> None:
         found = [*handles]
         handles.clear()
