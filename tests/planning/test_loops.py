@@ -388,6 +388,24 @@ def two_backwards(trainer: Trainer) -> None:
 
 
 @loop
+def gradients_of_each_loss(trainer: Trainer) -> None:
+    """As for multi-task learning: what backward recomputes of a retained graph does not stay."""
+    model = trainer.model
+    parameters = [*model.parameters()]
+
+    def losses(number: int) -> tuple[Tensor, ...]:
+        out = model(batch(seed=number))
+        return squares(out[:, :4]), squares(out[:, 2:6]), out[:, 4:].abs().mean()
+
+    def backward(found: tuple[Tensor, ...]) -> None:
+        torch.autograd.grad(found[0], parameters[:3], retain_graph=True)
+        found[1].backward(retain_graph=True)
+        found[2].backward()
+
+    _train(trainer, losses, backward=backward)
+
+
+@loop
 def two_forwards_that_accumulate(trainer: Trainer) -> None:
     model, optimizer = trainer.model, trainer.optimizer()
     for number in range(8):

@@ -30,6 +30,8 @@ class Liveness:
         self.last = len(graph.events) - 1
         #: By value: the spans from unpacking a saved tensor of it to freeing that.
         self.unpacked: list[list[Span]] = [[] for _ in graph.values]
+        #: The values that backward unpacks of a graph that is retained, and drops in between.
+        self._dropped: set[int] = set()
         #: By value: the last event until which a saved tensor holds it if it is kept; -1: none.
         self.saved_until = [-1] * len(graph.values)
         #: By op: whether backward unpacks any of its results, when first, and when each is freed.
@@ -45,11 +47,14 @@ class Liveness:
         graph = self.graph
         unpacks: dict[int, int] = {}
         frees: dict[int, int] = {}
+        drops: dict[int, int] = {}
         for now, event in enumerate(graph.events):
             for number in event.unpacks:
                 unpacks.setdefault(number, now)
             for number in event.frees:
                 frees.setdefault(number, now)
+            for number in event.drops:
+                drops.setdefault(number, now)
         freed_early: set[int] = set()
         for number, saved in enumerate(graph.saved):
             end = frees.get(number, self.last)
@@ -58,7 +63,9 @@ class Liveness:
                 self.is_unpacked[op] = True
                 self._first_unpack[op] = min(self._first_unpack[op], start)
                 self.saved_until[saved.value] = max(self.saved_until[saved.value], end)
-                self.unpacked[saved.value].append((start, end))
+                if number in drops:
+                    self._dropped.add(saved.value)
+                self.unpacked[saved.value].append((start, drops.get(number, end)))
                 self.frees[op].append(end)
             if end < unpacks.get(number, end + 1):
                 freed_early.add(saved.value)
@@ -163,6 +170,8 @@ class Liveness:
 
     def _recomputed_until(self, value: int) -> int:
         """The last event at which a value is certain to be there if it was recomputed."""
+        if value in self._dropped:
+            return min((end for _, end in self.unpacked[value]), default=-1)
         end = self.saved_until[value] if self.unpacked[value] else -1
         return max([end, *(self._not_before[user] - 1 for user in self.readers.get(value, ()))])
 
