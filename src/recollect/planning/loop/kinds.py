@@ -285,6 +285,11 @@ class Kinds:
             if variant is not None:
                 variant.surprised()
 
+    def forget(self, step: Step) -> None:
+        """A step does more than is known: the next one is traced."""
+        for each in self._forwards(step):
+            each.forget()
+
     def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
         """A step was traced: choose what those that follow run by."""
         forwards = self._forwards(step)

@@ -109,6 +109,10 @@ class Variant:
         """More forwards followed than are known: from now on it takes little memory for a while."""
         self._surprises += 1
         self.expects = _TRIES**self._surprises
+        self.forget()
+
+    def forget(self) -> None:
+        """The step does more than is known: until it is traced, it takes little memory."""
         self.schedule, self.first.wants_trace = self._plan.least, True
         self.contest = None
 
