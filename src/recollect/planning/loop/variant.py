@@ -70,6 +70,8 @@ class Variant:
         #: What a forward ran by which made more than was known.
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
+        #: Whether it has ever: what it does differs from step to step.
+        self.differs = False
         self._uses = 0
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
@@ -148,7 +150,8 @@ class Variant:
             self.warn(round(peak), made)
         elif recording.shapes:
             return True  # the margin is there for that
-        self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
+        self._has_outgrown, self._outgrown, self.differs = True, self.schedule, True
+        self.contest = None
         self.schedule, self.first.wants_trace = self._plan.least, True
         return False
 
