@@ -844,3 +844,30 @@ def _split_step(model: nn.Module, step: int) -> None:
             own, torch.autograd.grad([edge], own, [grad], retain_graph=True), strict=True
         ):
             p.grad = g
+
+
+class Skipping(Net):
+    """Runs its first blocks alone."""
+
+    depth = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_steps_that_differ_do_not_run_plain_after_a_short_one() -> None:
+    """That which was traced was within the budget without a plan. Others are not."""
+    loop = Loop(Skipping(), 0.8, torch.optim.SGD)
+    depths = [5, 5, 6, 1, 6, 6]
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        model.depth = depths[number]
+        return usual(model, number)
+
+    with pytest.warns(recollect.PlanWarning, match="forward makes") as told:
+        loop.run(step, steps=len(depths))
+    assert len(told) == 1
+    assert loop.plan is not None
+    assert max(loop.peaks[-2:]) < loop.plan.plain_peak

@@ -388,6 +388,36 @@ def two_backwards(trainer: Trainer) -> None:
 
 
 @loop
+def gradients_of_each_loss(trainer: Trainer) -> None:
+    """As for multi-task learning: what backward recomputes of a retained graph does not stay."""
+    model = trainer.model
+    parameters = [*model.parameters()]
+
+    def losses(number: int) -> tuple[Tensor, ...]:
+        out = model(batch(seed=number))
+        return squares(out[:, :4]), squares(out[:, 2:6]), out[:, 4:].abs().mean()
+
+    def backward(found: tuple[Tensor, ...]) -> None:
+        torch.autograd.grad(found[0], parameters[:3], retain_graph=True)
+        found[1].backward(retain_graph=True)
+        found[2].backward()
+
+    _train(trainer, losses, backward=backward)
+
+
+@loop
+def a_backward_for_each_block(trainer: Trainer) -> None:
+    """As in greedy training: what forward returns has several graphs."""
+    model: Any = trainer.model
+
+    def backward(losses: list[Tensor]) -> None:
+        for loss in losses:
+            loss.backward()
+
+    _train(trainer, lambda n: model(batch(seed=n)), backward=backward)
+
+
+@loop
 def two_forwards_that_accumulate(trainer: Trainer) -> None:
     model, optimizer = trainer.model, trainer.optimizer()
     for number in range(8):
@@ -532,9 +562,23 @@ class TwoHeads(Net):
         return self.head(x), F.gelu(self.other(x))
 
 
+class Greedy(Net):
+    """Has a loss for each block, and no gradients between blocks."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        losses = []
+        for block in self.blocks:
+            x = block(x.detach())
+            losses.append(squares(self.head(x)))
+        return losses
+
+
+NETS = {"part_of_the_outputs": TwoHeads, "a_backward_for_each_block": Greedy}
+
+
 def _net(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return TwoHeads() if name == "part_of_the_outputs" else net()
+    return NETS.get(name, net)()
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -580,6 +624,21 @@ def test_a_plan_for_a_batch_in_a_loop(name: str, monkeypatch: pytest.MonkeyPatch
 
 def _loss(output: Any) -> Tensor:
     return squares(output[0] if isinstance(output, tuple) else output)
+
+
+def test_a_plan_for_the_sum_of_losses_in_a_loop_with_a_backward_for_each() -> None:
+    """The first step is told. The next is traced, and later ones are planned as a whole."""
+    name = "a_backward_for_each_block"
+    plain, fitted = _net(name), _net(name)
+    LOOPS[name](Trainer(plain, measured=99))
+    optimizer = torch.optim.AdamW(fitted.parameters())
+    recollect.fit(fitted, batch(), 0.8, loss=sum, optimizer=optimizer)
+    trainer = Trainer(fitted, measured=1)
+    with pytest.warns(recollect.PlanWarning, match="a backward goes through a part") as told:
+        LOOPS[name](trainer)
+    assert len(told) == 1
+    assert_identical(_weights(fitted), _weights(plain))
+    assert max(trainer.peaks) <= _plan(fitted).budget
 
 
 SEVERAL = ["siamese", "contrastive_of_three", "one_after_the_other", "two_backwards", "a_rollout"]

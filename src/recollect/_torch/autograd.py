@@ -142,6 +142,12 @@ def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+def current_node_number() -> tuple[int, int]:
+    """Identifies that node, without a reference to it."""
+    node = current_node()
+    return current_graph_task(), -1 if node is None else node._sequence_nr()
+
+
 def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """The nodes that backward from ``roots`` would run, breadth first; None among roots is skipped.
 

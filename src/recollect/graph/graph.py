@@ -22,7 +22,7 @@ from recollect.graph.release import find_needs
 
 #: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
 #: an op runs, a saved tensor is freed.
-PASS, UNPACK, OP, FREE = range(4)
+PASS, UNPACK, OP, DROP, FREE = range(5)
 #: The phase in which it happens (twice the number of the event, and one more once its op has run),
 #: which of these it is, and the number of the saved tensor or op.
 Action = tuple[int, int, int]
@@ -123,6 +123,8 @@ class Event:
         op: Its number among the ops of the region; -1 if it is not one of them.
         unpacks: The saved tensors that autograd unpacks before it.
         frees: The saved tensors that autograd frees after it.
+        drops: Those that it does not free, since the graph is retained, but no longer uses: if they
+            were recomputed, they are gone.
         backward: The number of the backward that it is part of, if a step has several.
     """
 
@@ -133,6 +135,7 @@ class Event:
     unpacks: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     backward: int = 0
+    drops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +309,7 @@ class Tables:
             self.actions += [(2 * now, UNPACK, number) for number in event.unpacks]
             if event.op >= 0:
                 self.actions.append((2 * now + 1, OP, event.op))
+            self.actions += [(2 * now + 1, DROP, number) for number in event.drops]
             for number in event.frees:
                 self.actions.append((2 * now + 1, FREE, number))
                 self.frees[number] = now

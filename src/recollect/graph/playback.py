@@ -26,7 +26,7 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import FREE, OP, PASS, UNPACK, Action, Graph
+from recollect.graph.graph import DROP, FREE, OP, PASS, UNPACK, Action, Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
@@ -180,6 +180,8 @@ class Playback:
                 self._begin_phase(phase)
             if kind == UNPACK:
                 self._unpack(number)
+            elif kind == DROP:
+                self._drop_unpacked(self.tables.saved[number])
             elif kind == FREE:
                 self._free(number)
             elif kind == OP:
@@ -269,6 +271,10 @@ class Playback:
         if self.copies:
             for _ in range(self.copies.pop(value, 0)):
                 self._shrink(value)
+        self._drop_unpacked(value)
+
+    def _drop_unpacked(self, value: int) -> None:
+        """Autograd no longer uses a saved tensor that it has unpacked."""
         if self.given[value]:
             self.given[value] -= 1
             if not self.given[value] and value not in self.working.here:

@@ -142,6 +142,11 @@ class Choice:
         """The simulated peak."""
         return self._outcomes[schedules].peak
 
+    @property
+    def plain_peak(self) -> int:
+        """The simulated peak without a plan."""
+        return self._outcomes[self.alike(None)].peak
+
     def best(self) -> Schedules:
         """The fastest schedules that fit, or else those of the least peak."""
         allowed = [each for each in self._outcomes if self.may_be_plain or None not in each]

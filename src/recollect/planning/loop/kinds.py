@@ -288,6 +288,11 @@ class Kinds:
             if variant is not None:
                 variant.surprised()
 
+    def forget(self, step: Step) -> None:
+        """A step does more than is known: the next one is traced."""
+        for each in self._forwards(step):
+            each.forget()
+
     def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
         """A step was traced: choose the schedules of later ones."""
         forwards = self._forwards(step)
@@ -297,7 +302,13 @@ class Kinds:
         is_whole = not graph.units
         made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
         ran_by = tuple(each.ran_by for each in forwards)
-        choice = self._choices[step] = Choice(self._plan, graph)
+        before = self._choice_of(step)
+        # What differs from step to step is always recorded or checked, and the largest step counts.
+        differs = any(each.differs for each in forwards)
+        choice = traced = Choice(self._plan, graph, may_be_plain=not differs)
+        if differs and before is not None and before.plain_peak > choice.plain_peak:
+            choice, before.may_be_plain = before, False
+        self._choices[step] = choice
         if first.expects > 1 and len(step) == 1:
             first.expects -= 1  # the step that came as a surprise has yet to come again
         else:
@@ -305,7 +316,7 @@ class Kinds:
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
         # Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
-        ran = choice.simulate(graph, ran_by) or later
+        ran = traced.simulate(graph, ran_by) or later
         if max(later, ran) > self._plan.budget:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):

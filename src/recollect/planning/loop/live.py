@@ -86,6 +86,8 @@ class LiveStep:
         base: The bytes that are allocated before it, which CUDA's allocator knows better.
         link: The link to the host, if results may be offloaded.
         on_end: Called when backward has ended.
+        on_again: As in `Waiting`.
+        in_parts: The same.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class LiveStep:
         base: int = 0,
         link: Link | None = None,
         on_end: Callable[[], None] | None = None,
+        on_again: Callable[[], None] | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.device = device_of(model)
         #: The steps of optimizers since its forward.
@@ -106,7 +110,7 @@ class LiveStep:
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
         self._link = link
-        self._on_end = on_end
+        self._on_end, self._on_again, self._in_parts = on_end, on_again, in_parts
         self._prices = Prices(self.device, once=True)
         self._trace = TraceMode(self._prices, shards_of(model))
         #: The modules that are recorded separately; see `Graph`.
@@ -164,7 +168,8 @@ class LiveStep:
         self.recordings.append(recording)
         reached = partial(_call, weak, partial(LiveStep.reached, number=number))
         dropped = partial(_call, weak, LiveStep.dropped)
-        waiting = Waiting(output, remat, reached, dropped)
+        again, in_parts = self._on_again, self._in_parts
+        waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts)
         self._waiting.append(waiting)
         return output, waiting
 

@@ -25,6 +25,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.modes import forward_ad_active, is_transforming
+from recollect.graph.graph import Link
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop.attempt import Attempt
@@ -131,6 +132,8 @@ class Runner:
         self._warnings = WarnOnce()
         self._forwards = Forwards()
         self._is_watching = False
+        #: Whether backwards go through parts of an output, one after the other.
+        self._in_parts = False
         #: Why a compiled model is not planned as such.
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
@@ -209,7 +212,7 @@ class Runner:
         schedule = variant.schedule
         if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
             end = partial(self._end_trace, model)
-            live = forwards.live = LiveStep(model, plan.base + kind.more, plan.link, on_end=end)
+            live = forwards.live = self._live_step(model, plan.base + kind.more, plan.link, end)
         if live is not None:
             forwards.traced = step
             result, waiting = live.forward(function, args, kwargs, schedule)
@@ -230,7 +233,9 @@ class Runner:
             torch.cuda.empty_cache()
             schedule = variant.schedule
             result, report = self._run_by(variant, function, args, kwargs)
-        forwards.add(kind, Waiting(result, report.remat))
+        again = partial(_again, ref(self), step)
+        in_parts = self._in_parts
+        forwards.add(kind, Waiting(result, report.remat, on_again=again, in_parts=in_parts))
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
                 kinds.judge(step, report)
@@ -311,7 +316,7 @@ class Runner:
         if live is None and obstacle is not None and not self._is_split:
             self._tried_in_vain(obstacle)
         elif live is None and not self._is_split:
-            live = forwards.live = LiveStep(model)
+            live = forwards.live = self._live_step(model)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
             more = gradient_bytes(model, parameters_of(model), live.gradients)
@@ -353,6 +358,26 @@ class Runner:
             by = NamedSchedule(units=units)
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, find_blocks(model))
+
+    def _live_step(
+        self,
+        model: nn.Module,
+        base: int = 0,
+        link: Link | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> LiveStep:
+        """A step of ``model`` to trace, whose forward begins now."""
+        again = partial(_again, ref(self))
+        return LiveStep(model, base, link, end, again, self._in_parts)
+
+    def again(self, step: Step = ()) -> None:
+        """A backward follows the one that ended ``step``: the next one is traced to its end."""
+        if self._in_parts:
+            return
+        self._in_parts = self._forwards.is_outgrown = True
+        if self._kinds is not None and self.plan is not None:
+            self._kinds.forget(step)
+            self._warn_of_parts()
 
     def _can_trace(self, model: Any) -> bool:
         is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
@@ -452,6 +477,15 @@ class Runner:
             "batch: recollect.fit(model, batch, budget)." + self._unplanned,
         )
 
+    def _warn_of_parts(self) -> None:
+        self._warnings.warn(
+            "several backwards",
+            "a backward goes through a part of what the model returned, after another one has gone "
+            "through the rest: the plan is for a step with the first of them alone, and this step "
+            "may exceed its budget. The next one is traced, and those that follow are planned as a "
+            "whole",
+        )
+
     def _warn_of_more(self) -> None:
         self._warnings.warn(
             "several forwards",
@@ -460,6 +494,12 @@ class Runner:
             "next step like it is traced, and later ones are planned as a whole. If there is no "
             "backward, delete the output, or call the model under torch.no_grad()",
         )
+
+
+def _again(weak: Callable[[], Runner | None], step: Step = ()) -> None:
+    runner = weak()
+    if runner is not None:
+        runner.again(step)
 
 
 def _backward_is_over(weak: Callable[[], Runner | None]) -> None:

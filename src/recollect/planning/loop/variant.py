@@ -70,6 +70,8 @@ class Variant:
         #: The schedule of a forward that made more bytes than expected.
         self._outgrown: NamedSchedule | None = None
         self._has_outgrown = False
+        #: Whether it has ever: what it does differs from step to step.
+        self.differs = False
         self._uses = 0
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
@@ -109,6 +111,10 @@ class Variant:
         """More forwards followed than expected: for a while, keep as little as possible."""
         self._surprises += 1
         self.expects = _TRIES**self._surprises
+        self.forget()
+
+    def forget(self) -> None:
+        """The step does more than is known: until it is traced, it takes little memory."""
         self.schedule, self.first.wants_trace = self._plan.least, True
         self.contest = None
 
@@ -144,7 +150,8 @@ class Variant:
             self.warn(round(peak), made)
         elif recording.shapes:
             return True  # the margin is there for that
-        self._has_outgrown, self._outgrown, self.contest = True, self.schedule, None
+        self._has_outgrown, self._outgrown, self.differs = True, self.schedule, True
+        self.contest = None
         self.schedule, self.first.wants_trace = self._plan.least, True
         return False
 

@@ -68,6 +68,9 @@ class Waiting:
         remat: Its held tensors; None if it ran without the engine.
         on_reached: Called when a backward reaches the output.
         on_dropped: Called when the output and its graph are freed.
+        on_again: Called when a backward reaches a tensor of the output that none had reached, after
+            one that has freed the graph of others.
+        in_parts: Whether that is expected: it waits until all of the output was reached.
     """
 
     def __init__(
@@ -76,9 +79,12 @@ class Waiting:
         remat: Rematerializer | None = None,
         on_reached: Callable[[], None] | None = None,
         on_dropped: Callable[[], None] | None = None,
+        on_again: Callable[[], None] | None = None,
+        *,
+        in_parts: bool = False,
     ) -> None:
         self._remat = None if remat is None else ref(remat)
-        self._on_reached = on_reached
+        self._on_reached, self._on_again, self._in_parts = on_reached, on_again, in_parts
         #: The last backward that reached it. If that ended and retained the graph: the number of
         #: saved tensors then.
         self._backward = -1
@@ -91,14 +97,23 @@ class Waiting:
         token = _Token()
         self._token = ref(token, None if on_dropped is None else lambda _: on_dropped())
         nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
-        self._handles = [
-            node.register_prehook(partial(self._reached, token)) for node in nodes.values()
-        ]
+        #: By node that made a tensor of it: the handle of the hook; and the nodes that no backward
+        #: has reached.
+        self._handles = {
+            key: node.register_prehook(partial(self._reached, token, key))
+            for key, node in nodes.items()
+        }
+        self._missing = {*nodes}
 
     @hide_with_calls
-    def _reached(self, _: _Token, __: Any) -> None:
+    def _reached(self, _: _Token, key: int, __: Any) -> None:
         """Backward has reached the output; perhaps in a thread of autograd's."""
         backward = current_graph_task()
+        self._missing.discard(key)
+        if self._is_over and backward != self._backward:
+            if self._on_again is not None:
+                self._on_again()
+            return
         if backward == self._backward:
             return  # as by another of its nodes
         self._backward, self._is_running = backward, True
@@ -110,10 +125,12 @@ class Waiting:
     @hide_with_calls
     def _ended(self, is_retained: bool, count: int) -> None:
         self.is_reached, self._is_running = True, False
+        if self._in_parts and not is_retained and self._missing:
+            is_retained, count = True, self._count()  # in part
         self._retained, self._is_over = count, not is_retained
         if self._is_over:
-            for handle in self._handles:
-                handle.remove()
+            for key in self._handles.keys() - self._missing:
+                self._handles.pop(key).remove()
 
     @property
     def is_broken(self) -> bool:

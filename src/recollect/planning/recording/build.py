@@ -322,6 +322,8 @@ class _Builder:
         for saved, last in self._released.items():
             if saved in numbers and last >= 0:
                 released[last].append(numbers[saved])
+        dropped = [[numbers[n] for n in e.returned if n in numbers] for e in trace.events]
+        dropped = [*dropped[1:], []]  # before the next one
         workspaces = [event.price.workspace for event in trace.events]
         events = []
         for number, (event, bytes_at) in enumerate(
@@ -333,7 +335,8 @@ class _Builder:
             unpacks = tuple(numbers[saved] for saved in event.unpacked if saved in numbers)
             frees = tuple(released[number])
             seconds, backward = event.price.seconds, event.backward
-            events.append(Event(seconds, before, during, event.op, unpacks, frees, backward))
+            drops = tuple(dropped[number])
+            events.append(Event(seconds, before, during, event.op, unpacks, frees, backward, drops))
         return events
 
     def _fixed_storages(self) -> list[Storage]:

@@ -20,7 +20,12 @@ from weakref import ref
 
 import torch
 
-from recollect._torch.autograd import current_graph_task, without_history
+from recollect._torch.autograd import (
+    backward_keeps_graph,
+    current_graph_task,
+    current_node_number,
+    without_history,
+)
 from recollect._torch.dtensors import is_on_parts, local_tensor
 from recollect._torch.fsdp import Shards
 from recollect._torch.groups import MESSAGES
@@ -54,6 +59,8 @@ class TracedOp:
     unpacked: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    #: And those of a graph that is retained which backward has unpacked and no longer uses.
+    returned: list[int] = field(default_factory=list)
     #: And the storages whose tensor is gone: at most the schedule still holds them.
     dropped: list[int] = field(default_factory=list)
     is_backward: bool = False  #: whether backward had begun
@@ -118,6 +125,10 @@ class TraceMode(DispatchMode):
         self._trace = StepTrace()
         self._unpacked: list[int] = []  # since the last op
         self._dropped: list[int] = []
+        self._returned: list[int] = []
+        #: What a node has unpacked of a graph that is retained: it lets go of it when it is over.
+        self._lent: list[int] = []
+        self._node = (-1, -1)
         self._tensors: dict[int, Any] = {}
         self._is_backward = False
         #: Whether ops are not traced now, and after how many events no more are.
@@ -191,10 +202,12 @@ class TraceMode(DispatchMode):
             op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
-            op.dropped = self._dropped
+            self._leave_node()
+            op.dropped, op.returned = self._dropped, self._returned
             if number >= 0:
                 op.source = source_line(sys._getframe(1), _CALLER)
-            self._unpacked, self._dropped, trace.freed, trace.released = [], [], [], []
+            self._unpacked, self._dropped, self._returned = [], [], []
+            trace.freed, trace.released = [], []
             trace.events.append(op)
             self.is_paused |= len(trace.events) >= self.limit
             for path, tensor in tensors_of(result):
@@ -270,6 +283,7 @@ class TraceMode(DispatchMode):
         self._is_backward = True
         trace, number = self._trace, handle.number
         self._unpacked.append(number)
+        self._leave_node()
         with self._paused():
             tensor = unpack(handle.packed)
         if torch.is_grad_enabled():
@@ -277,4 +291,13 @@ class TraceMode(DispatchMode):
             untyped = local_tensor(tensor).untyped_storage()
             storage = ref(untyped, lambda _: trace.released.append(number))
             self._held.append((storage, number))
+        elif backward_keeps_graph():
+            self._lent.append(number)
         return tensor
+
+    def _leave_node(self) -> None:
+        """Note what the last node of backward had unpacked, if it is over."""
+        node = current_node_number()
+        if node != self._node:
+            self._returned += self._lent
+            self._lent, self._node = [], node

@@ -22,7 +22,7 @@ class Liveness:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         last = len(graph.events) - 1
-        #: By value: the spans from unpacking a saved tensor of it to freeing that.
+        #: By value: the spans from unpacking a saved tensor of it to freeing or dropping that.
         self._unpacked: list[list[Span]] = [[] for _ in graph.values]
         #: By value: the last event until which a saved tensor holds it if it is kept; -1: none.
         self.saved_until = [-1] * len(graph.values)
@@ -31,18 +31,21 @@ class Liveness:
         self._frees: list[list[int]] = [[] for _ in graph.ops]
         unpacks: dict[int, int] = {}
         frees: dict[int, int] = {}
+        drops: dict[int, int] = {}
         for now, event in enumerate(graph.events):
             for number in event.unpacks:
                 unpacks.setdefault(number, now)
             for number in event.frees:
                 frees.setdefault(number, now)
+            for number in event.drops:
+                drops.setdefault(number, now)
         freed_early: set[int] = set()
         for number, saved in enumerate(graph.saved):
             end, op = frees.get(number, last), graph.values[saved.value].op
             if number in unpacks:
                 self.is_unpacked[op] = True
                 self.saved_until[saved.value] = max(self.saved_until[saved.value], end)
-                self._unpacked[saved.value].append((unpacks[number], end))
+                self._unpacked[saved.value].append((unpacks[number], drops.get(number, end)))
                 self._frees[op].append(end)
             if end < unpacks.get(number, end + 1):
                 freed_early.add(saved.value)
