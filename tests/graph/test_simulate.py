@@ -18,7 +18,7 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate, simulate_if, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.loop.runner import run_planned
+from recollect.planning.loop.play import run_planned
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
 from recollect.replay.named_schedule import NamedSchedule, trimmed

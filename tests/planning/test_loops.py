@@ -634,7 +634,7 @@ def test_a_plan_for_the_sum_of_losses_in_a_loop_with_a_backward_for_each() -> No
     optimizer = torch.optim.AdamW(fitted.parameters())
     recollect.fit(fitted, batch(), 0.8, loss=sum, optimizer=optimizer)
     trainer = Trainer(fitted, measured=1)
-    with pytest.warns(recollect.PlanWarning, match="a backward goes through a part") as told:
+    with pytest.warns(recollect.PlanWarning, match="another backward goes through a part") as told:
         LOOPS[name](trainer)
     assert len(told) == 1
     assert_identical(_weights(fitted), _weights(plain))

@@ -22,7 +22,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import prepare
-from recollect.planning.loop.runner import run_planned
+from recollect.planning.loop.play import run_planned
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
 from recollect.replay import named_schedule

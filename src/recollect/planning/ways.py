@@ -21,7 +21,7 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
-from recollect.planning.loop.runner import run_planned
+from recollect.planning.loop.play import run_planned
 from recollect.planning.loop.watch import watch_output
 from recollect.planning.recording.record import Profile, bytes_made
 from recollect.planning.recording.sampling import Timing, timing_of

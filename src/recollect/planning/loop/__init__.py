@@ -1,7 +1,8 @@
 """Runs and watches the steps of the user's loop under a plan (P7, P8).
 
-1. `runner` takes the place of the model's forward. `kinds` identifies the kind of step that a call
-   belongs to, and keeps a `variant` for each forward: the schedule that it runs by.
+1. `runner` takes the place of the model's forward, which `play` runs by a schedule. `kinds`
+   identifies the kind of step that a call belongs to, and keeps a `variant` for each forward: its
+   schedule.
 2. A batch of another shape is another kind. Its schedule is chosen by simulation (`choice`), on a
    graph that was predicted (`shapes`) or traced as the loop ran the step (`live`).
 3. When a step exceeds its budget, `Kinds.exceeded` has later ones keep less, and a `PlanWarning`

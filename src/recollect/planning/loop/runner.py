@@ -8,7 +8,7 @@ traced as the loop runs it (`live`). Later ones run by a schedule chosen for the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -24,36 +24,33 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
-from recollect._torch.modes import forward_ad_active, is_transforming
 from recollect.graph.graph import Link
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
+from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.attributes import AttributeWatch
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
 from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
 from recollect.planning.recording.step import is_out_of_memory
-from recollect.planning.regions.module_regions import run_modules, unwrap_modules, wrap_modules
-from recollect.planning.regions.sharded import play_units, units_of, warn_not_in_effect
+from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
+from recollect.planning.regions.sharded import units_of
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import (
     CallReport,
-    LeftToRerun,
-    observe_region,
     obstacle_around,
-    replay_region,
 )
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
-from recollect.store.offload_batch import OffloadBatch
 
 
 class MakePlan(Protocol):
@@ -84,41 +81,6 @@ _PLAN_AS_TRAINED = (
 )
 #: The number of steps in which to check whether the loop holds the output of the model.
 _CHECKS = 3
-
-
-def run_planned(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    by: NamedSchedule,
-    warnings: WarnOnce,
-    report: CallReport | None = None,
-    known: Recording | None = None,
-    *,
-    is_checked: bool = False,
-) -> Any:
-    """Call ``function`` with its results kept, offloaded or dropped as decided.
-
-    ``known``: a recording of the whole forward under another schedule, if there is one. Unused if
-    units are recorded separately.
-    ``is_checked``: compare the values that modules recompute with those of forward.
-    """
-    if by.modules:
-        if is_transforming() or forward_ad_active():
-            warn_not_in_effect(warnings, "it is called by a transform of torch.func")
-            return function(*args, **kwargs)
-        return run_modules(function, args, kwargs, by.engines, is_checked=is_checked)
-    report = CallReport() if report is None else report
-    if by.units:
-        return play_units(function, args, kwargs, by, warnings, report)
-    offload_batch = OffloadBatch(host=by.store, last_first=True)
-    result = replay_region(function, args, kwargs, by, offload_batch, False, report, known)
-    if type(result) is LeftToRerun:
-        warn_not_in_effect(warnings, result.reason)
-        return function(*args, **kwargs)
-    if by.away:
-        offload_batch.release()  # forward is over: free what is still being copied out
-    return result
 
 
 class Runner:
@@ -188,7 +150,7 @@ class Runner:
         model: Any = getattr(function, "__self__", None)
         if self._is_handed_over(model, callback):
             return self._run_untraced(model, function, args, kwargs)
-        self._warn_of_compiler()
+        notices.of_compiler(self._warnings, self._unplanned)
         return self(function, args, kwargs)
 
     def _run(
@@ -207,7 +169,7 @@ class Runner:
         live = forwards.live
         if live is None and kinds.is_surprise(step) and not kinds.has_room(step):
             kinds.surprised(step)
-            self._warn_of_more()
+            notices.of_forwards(self._warnings)
         variant = kinds.find(step)
         schedule = variant.schedule
         if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
@@ -303,7 +265,7 @@ class Runner:
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
             if self._is_handed_over(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
-            self._warn_of_compiled_parts(compiled[0])
+            notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
             self._make_plan = None
             return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
@@ -377,7 +339,7 @@ class Runner:
         self._in_parts = self._forwards.is_outgrown = True
         if self._kinds is not None and self.plan is not None:
             self._kinds.forget(step)
-            self._warn_of_parts()
+            notices.of_backwards(self._warnings)
 
     def _can_trace(self, model: Any) -> bool:
         is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
@@ -387,12 +349,7 @@ class Runner:
         """No step could be traced to make the plan from. Warn if that happens again and again."""
         self._forwards.futile += 1
         if self._forwards.futile == _FUTILE:
-            self._warnings.warn(
-                "no plan",
-                f"there is no plan after {_FUTILE} forwards, and steps may exceed the budget. No "
-                f"step could be traced: {reason}. Make a plan with a batch: "
-                "recollect.fit(model, batch, budget)",
-            )
+            notices.of_no_plan(self._warnings, _FUTILE, reason)
 
     def _end_trace(self, model: Any) -> None:
         """Choose schedules, or make the plan, if a step that this thread traced is over."""
@@ -449,51 +406,8 @@ class Runner:
         over, self._peaks.over = self._peaks.over, None
         if over is None or self.plan is None or not self._watched:
             return
-        budget = self.plan.budget
         keeps_less = kinds.exceeded(self._watched, over)
-        self._warnings.warn(
-            "measured",
-            f"the last step under the plan took {bytes_text(over)} on the device, "
-            f"{bytes_text(over - budget)} more than its budget of {bytes_text(budget)}. "
-            + ("Later steps keep less and recompute more. " if keeps_less else "")
-            + "Either something else on the device takes memory, or the step is not the one that "
-            "was planned" + ("" if self.plan.from_loop else _PLAN_AS_TRAINED),
-        )
-
-    def _warn_of_compiler(self) -> None:
-        self._warnings.warn(
-            "compiled",
-            "this model is called by compiled code, and runs under a plan: torch.compile leaves "
-            "its forward as it is, and compiles the code around it. To compile it, call "
-            "plan.remove(model), or compile it before recollect.plan(...) or fit(...)."
-            + self._unplanned,
-        )
-
-    def _warn_of_compiled_parts(self, name: str) -> None:
-        self._warnings.warn(
-            "compiled parts",
-            f"parts of the model are compiled ({name}), and recollect cannot trace compiled code "
-            "in the loop's own steps: there is no plan, and steps may exceed the budget. Pass the "
-            "batch: recollect.fit(model, batch, budget)." + self._unplanned,
-        )
-
-    def _warn_of_parts(self) -> None:
-        self._warnings.warn(
-            "several backwards",
-            "a backward goes through a part of what the model returned, after another one has gone "
-            "through the rest: the plan is for a step with the first of them alone, and this step "
-            "may exceed its budget. The next one is traced, and those that follow are planned as a "
-            "whole",
-        )
-
-    def _warn_of_more(self) -> None:
-        self._warnings.warn(
-            "several forwards",
-            "a forward under the plan begins while an earlier one still waits for its backward: "
-            "the tensors of both are in memory at once, and this step may exceed its budget. The "
-            "next step like it is traced, and later ones are planned as a whole. If there is no "
-            "backward, delete the output, or call the model under torch.no_grad()",
-        )
+        notices.of_excess(self._warnings, self.plan, over, keeps_less=keeps_less)
 
 
 def _again(weak: Callable[[], Runner | None], step: Step = ()) -> None:
@@ -506,18 +420,6 @@ def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
     runner, error = weak(), sys.exc_info()[1]
     if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
         runner.backward_failed(error)
-
-
-def run_blocks(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    blocks: Iterable[nn.Module],
-) -> Any:
-    """Call the forward of a model, keeping only the results of ``blocks``."""
-    return observe_region(
-        function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), None, blocks
-    )[0]
 
 
 def _run_uncompiled(

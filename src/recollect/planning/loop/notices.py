@@ -1,0 +1,75 @@
+"""What users are told of the steps of their loop: the texts of warnings."""
+
+from __future__ import annotations
+
+from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.warn_once import WarnOnce
+from recollect.report.units import bytes_text
+
+_PLAN_AS_TRAINED = (
+    ": make the plan with the loss, the optimizer and the largest batch of the training, "
+    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
+)
+
+
+def of_excess(warnings: WarnOnce, plan: PlannedStep, took: int, *, keeps_less: bool) -> None:
+    """The last step took more bytes than the budget."""
+    warnings.warn(
+        "measured",
+        f"the last step under the plan took {bytes_text(took)} on the device, "
+        f"{bytes_text(took - plan.budget)} more than its budget of {bytes_text(plan.budget)}. "
+        + ("Later steps keep less and recompute more. " if keeps_less else "")
+        + "Either something else on the device takes memory, or the step is not the one that "
+        "was planned" + ("" if plan.from_loop else _PLAN_AS_TRAINED),
+    )
+
+
+def of_no_plan(warnings: WarnOnce, forwards: int, reason: str) -> None:
+    """No step could be traced to make the plan from."""
+    warnings.warn(
+        "no plan",
+        f"there is no plan after {forwards} forwards, and steps may exceed the budget. No "
+        f"step could be traced: {reason}. Make a plan with a batch: "
+        "recollect.fit(model, batch, budget)",
+    )
+
+
+def of_compiler(warnings: WarnOnce, unplanned: str) -> None:
+    """Compiled code calls the model. ``unplanned``: why it is not planned as a compiled one."""
+    warnings.warn(
+        "compiled",
+        "this model is called by compiled code, and runs under a plan: torch.compile leaves "
+        "its forward as it is, and compiles the code around it. To compile it, call "
+        "plan.remove(model), or compile it before recollect.plan(...) or fit(...)." + unplanned,
+    )
+
+
+def of_compiled_parts(warnings: WarnOnce, name: str, unplanned: str) -> None:
+    """A part of the model is compiled, so its steps cannot be traced."""
+    warnings.warn(
+        "compiled parts",
+        f"parts of the model are compiled ({name}), and recollect cannot trace compiled code "
+        "in the loop's own steps: there is no plan, and steps may exceed the budget. Pass the "
+        "batch: recollect.fit(model, batch, budget)." + unplanned,
+    )
+
+
+def of_backwards(warnings: WarnOnce) -> None:
+    """A step has more backwards than were planned."""
+    warnings.warn(
+        "several backwards",
+        "another backward goes through a part of the model's output that the first one did not "
+        "reach: the plan is for a step with the first one alone, and this step may exceed its "
+        "budget. The next step is traced, and later ones are planned as a whole",
+    )
+
+
+def of_forwards(warnings: WarnOnce) -> None:
+    """A step has more forwards than were planned."""
+    warnings.warn(
+        "several forwards",
+        "a forward under the plan begins while an earlier one still waits for its backward: "
+        "the tensors of both are in memory at once, and this step may exceed its budget. The "
+        "next step like it is traced, and later ones are planned as a whole. If there is no "
+        "backward, delete the output, or call the model under torch.no_grad()",
+    )
