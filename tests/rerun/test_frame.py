@@ -201,10 +201,10 @@ def test_bad_return_is_refused(run: Run, debug: bool, returned: Any, events: lis
     assert_saves_normally()
 
 
-def test_second_context_that_is_none_is_refused_before_the_first_is_entered(
+def test_a_second_context_that_is_not_one_is_refused_before_the_first_is_entered(
     events: list[str],
 ) -> None:
-    with pytest.raises(TypeError, match=r"'not a context'.*is none"):
+    with pytest.raises(TypeError, match=r"'not a context' of type str is not one"):
         rerun(wave, leaf(5), context_fn=lambda: (Noted("forward", events), "not a context"))
     assert events == []
 
