@@ -418,6 +418,24 @@ def a_backward_for_each_block(trainer: Trainer) -> None:
 
 
 @loop
+def a_state_between_backwards(trainer: Trainer) -> None:
+    """What is left of the first graph when its output is gone leads to the second one."""
+    model: Any = trainer.model
+    optimizer = trainer.optimizer()
+    for number in range(5):
+
+        def run(number: int = number) -> Tensor:
+            model.state = None
+            squares(model(batch(seed=number))).backward(retain_graph=True)
+            return squares(model(batch(seed=number + 1)))
+
+        trainer.step(run)
+        model.state = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
 def two_forwards_that_accumulate(trainer: Trainer) -> None:
     model, optimizer = trainer.model, trainer.optimizer()
     for number in range(8):
@@ -523,7 +541,7 @@ def one_microbatch_forward_and_one_backward(trainer: Trainer) -> None:
 #: Loops for which a part of what the first step takes is too little, or too much to need a plan.
 PARTS = {"accumulation": 0.85, "gradients_set_to_zero": 0.85, "two_forwards_that_accumulate": 0.85}
 PARTS |= {"gradient_penalty": 0.9, "an_old_policy_and_a_new_one": 0.75}
-PARTS |= {"one_microbatch_forward_and_one_backward": 0.9}
+PARTS |= {"one_microbatch_forward_and_one_backward": 0.9, "a_state_between_backwards": 0.6}
 #: Loops whose later steps do not fit: the history of LBFGS is more than there is room for.
 TOLD = {"a_closure": r"optimizers have .* more of state"}
 
@@ -573,7 +591,24 @@ class Greedy(Net):
         return losses
 
 
-NETS = {"part_of_the_outputs": TwoHeads, "a_backward_for_each_block": Greedy}
+class Recurrent(Net):
+    """Hands a state with its graph on to the next forward."""
+
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.state is None else x + self.state
+        for block in self.blocks:
+            x = block(x)
+        self.state = x
+        return F.gelu(self.head(F.gelu(x)))
+
+
+NETS = {
+    "part_of_the_outputs": TwoHeads,
+    "a_backward_for_each_block": Greedy,
+    "a_state_between_backwards": Recurrent,
+}
 
 
 def _net(name: str) -> nn.Module:

@@ -89,6 +89,8 @@ class Waiting:
         #: saved tensors then.
         self._backward = -1
         self._retained = 0
+        #: Whether those of them that went with the output are left out of that number.
+        self._is_counted = False
         #: Whether that backward made a graph of its own.
         self._has_second = False
         self._is_running = False
@@ -127,7 +129,7 @@ class Waiting:
         self.is_reached, self._is_running = True, False
         if self._in_parts and not is_retained and self._missing:
             is_retained, count = True, self._count()  # in part
-        self._retained, self._is_over = count, not is_retained
+        self._retained, self._is_over, self._is_counted = count, not is_retained, False
         if self._is_over:
             for key in self._handles.keys() - self._missing:
                 self._handles.pop(key).remove()
@@ -150,8 +152,11 @@ class Waiting:
             return False  # backward has failed, and cannot go through it again
         # The second backward through a graph that was retained need not pass the output. Of a graph
         # that leads to another one, the last nodes may be gone with the output.
-        is_gone = self._has_second and self._token() is None
-        return self._count() >= (1 if is_gone else self._retained)
+        count, is_gone = self._count(), self._token() is None
+        if is_gone and not self._is_counted:
+            # What is left leads to something else, such as a state that a later forward reads.
+            self._retained, self._is_counted = min(self._retained, max(count, 1)), True
+        return count >= (1 if is_gone and self._has_second else self._retained)
 
 
 def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
