@@ -635,6 +635,16 @@ def test_a_lazy_fit_in_a_loop(name: str) -> None:
     assert max(trainer.peaks) <= plan.budget, [peak / plan.budget for peak in trainer.peaks]
 
 
+def test_a_forward_that_keeps_all_still_waits_for_a_graph_that_is_retained() -> None:
+    """Then it has no saved tensor by which it could be known."""
+    name = "a_state_between_backwards"
+    fitted = recollect.fit(_net(name), budget=0.9)
+    trainer = Trainer(fitted, measured=1)
+    with _silence():
+        LOOPS[name](trainer)
+    assert max(trainer.peaks) <= _plan(fitted).budget < _plan(fitted).plain_peak
+
+
 #: Loops whose step is the one that is planned: one forward with the usual batch.
 BY_HAND = ["accumulation", "gradients_set_to_zero", "scaled_losses", "validation_between_steps"]
 BY_HAND += ["a_checkpoint_is_loaded", "frozen_and_unfrozen", "exceptions_that_are_caught"]

@@ -20,6 +20,8 @@ from recollect._torch.autograd import (
     at_end_of_backward,
     backward_keeps_graph,
     current_graph_task,
+    current_node,
+    graph_nodes,
 )
 from recollect._torch.dtensors import local_tensor
 from recollect._torch.dynamo import hide_with_calls
@@ -85,14 +87,15 @@ class Waiting:
     ) -> None:
         self._remat = None if remat is None else ref(remat)
         self._on_reached, self._on_again, self._in_parts = on_reached, on_again, in_parts
-        #: The last backward that reached it. If that ended and retained the graph: the number of
-        #: saved tensors then.
+        #: The last backward that reached it; and if another one is expected to go through the rest,
+        #: the number of saved tensors when it had ended.
         self._backward = -1
         self._retained = 0
-        #: Whether those of them that went with the output are left out of that number.
-        self._is_counted = False
-        #: Whether that backward made a graph of its own.
-        self._has_second = False
+        #: Of a graph that a backward has retained: whether any node is alive; from which nodes of
+        #: the output it was followed; and the last backward that freed a part of it.
+        self._left: Callable[[], _Token | None] | None = None
+        self._followed: set[int] = set()
+        self._freed_by = -1
         self._is_running = False
         #: Whether a backward has gone through it, and whether that has freed the graph.
         self.is_reached = self._is_over = False
@@ -116,10 +119,12 @@ class Waiting:
             if self._on_again is not None:
                 self._on_again()
             return
+        if backward_keeps_graph() and key not in self._followed:
+            self._followed.add(key)
+            self._follow()
         if backward == self._backward:
             return  # as by another of its nodes
         self._backward, self._is_running = backward, True
-        self._has_second = torch.is_grad_enabled()
         at_end_of_backward(partial(self._ended, backward_keeps_graph(), self._count()))
         if self._on_reached is not None:
             self._on_reached()
@@ -129,10 +134,30 @@ class Waiting:
         self.is_reached, self._is_running = True, False
         if self._in_parts and not is_retained and self._missing:
             is_retained, count = True, self._count()  # in part
-        self._retained, self._is_over, self._is_counted = count, not is_retained, False
+        self._retained, self._is_over = count, not is_retained
         if self._is_over:
             for key in self._handles.keys() - self._missing:
                 self._handles.pop(key).remove()
+
+    def _follow(self) -> None:
+        """The graph is retained, so a later backward may come, which need not pass the output."""
+        token = (self._left and self._left()) or _Token()
+        self._left = ref(token)
+        for node in graph_nodes([current_node()]):
+            if not hasattr(node, "variable"):  # that of a parameter outlives the graph
+                node.register_prehook(partial(self._passed, token))
+
+    @hide_with_calls
+    def _passed(self, _: _Token, __: Any) -> None:
+        """A backward goes through a graph that was retained."""
+        backward = current_graph_task()
+        if not backward_keeps_graph() and backward != self._freed_by:
+            self._freed_by = backward
+            at_end_of_backward(self._is_freed)
+
+    @hide_with_calls
+    def _is_freed(self) -> None:
+        self._is_over = True
 
     @property
     def is_broken(self) -> bool:
@@ -146,17 +171,15 @@ class Waiting:
 
     def is_waiting(self) -> bool:
         """Whether a later backward may still need the tensors that it holds."""
-        if self._is_over or (self._token() is None and not self._retained):
+        if self._is_over:
+            return False
+        if self._left is not None and not self._is_running:
+            return self._left() is not None
+        if self._token() is None and not self._retained:
             return False
         if self._is_running and current_graph_task() == -1:
             return False  # backward has failed, and cannot go through it again
-        # The second backward through a graph that was retained need not pass the output. Of a graph
-        # that leads to another one, the last nodes may be gone with the output.
-        count, is_gone = self._count(), self._token() is None
-        if is_gone and not self._is_counted:
-            # What is left leads to something else, such as a state that a later forward reads.
-            self._retained, self._is_counted = min(self._retained, max(count, 1)), True
-        return count >= (1 if is_gone and self._has_second else self._retained)
+        return self._count() >= self._retained
 
 
 def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
