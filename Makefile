@@ -48,7 +48,8 @@ FIND_BROWSER := for name in chromium chromium-browser google-chrome google-chrom
 
 .PHONY: test-browser
 test-browser: $(VENV)/.browser ## Open the page of a plan in Chromium; installs that on Debian
-	@if ! browser=$$($(FIND_BROWSER)); then \
+	@browser=$$($(FIND_BROWSER)) || true; \
+	if [ -z "$$browser" ] || { [ "$${browser##*/}" = chromium ] && ! command -v chromedriver >/dev/null; }; then \
 	    if ! command -v apt-get >/dev/null; then \
 	        echo "make $@: there is no Chromium or Chrome, nor apt-get to install it" >&2; exit 1; \
 	    fi; \
