@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
+from recollect.planning.loop.watch import Waiting
 from recollect.planning.plan import Plan
 from recollect.planning.recording import prices
 from tests._support import assert_identical, measure
@@ -415,6 +417,34 @@ def a_backward_for_each_block(trainer: Trainer) -> None:
             loss.backward()
 
     _train(trainer, lambda n: model(batch(seed=n)), backward=backward)
+
+
+@loop
+def a_graph_that_is_retained_for_nothing(trainer: Trainer) -> None:
+    optimizer = trainer.optimizer()
+    for number in range(6):
+        trainer.step(
+            lambda n=number: squares(trainer.model(batch(seed=n))),
+            lambda loss: loss.backward(retain_graph=True),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
+def a_graph_that_outlives_all_steps(trainer: Trainer) -> None:
+    """As of an embedding that is computed once."""
+    optimizer = trainer.optimizer()
+    always = torch.ones(32, requires_grad=True) * 2
+    for number in range(6):
+        trainer.step(
+            lambda n=number: squares(trainer.model(batch(seed=n) + always)),
+            lambda loss: loss.backward(retain_graph=True),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert sum(isinstance(each, Waiting) for each in gc.get_objects()) <= 2
 
 
 @loop

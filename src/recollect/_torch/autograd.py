@@ -148,11 +148,15 @@ def current_node_number() -> tuple[int, int]:
     return current_graph_task(), -1 if node is None else node._sequence_nr()
 
 
-def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+#: The nodes of leaves have a number above this.
+_NO_NUMBER = 1 << 63
+
+
+def graph_nodes(roots: Iterable[Any], since: int = -1) -> Iterator[Any]:
     """The nodes that backward from ``roots`` would run, breadth first; None among roots is skipped.
 
     The nodes are kept alive meanwhile, because torch makes a new Python object for a node that is
-    not.
+    not. ``since``: only those made since `current_operation` had this value, and none of leaves.
     """
     seen = dict.fromkeys(node for node in roots if node is not None)
     queue = deque(seen)
@@ -160,7 +164,9 @@ def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
         node = queue.popleft()
         yield node
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following is None or following in seen:
+                continue
+            if since < 0 or since <= following._sequence_nr() < _NO_NUMBER:
                 seen[following] = None
                 queue.append(following)
 

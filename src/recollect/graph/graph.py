@@ -21,7 +21,7 @@ from typing import Any
 from recollect.graph.release import find_needs
 
 #: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
-#: an op runs, a saved tensor is freed.
+#: an op runs, a saved tensor of a graph that is retained is dropped, a saved tensor is freed.
 PASS, UNPACK, OP, DROP, FREE = range(5)
 #: The phase in which it happens (twice the number of the event, and one more once its op has run),
 #: which of these it is, and the number of the saved tensor or op.

@@ -10,7 +10,6 @@ schedules that were chosen by them is the fastest (`loop.contest`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +19,7 @@ from torch import nn
 from recollect.graph.graph import Graph
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.step import device_of
-from recollect.planning.regions.module_regions import callable_paths, find_obstructed
+from recollect.planning.regions.module_regions import callable_paths, may_run_twice
 from recollect.planning.solving.modules import find_units, paths_around
 
 #: What the host needs, as multiples of a small op in a tight loop. Measured with transformers'
@@ -34,11 +33,8 @@ _LITTLE = 0.03
 _OPS, _SAMPLES = 64, 7
 
 
-def with_host_costs(profile: Profile, model: nn.Module, unsafe: set[str]) -> Profile:
-    """The profile of a step of the loop, with the costs of the engine in its graph.
-
-    ``unsafe``: the modules that must not run twice.
-    """
+def with_host_costs(profile: Profile, model: nn.Module) -> Profile:
+    """The profile of a step of the loop, with the costs of the engine in its graph."""
     graph = profile.graph
     small = small_op_seconds(device_of(model))
     host = _EVENT * small * len(graph.events)
@@ -55,21 +51,13 @@ def with_host_costs(profile: Profile, model: nn.Module, unsafe: set[str]) -> Pro
     profile = replace(profile, graph=graph, seconds=plain)
     if graph.varies or profile.stopped:  # which only the engine notices
         return profile
-    paths = _without(callable_paths(model), find_obstructed(model) | unsafe)
+    modules = dict(model.named_modules())
+    paths = {path for path in callable_paths(model) if may_run_twice(modules[path])}
     units = find_units(graph, paths - _with_changed_inputs(graph))
     costs = {
         (unit.path, "rerun"): max(unit.seconds, _IN_MODULE * small * unit.count) for unit in units
     }
     return replace(profile, graph=replace(graph, module_costs=costs))
-
-
-def _without(paths: Iterable[str], unsafe: Iterable[str]) -> set[str]:
-    """The paths of modules with nothing unsafe inside."""
-    return {
-        path
-        for path in paths
-        if not any(each == path or each.startswith(f"{path}.") for each in unsafe)
-    }
 
 
 def _with_changed_inputs(graph: Graph) -> set[str]:

@@ -66,7 +66,7 @@ class LazyPlan:
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
         if _is_launched_by_host(live.device) and len(recordings) == 1 and not is_shared:
-            profile = with_host_costs(profile, model, live.changed)
+            profile = with_host_costs(profile, model)
         others = tuple(
             SeenForward(kind.signature, size, kind.more)
             for kind, size in zip(kinds[1:], made[1:], strict=True)

@@ -22,6 +22,7 @@ from recollect._torch.autograd import (
     at_end_of_backward,
     backward_is_split,
     current_graph_task,
+    current_operation,
 )
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
@@ -116,8 +117,6 @@ class LiveStep:
         #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
-        #: The modules that changed attributes of their own in its forwards.
-        self.changed: set[str] = set()
         #: What its forwards did, and whether their backward has come.
         self.recordings: list[Recording] = []
         self._waiting: list[Waiting] = []
@@ -157,6 +156,7 @@ class LiveStep:
         """
         if not self.is_open:
             self._open()
+        since = current_operation()
         try:
             output, recording, remat = observe_forward(
                 self._trace, function, args, kwargs, by=by, blocks=blocks, units=self.units
@@ -169,7 +169,7 @@ class LiveStep:
         reached = partial(_call, weak, partial(LiveStep.reached, number=number))
         dropped = partial(_call, weak, LiveStep.dropped)
         again, in_parts = self._on_again, self._in_parts
-        waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts)
+        waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
         self._waiting.append(waiting)
         return output, waiting
 
@@ -241,7 +241,8 @@ class LiveStep:
 
         Backward has gone through all of it, and an optimizer has made its step.
         """
-        if self.updates.are_there and self.is_pending and all(e.is_reached for e in self._waiting):
+        is_reached = self._waiting and all(each.is_reached for each in self._waiting)
+        if self.is_open and not self.is_over and is_reached and self.updates.are_there:
             self.is_over = True
             self._finish()
 

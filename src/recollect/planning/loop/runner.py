@@ -17,7 +17,7 @@ from weakref import finalize, ref
 import torch
 from torch import nn
 
-from recollect._torch.autograd import after_each_backward
+from recollect._torch.autograd import after_each_backward, current_operation
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
@@ -29,7 +29,6 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
-from recollect.planning.loop.attributes import AttributeWatch
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
 from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
@@ -180,6 +179,7 @@ class Runner:
             result, waiting = live.forward(function, args, kwargs, schedule)
             forwards.add(kind, waiting)
             return result
+        since = current_operation()
         attempt = None if before is None else Attempt(model)
         try:
             result, report = self._run_by(variant, function, args, kwargs)
@@ -197,7 +197,9 @@ class Runner:
             result, report = self._run_by(variant, function, args, kwargs)
         again = partial(_again, ref(self), step)
         in_parts = self._in_parts
-        forwards.add(kind, Waiting(result, report.remat, on_again=again, in_parts=in_parts))
+        forwards.add(
+            kind, Waiting(result, report.remat, None, None, again, in_parts=in_parts, since=since)
+        )
         if schedule is not None:
             if report.recording is not None or report.is_unrecorded:
                 kinds.judge(step, report)
@@ -284,9 +286,7 @@ class Runner:
             more = gradient_bytes(model, parameters_of(model), live.gradients)
             kind = kind._replace(more=more)
             forwards.kinds += (kind,)
-            attributes = AttributeWatch(model)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
-            live.changed |= attributes.changed()
         else:
             if live is not None:
                 live.is_followed = True

@@ -73,6 +73,7 @@ class Waiting:
         on_again: Called when a backward reaches a tensor of the output that none had reached, after
             one that has freed the graph of others.
         in_parts: Whether that is expected: it waits until all of the output was reached.
+        since: The number of the graph's first node that it may have made.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Waiting:
         on_again: Callable[[], None] | None = None,
         *,
         in_parts: bool = False,
+        since: int = 0,
     ) -> None:
+        self._since = since
         self._remat = None if remat is None else ref(remat)
         self._on_reached, self._on_again, self._in_parts = on_reached, on_again, in_parts
         #: The last backward that reached it; and if another one is expected to go through the rest,
@@ -143,9 +146,9 @@ class Waiting:
         """The graph is retained, so a later backward may come, which need not pass the output."""
         token = (self._left and self._left()) or _Token()
         self._left = ref(token)
-        for node in graph_nodes([current_node()]):
-            if not hasattr(node, "variable"):  # that of a parameter outlives the graph
-                node.register_prehook(partial(self._passed, token))
+        # Not those of parameters, nor of an earlier graph: they outlive this one.
+        for node in graph_nodes([current_node()], self._since):
+            node.register_prehook(partial(self._passed, token))
 
     @hide_with_calls
     def _passed(self, _: _Token, __: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from recollect._torch.modules import FORWARD_HOOKS, sharded_part
+from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, sharded_part
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
@@ -128,21 +128,33 @@ def callable_paths(model: nn.Module) -> set[str]:
     return {name for name, each in model.named_modules() if name and not isinstance(each, lists)}
 
 
-def find_obstructed(model: nn.Module) -> set[str]:
-    """The modules that a plan leaves alone: those with hooks of others, or checkpointed already.
+#: The packages whose modules keep nothing from one call to the next that changes what they compute.
+_KNOWN = ("torch", "transformers")
+#: The base of the layers that transformers itself checkpoints.
+_CHECKPOINTED_LAYER = "GradientCheckpointingLayer"
 
-    A hook of a module inside of a region runs again with it, and may collect what it sees.
+
+def may_run_twice(module: nn.Module) -> bool:
+    """Whether a module is known to compute the same when it runs again in backward.
+
+    That cannot be seen from outside: code may count its calls, or read what the loop has changed
+    since. So this holds for torch's own layers, and for those that transformers checkpoints, as
+    long as there is nothing else in them, nor hooks, which would run again too.
     """
-    return {
-        path
-        for path, module in model.named_modules(remove_duplicate=False)
-        if path
-        and (
-            OPTIONS in vars(module)
-            or isinstance(module, LazyModuleMixin)
-            or any(getattr(module, name) for name in FORWARD_HOOKS)
-        )
-    }
+    parts = [*module.modules()]
+    is_layer = any(base.__name__ == _CHECKPOINTED_LAYER for base in type(module).__mro__)
+    own = _KNOWN if is_layer else _KNOWN[:1]
+    return not any(GLOBAL_FORWARD_HOOKS) and all(_is_known(part, own) for part in parts)
+
+
+def _is_known(module: nn.Module, packages: tuple[str, ...]) -> bool:
+    return (
+        type(module).__module__.partition(".")[0] in packages
+        and OPTIONS not in vars(module)
+        and not isinstance(module, LazyModuleMixin)
+        and not hasattr(module, "parametrizations")
+        and not any(getattr(module, name) for name in FORWARD_HOOKS)
+    )
 
 
 def wrap_modules(model: nn.Module, paths: Iterable[str]) -> None:
