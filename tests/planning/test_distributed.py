@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -25,21 +24,14 @@ from recollect._torch.fsdp import shards_of
 from recollect.planning.recording.step import TrainingStep
 from tests._support import assert_identical
 from tests.distributed._ranks import run_ranks
-from tests.planning._models import Made, made, static_bytes
+from tests.planning._models import made, static_bytes
 from tests.planning.test_budgets import step_peak
 
 _STEPS = 4
 
 
-def _train(rank: int, store: str, name: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        _compare(made(name))
-    finally:
-        dist.destroy_process_group()
-
-
-def _compare(planned: Made) -> None:
+def _compare(name: str) -> None:
+    planned = made(name)
     static = static_bytes(planned.model)
     plain = replace(planned, model=DistributedDataParallel(copy.deepcopy(planned.model)))
     frontier = recollect.frontier(planned.model, planned.batch, loss=planned.loss)
@@ -66,7 +58,7 @@ def _compare(planned: Made) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder_dropout", "conv"])
 def test_data_parallel_training(name: str, tmp_path: Path) -> None:
-    mp.spawn(_train, (str(tmp_path / "store"), name), nprocs=2)
+    run_ranks(_compare, tmp_path, name)
 
 
 # --- refusals, with the way out -------------------------------------------------------------------

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -37,6 +36,7 @@ from recollect.replay.recording_cache import _entries
 from recollect.state.flags import read_flags
 from recollect.store.offload_batch import OffloadBatch
 from tests._support import assert_identical, assert_transparent, leaf, plain, play
+from tests.distributed._ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the policy's .* matched nothing:UserWarning"),
@@ -929,21 +929,16 @@ def sent(x: Tensor) -> Tensor:
     return used(x, h) * other.cos()
 
 
-def _work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        for region in (summed, gathered, sent):
-            for run in RUNS.values():
-                check(run, region, count=3)
-    finally:
-        dist.destroy_process_group()
+def _compare() -> None:
+    for region in (summed, gathered, sent):
+        for run in RUNS.values():
+            check(run, region, count=3)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_collectives_that_write_in_place(tmp_path: Path) -> None:
-    mp.spawn(_work, (str(tmp_path / "store"),), nprocs=2)
+    run_ranks(_compare, tmp_path)
 
 
 # --- on a device ----------------------------------------------------------------------------------
