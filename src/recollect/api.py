@@ -22,6 +22,7 @@ from recollect.region import (
     steps_of,
     warn_of_idle,
 )
+from recollect.report.units import argument_text
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
 
@@ -145,7 +146,8 @@ def _checkpointed(target: Any, options: Options) -> Any:
         return wrap_module(target, options)
     if not callable(target) or isinstance(target, type):
         raise TypeError(
-            f"function_or_module should be a function or an nn.Module, but got {target!r}"
+            "function_or_module should be a function or an nn.Module, but got "
+            f"{argument_text(target)}"
         )
     if inspect.isgeneratorfunction(target):
         raise TypeError(
@@ -188,7 +190,10 @@ def checkpoint_sequential(
     """
     checked = Options.from_keywords(options)
     if isinstance(segments, bool) or not isinstance(segments, int):
-        raise TypeError(f"segments should be an int, but got {segments!r}")
+        raise TypeError(
+            f"segments should be an int, but got {argument_text(segments)}. The order is: "
+            "checkpoint_sequential(functions, segments, input)"
+        )
     steps = steps_of(functions, segments)
     return run_segments(steps, balanced(len(steps), segments), input, checked)
 

@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
         code, text = _USAGE, str(error)
     except InfeasibleBudget as error:
         code, text = _FAILED, f"{error}\nThe least that works:  --budget {error.least}"
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not _names_an_argument(error):
             raise
         code, text = _FAILED, str(error)
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> int:
     return code
 
 
-def _names_an_argument(error: ValueError) -> bool:
+def _names_an_argument(error: Exception) -> bool:
     """Whether recollect raised ``error`` for what it was given, and not a function it called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")

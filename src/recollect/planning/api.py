@@ -23,6 +23,7 @@ from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
 from recollect.planning.progress import reporter, tell_plan
 from recollect.planning.ranks.together import make_plan
+from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
 from recollect.planning.trial import Progress
@@ -168,8 +169,7 @@ def lazy_runner(
     progress: bool | Progress | None = None,
 ) -> Runner | LazyFit:
     """What runs the forward of a model without a plan, and makes one after its first steps."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+    check_model(model)
     check_budget(budget)
     check_offload(offload)
     check_unplanned(model, runs_steps=False)

@@ -21,7 +21,7 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.planned_step import PlannedForward, PlannedStep
 from recollect.planning.loop.runner import Runner
 from recollect.planning.origin import Origin
-from recollect.planning.recording.model_state import ModelState, first_difference
+from recollect.planning.recording.model_state import ModelState, check_model, first_difference
 from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.bands import Band, Stack
@@ -133,8 +133,7 @@ class Plan(PlannedStep):
             self.remove(model)
 
     def _check(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+        check_model(model)
         if isinstance(vars(model).get(OPTIONS), _RUNNERS):
             raise ValueError(
                 f"model: a plan is applied to this {type(model).__name__} already; "
