@@ -53,7 +53,7 @@ def checkpoint(
     equal those of a plain call.
 
     Args:
-        function: What to run. Anything callable: a module, a bound method, a lambda.
+        function: Anything callable: a module, a bound method, a lambda.
         *args: Its positional arguments.
         use_reentrant: Use the reentrant engine; the same as ``engine="reentrant"``.
         context_fn: Returns two context managers: forward runs under the first, the recomputation
@@ -168,7 +168,8 @@ def unwrap(function_or_module: Any) -> Any:
     if isinstance(function_or_module, nn.Module):
         return unwrap_module(function_or_module)
     if not isinstance(getattr(function_or_module, OPTIONS, None), Options):
-        raise ValueError(f"{function_or_module!r} is not checkpointed: there is nothing to unwrap")
+        shown = argument_text(function_or_module)
+        raise ValueError(f"this {shown} is not checkpointed: there is nothing to unwrap")
     return function_or_module.__wrapped__
 
 

@@ -68,7 +68,7 @@ def default_loss(output: Any) -> _Tensor:
     if not floating:
         raise ValueError(
             f"loss: the model returned {type(output).__name__} without a floating tensor, so "
-            "there is no loss to take of it. Pass one: plan(..., loss=lambda output: ...)"
+            "there is no loss to compute from it. Pass one: plan(..., loss=lambda output: ...)"
         )
     total = floating[0].sum()
     for leaf in floating[1:]:
@@ -407,9 +407,9 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     refusal = _refusal(type(optimizer).step, (optimizer,), {})
     if refusal is not None:
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), by which it calls "
-            "the model as often as it likes: that is not one step. Leave it out, "
-            "recollect.plan(model, batch, budget): what it holds is then not counted"
+            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), and calls the "
+            "model an unknown number of times: that is not one step. Leave it out, "
+            "recollect.plan(model, batch, budget): its state is then not counted"
         )
     steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
