@@ -110,9 +110,15 @@ def _target(arguments: Namespace) -> Target:
         return load_config_target(arguments)
     for name, value in (("set", arguments.set), ("batch", arguments.batch)):
         if value:
+            is_function = ":" in arguments.target
             raise UsageError(
                 f"--{name} is for a config of transformers, such as transformers:LlamaConfig, and "
-                f"not for {arguments.target}, whose function makes the model and the batch"
+                f"not for {arguments.target}"
+                + (
+                    ", whose function makes the model and the batch"
+                    if is_function
+                    else ". Name the class of the model's config, and its values with --set"
+                )
             )
     return load_target(arguments.target)
 
