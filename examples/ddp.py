@@ -26,7 +26,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    if rank == 0:  # says what came of planning
+    if rank == 0:  # prints the plan in a line
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("recollect").setLevel(logging.INFO)
 

@@ -38,7 +38,7 @@ def main() -> None:
     """Train for an epoch of a few steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("recollect").setLevel(logging.INFO)  # says what came of planning
+    logging.getLogger("recollect").setLevel(logging.INFO)  # prints the plan in a line
     pl.seed_everything(0, verbose=False)
     data = [(torch.randn(64), torch.randn(64)) for _ in range(4096)]
     trainer = pl.Trainer(

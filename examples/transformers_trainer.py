@@ -18,7 +18,7 @@ from recollect.integrations.transformers import FitCallback
 def main() -> None:
     """Train for a few steps."""
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("recollect").setLevel(logging.INFO)  # says what came of planning
+    logging.getLogger("recollect").setLevel(logging.INFO)  # prints the plan in a line
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,

@@ -130,6 +130,12 @@ def test_a_function_that_cannot_be_called(function, options):
         recollect.checkpoint(function, torch.ones(2, requires_grad=True), **options)
 
 
+def test_a_result_in_the_place_of_the_function():
+    message = r"but got Tensor\. .*: checkpoint\(module, x\), not checkpoint\(module\(x\)\)$"
+    with pytest.raises(TypeError, match=message):
+        recollect.checkpoint(torch.ones(2, requires_grad=True).sin())
+
+
 def test_keywords_for_a_reentrant_region_are_refused():
     with pytest.raises(ValueError, match="Unexpected keyword arguments: other"):
         recollect.checkpoint(torch.add, torch.ones(2), other=1, engine="reentrant")

@@ -123,6 +123,12 @@ def test_segments_of_another_type(segments):
         recollect.checkpoint_sequential(chain(3), segments, torch.ones(2, 4))
 
 
+def test_the_input_in_the_place_of_the_segments():
+    message = r"but got Tensor\. The order is: checkpoint_sequential\(functions, segments, input\)$"
+    with pytest.raises(TypeError, match=message):
+        recollect.checkpoint_sequential(chain(3), torch.ones(2, 4), 2)
+
+
 @pytest.mark.parametrize("functions", [torch.sin, 3, None, nn.Linear(2, 2)])
 def test_functions_that_are_no_chain(functions):
     with pytest.raises(TypeError, match=r"functions should be an nn\.Sequential or a list"):

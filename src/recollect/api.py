@@ -22,6 +22,7 @@ from recollect.region import (
     steps_of,
     warn_of_idle,
 )
+from recollect.report.units import argument_text
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts
 
@@ -52,7 +53,7 @@ def checkpoint(
     equal those of a plain call.
 
     Args:
-        function: What to run. Anything callable: a module, a bound method, a lambda.
+        function: Anything callable: a module, a bound method, a lambda.
         *args: Its positional arguments.
         use_reentrant: Use the reentrant engine; the same as ``engine="reentrant"``.
         context_fn: Returns two context managers: forward runs under the first, the recomputation
@@ -145,7 +146,8 @@ def _checkpointed(target: Any, options: Options) -> Any:
         return wrap_module(target, options)
     if not callable(target) or isinstance(target, type):
         raise TypeError(
-            f"function_or_module should be a function or an nn.Module, but got {target!r}"
+            "function_or_module should be a function or an nn.Module, but got "
+            f"{argument_text(target)}"
         )
     if inspect.isgeneratorfunction(target):
         raise TypeError(
@@ -166,7 +168,8 @@ def unwrap(function_or_module: Any) -> Any:
     if isinstance(function_or_module, nn.Module):
         return unwrap_module(function_or_module)
     if not isinstance(getattr(function_or_module, OPTIONS, None), Options):
-        raise ValueError(f"{function_or_module!r} is not checkpointed: there is nothing to unwrap")
+        shown = argument_text(function_or_module)
+        raise ValueError(f"this {shown} is not checkpointed: there is nothing to unwrap")
     return function_or_module.__wrapped__
 
 
@@ -188,7 +191,10 @@ def checkpoint_sequential(
     """
     checked = Options.from_keywords(options)
     if isinstance(segments, bool) or not isinstance(segments, int):
-        raise TypeError(f"segments should be an int, but got {segments!r}")
+        raise TypeError(
+            f"segments should be an int, but got {argument_text(segments)}. The order is: "
+            "checkpoint_sequential(functions, segments, input)"
+        )
     steps = steps_of(functions, segments)
     return run_segments(steps, balanced(len(steps), segments), input, checked)
 

@@ -63,7 +63,7 @@ class RecollectWarning(UserWarning):
 
 
 class PlanWarning(RecollectWarning):
-    """A plan is not in effect, or a step went over its budget: why, and what to do about it."""
+    """A plan is not in effect, or a step went over its budget. Says why, and what to do."""
 
 
 class StopRecompute(BaseException):

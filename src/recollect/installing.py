@@ -78,7 +78,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo ``install``, in the modules loaded since as well; without one, do nothing."""
+    """Undo ``install``, also in modules loaded since. Without an ``install``, do nothing."""
     with _lock:
         if not installed_options.is_active:
             return

@@ -22,6 +22,7 @@ from recollect._torch.dynamo import (
 from recollect.observer import observing
 from recollect.options import Options, noop_context_fn
 from recollect.replay.engine import LeftToRerun, replay_region
+from recollect.report.units import argument_text
 from recollect.rerun.engine import Frame
 from recollect.rerun.frame import Contexts, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
@@ -48,7 +49,10 @@ def run_region(
             warn_of_idle()
         return run_compiled(function, args, kwargs, options.context_fn)
     if not callable(function):
-        raise TypeError(f"function should be callable, but got {function!r}")
+        raise TypeError(
+            f"function should be callable, but got {argument_text(function)}. Pass a function or "
+            "module and its arguments: checkpoint(module, x), not checkpoint(module(x))"
+        )
     if dynamo_callback() is not None:
         # After a graph break, eager code makes this call.
         return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
@@ -178,12 +182,14 @@ def steps_of(functions: Any, segments: int) -> list[Step]:
     if not isinstance(functions, Iterable):
         raise TypeError(
             "functions should be an nn.Sequential or a list of modules or functions, but got "
-            f"{functions!r}"
+            f"{argument_text(functions)}"
         )
     steps = list(functions)
     for position, step in enumerate(steps):
         if not callable(step):
-            raise TypeError(f"functions[{position}] should be callable, but got {step!r}")
+            raise TypeError(
+                f"functions[{position}] should be callable, but got {argument_text(step)}"
+            )
     if not 1 <= segments <= len(steps):
         raise ValueError(
             f"segments should be between 1 and the number of functions, {len(steps)}, but got "

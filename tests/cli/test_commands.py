@@ -40,6 +40,23 @@ def test_an_unknown_command(capsys):
     assert "there is no command 'plans'. Did you mean plan?" in refused(capsys, "plans")
 
 
+def test_an_option_of_another_command_is_not_taken_for_one_that_merely_looks_alike(capsys):
+    error = refused(capsys, "frontier", "job:pair", "--budget", "0.5")
+    assert error.endswith("error: there is no option --budget.\n")
+
+
+def test_a_batch_that_cannot_be_used_is_a_sentence(capsys, folder):
+    (folder / "package" / "loads.py").write_text(
+        "from job import pair\nfrom torch.utils.data import DataLoader\n"
+        "def build(): return pair()[0], DataLoader([1])\n"
+        "def strings(): return pair()[0], 'text'\n"
+    )
+    error = refused(capsys, "frontier", "package.loads:build", code=1)
+    assert error.startswith("recollect frontier: error: batch is a DataLoader: pass what it gives")
+    error = refused(capsys, "frontier", "package.loads:strings", code=1)
+    assert "error: batch: there is no tensor in this str" in error
+
+
 def test_the_module_is_the_command():
     result = run("explain", "job:pair")
     assert result.returncode == 0

@@ -59,6 +59,7 @@ def test_dtype_and_optimizer_count(capsys):
             "ViTConfig is not the config of a language model",
         ),
         (["job.py:pair", "--batch=2x8"], "--batch is for a config of transformers"),
+        (["some/Llama-3-8B", "--batch=2x8"], "Llama-3-8B. Name the class of the model's config"),
     ],
 )
 def test_mistakes_are_said_in_a_sentence(capsys, given, said):

@@ -63,7 +63,7 @@ def test_code_for_dynamic_shapes_tells_of_larger_ones():
     with plan.applied(compiled.model):
         assert compiled.peak() <= plan.budget
         compiled.batch = tokens(batch=8)
-        with pytest.warns(recollect.PlanWarning, match="larger ones than those that it was split"):
+        with pytest.warns(recollect.PlanWarning, match="larger ones than it was split"):
             compiled.step()
 
 

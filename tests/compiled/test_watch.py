@@ -231,5 +231,5 @@ def test_a_dimension_that_is_marked_as_dynamic():
             compiled.batch = tokens(batch=size)
             assert compiled.peak() <= plan.budget < plan.plain_peak
         compiled.batch = tokens(batch=6)
-        with pytest.warns(recollect.PlanWarning, match="larger ones than those"):
+        with pytest.warns(recollect.PlanWarning, match="larger ones than it was split"):
             compiled.step()

@@ -115,6 +115,10 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out() -> None:
         ValueError, match=r"manual optimization.*Fit\(budget, module=\.\.\.\), one of 'model'"
     ):
         trained(Manual, [Fit(0.8)])
+    with pytest.raises(
+        TypeError, match=r"the name of a module .*, such as 'model', but got Linear"
+    ):
+        Fit(0.8, module=nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="module='net' is none of the modules of Module: 'model'"):
         trained(Module, [Fit(0.8, module="net")])
     with pytest.raises(ValueError, match="budget should be more than 0"):

@@ -87,6 +87,11 @@ def test_a_budget_of_another_type(budget: Any) -> None:
     assert type(budget).__name__ in str(e.value)
 
 
+def test_batch_and_budget_in_each_others_place() -> None:
+    with pytest.raises(TypeError, match=r"of type Tensor\. Give it by its name: budget='12"):
+        recollect.plan(_model(), "12GiB", X, loss=_never)
+
+
 @pytest.mark.parametrize("budget", [0, -1, 0.0, -0.5, float("nan"), float("-inf")])
 def test_a_budget_that_is_not_more_than_nothing(budget: float) -> None:
     with pytest.raises(ValueError, match="budget should be more than 0, but is"):
@@ -232,8 +237,18 @@ def test_an_unknown_option() -> None:
 
 @pytest.mark.parametrize("model", [None, "model", squares, Custom])
 def test_what_is_no_model(model: Any) -> None:
-    with pytest.raises(TypeError, match=r"model should be an nn\.Module, but got"):
+    message = r"model should be an nn\.Module, but got .*\. Pass the module to train, as the first"
+    with pytest.raises(TypeError, match=message):
         recollect.plan(model, X, 0.5)
+    with pytest.raises(TypeError, match=message):
+        recollect.fit(model, budget=0.5)
+    with pytest.raises(TypeError, match=message):
+        recollect.largest_batch(model, lambda n: X[:n], "1GiB")
+
+
+def test_a_loss_that_was_called_already() -> None:
+    with pytest.raises(TypeError, match=r"lambda output, batch: \.\.\., but got Tensor$"):
+        recollect.plan(_model(), X, 0.5, loss=X.sum())
 
 
 def test_a_model_without_parameters_that_are_trained() -> None:

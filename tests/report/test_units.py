@@ -2,7 +2,13 @@
 
 import pytest
 
-from recollect.report.units import bytes_text, parse_bytes, percent_text, seconds_text
+from recollect.report.units import (
+    argument_text,
+    bytes_text,
+    parse_bytes,
+    percent_text,
+    seconds_text,
+)
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -114,3 +120,20 @@ def test_seconds_are_written_with_three_digits(seconds, text):
 )
 def test_fractions_are_written_in_percent(fraction, text):
     assert percent_text(fraction) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("rerun", "'rerun'"),
+        (3, "3"),
+        (None, "None"),
+        (True, "True"),
+        (dict, "the class dict"),
+        (range(10**6), "range"),
+        ([0] * 1000, "list"),
+    ],
+    ids=["str", "int", "None", "bool", "class", "range", "list"],
+)
+def test_a_wrong_argument_is_shown_in_few_words(value, text):
+    assert argument_text(value) == text

@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
         code, text = _USAGE, str(error)
     except InfeasibleBudget as error:
         code, text = _FAILED, f"{error}\nThe least that works:  --budget {error.least}"
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not _names_an_argument(error):
             raise
         code, text = _FAILED, str(error)
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> int:
     return code
 
 
-def _names_an_argument(error: ValueError) -> bool:
+def _names_an_argument(error: Exception) -> bool:
     """Whether recollect raised ``error`` for what it was given, and not a function it called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
@@ -110,9 +110,15 @@ def _target(arguments: Namespace) -> Target:
         return load_config_target(arguments)
     for name, value in (("set", arguments.set), ("batch", arguments.batch)):
         if value:
+            is_function = ":" in arguments.target
             raise UsageError(
                 f"--{name} is for a config of transformers, such as transformers:LlamaConfig, and "
-                f"not for {arguments.target}, whose function makes the model and the batch"
+                f"not for {arguments.target}"
+                + (
+                    ", whose function makes the model and the batch"
+                    if is_function
+                    else ". Name the class of the model's config, and its values with --set"
+                )
             )
     return load_target(arguments.target)
 

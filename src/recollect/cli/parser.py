@@ -105,8 +105,9 @@ examples:
 
 def closest(word: str, words: Sequence[str]) -> str:
     """A question that names what was probably meant; empty if nothing is close."""
-    by_lower = {each.lower(): each for each in words}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    # Without dashes, which would make any two short options look alike.
+    by_lower = {each.lower().lstrip("-"): each for each in words}
+    found = difflib.get_close_matches(word.lower().lstrip("-"), by_lower, n=1)
     return f" Did you mean {by_lower[found[0]]}?" if found else ""
 
 

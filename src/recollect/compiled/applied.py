@@ -130,8 +130,8 @@ def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
 
 def _warn_of_larger() -> None:
     warn_user(
-        "compiled code with dynamic shapes runs on larger ones than those that it was split for, "
-        "and the step may exceed its budget. Compile with dynamic=False, or plan for the largest "
+        "compiled code with dynamic shapes runs on larger ones than it was split for, and the step "
+        "may exceed its budget. Compile with dynamic=False, or plan for the largest "
         "batch: recollect.plan(model, batch, budget)",
         PlanWarning,
     )

@@ -78,7 +78,7 @@ def find_sites(model: nn.Module) -> list[Site]:
             if compiler is None:
                 raise ValueError(
                     f"model: {_named(path)} is compiled with backend="
-                    f"{backend_name(backend)!r}, in which a plan has no place. Compile it with "
+                    f"{backend_name(backend)!r}, which does not support plans. Compile it with "
                     "backend='inductor' (the default) or 'aot_eager'"
                 )
             found.append(Site(path, module, compiler))

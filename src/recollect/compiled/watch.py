@@ -110,7 +110,7 @@ class Watch:
                 f"{len(self._waiting) + 1} forwards wait for their backward, and the plan was made "
                 f"for a step that has {self._forwards} at once: what all hold is in memory, "
                 "and this step may exceed its budget. Have the loop's own steps planned, "
-                "recollect.fit(model, budget=...); or if no backward is to come, let go of the "
+                "recollect.fit(model, budget=...); or if there is no backward, delete the "
                 "output, or call the model under torch.no_grad()",
             )
         model, over = self._model(), self._peaks.over
@@ -196,9 +196,10 @@ class Bypass:
         self._warnings.warn(
             "bypassed",
             f"a backward went through {_titled(site)} without the code of its plan, so the "
-            "plan is not in effect, and the step may exceed its budget. Was it compiled again, or "
-            "called from other compiled code, or the model called that torch.compile was given? "
-            "Compile the model once, as it is called, and then recollect.fit(...)",
+            "plan is not in effect, and the step may exceed its budget. Perhaps it was compiled "
+            "again, is called by other compiled code, or the original model is called in place of "
+            "the one that torch.compile returned. Compile the model once, call what that returns, "
+            "and then recollect.fit(...)",
         )
 
 

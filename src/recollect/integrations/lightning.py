@@ -21,6 +21,7 @@ from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
 from recollect.planning.prepare import Offload, check_offload
 from recollect.planning.trial import Progress
+from recollect.report.units import argument_text
 
 __all__ = ["Fit"]
 
@@ -56,6 +57,11 @@ class Fit(Callback):
     ) -> None:
         check_budget(budget)
         check_offload(offload)
+        if module is not None and not isinstance(module, str):
+            raise TypeError(
+                "module should be the name of a module of the LightningModule, such as 'model', "
+                f"but got {argument_text(module)}"
+            )
         self._budget = budget
         self._module = module
         self._options: dict[str, Any] = {"offload": offload, "progress": progress}

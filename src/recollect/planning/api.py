@@ -23,6 +23,7 @@ from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
 from recollect.planning.progress import reporter, tell_plan
 from recollect.planning.ranks.together import make_plan
+from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
 from recollect.planning.trial import Progress
@@ -112,11 +113,12 @@ def fit(
 
     Without a batch, nothing runs here. The first training step of your own loop is traced as it
     happens: forward, loss and backward. Every block is recomputed in that step, so it fits even if
-    the plain step would not. The plan is made before the second step; for a compiled model it is
-    made after a few steps, whose graphs save little. Later steps of another kind (another shape,
-    accumulated gradients, unfrozen parameters) are traced in the same way, once for each kind.
+    the plain step would not. The plan is made before the second step, once the optimizer has its
+    state. (For a compiled model: after a few steps, whose graphs save little.) Later steps of
+    another kind (another shape, accumulated gradients, unfrozen parameters) are traced in the same
+    way, once for each kind.
 
-    If a process group exists, call it on every rank, as `plan`.
+    If a process group exists, call it on every rank, like `plan`.
 
     Args:
         model: The model to train.
@@ -168,8 +170,7 @@ def lazy_runner(
     progress: bool | Progress | None = None,
 ) -> Runner | LazyFit:
     """What runs the forward of a model without a plan, and makes one after its first steps."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+    check_model(model)
     check_budget(budget)
     check_offload(offload)
     check_unplanned(model, runs_steps=False)
@@ -189,10 +190,10 @@ def frontier(
     holds_output: bool = True,
     progress: bool | Progress | None = None,
 ) -> Frontier:
-    """The memory/time frontier of a training step. Arguments as `plan`, ``progress`` as `fit`.
+    """The memory/time frontier of a training step.
 
-    With several processes, each has its own. A step that communicates has none, because every
-    query may run steps.
+    The arguments are those of `plan`, and ``progress`` as in `fit`. With several processes, each
+    has its own frontier. A step that communicates has none, because every query may run steps.
     """
     is_shared = isinstance(model, nn.Module) and (shards_of(model) or is_parallel(model))
     if is_shared and ranks_of(model):

@@ -25,8 +25,8 @@ def check_budget(budget: Any) -> None:
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(
             f"budget should be a number of bytes, a text such as '12GiB', a fraction of the plain "
-            f"step's peak such as 0.5 or '50%', or 'auto', but got {budget!r} of type "
-            f"{type(budget).__name__}"
+            f"step's peak such as 0.5 or '50%', or 'auto', but got a value of type "
+            f"{type(budget).__name__}. Give it by its name: budget='12GiB'"
         )
     _check_number(budget, repr(budget))
 

@@ -157,8 +157,8 @@ def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:
     if peak > plan.budget >= plan.predicted_peak:
         warn_user(
             f"the training steps before there was a plan took about {bytes_text(peak)}, more "
-            f"than the budget of {bytes_text(plan.budget)}: only what the modules in "
-            "nn.ModuleList and nn.Sequential return was kept, and the rest recomputed. Those "
-            "that follow are within the budget",
+            f"than the budget of {bytes_text(plan.budget)}, although they kept only the outputs "
+            "of the modules in nn.ModuleList and nn.Sequential, and recomputed the rest. Later "
+            "steps are within the budget",
             PlanWarning,
         )

@@ -21,7 +21,7 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.planned_step import PlannedForward, PlannedStep
 from recollect.planning.loop.runner import Runner
 from recollect.planning.origin import Origin
-from recollect.planning.recording.model_state import ModelState, first_difference
+from recollect.planning.recording.model_state import ModelState, check_model, first_difference
 from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.bands import Band, Stack
@@ -59,14 +59,14 @@ class Plan(PlannedStep):
             for steps that are not the planned one.
         measured_peak: The peak of steps that ran under the plan.
         measured_time: The time of a step that ran under the plan.
-        measured_plain_time: The time of plain steps that took turns with these.
-        spread: The relative difference between timings of the same work: so far times may be off.
+        measured_plain_time: The time of plain steps, timed in turn with those.
+        spread: By how much times may be off: the relative difference of timings of the same work.
         holds_output: Whether the loop is assumed to hold the output of the model through backward.
-        output_bytes: The bytes of the output that were held in the steps that were measured.
-        gradients: The bytes of gradients that were there when it was made, which it counts.
+        output_bytes: The bytes of the output held in the measured steps.
+        gradients: The bytes of gradients that existed when the plan was made. They count.
         base: The bytes that are allocated throughout.
-        made: The bytes that forward makes, by module: one that makes more is another step.
-        stopped: Why forward could not be recorded to its end, if so: the rest of it is kept.
+        made: The bytes that forward allocates, by module: one that allocates more is another step.
+        stopped: Why forward could not be recorded to its end, if so. The rest of it is kept.
         excess: By what fraction of the simulated peak the measured one was higher.
         from_loop: Whether it was made from a step of the loop, by a fit without a batch.
         others: The forwards after the first, if the step calls the model several times.
@@ -133,8 +133,7 @@ class Plan(PlannedStep):
             self.remove(model)
 
     def _check(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {type(model).__name__}")
+        check_model(model)
         if isinstance(vars(model).get(OPTIONS), _RUNNERS):
             raise ValueError(
                 f"model: a plan is applied to this {type(model).__name__} already; "

@@ -55,7 +55,7 @@ _LARGEST = 5
 _PLAN_MODULES = """\
 Bytes of the results that backward needs, and the time of their ops; recomputed ops spend it once
 more. Equal layers are one row. A bar compares a module with its siblings."""
-_PREDICTED = "Figures that are not called measured are predicted from one recorded step."
+_PREDICTED = "Figures that are not marked as measured are predicted from one recorded step."
 _HELD_MODULES = (
     "Bytes held on the device (inputs of regions included), recomputed in backward, and held by "
     "stores."

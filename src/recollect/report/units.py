@@ -1,9 +1,10 @@
-"""Formats bytes and seconds, and parses budgets such as ``12GiB`` into bytes."""
+"""Text of bytes, seconds and wrong arguments; parses budgets such as ``12GiB`` into bytes."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
+from typing import Any
 
 _FACTORS = {"b": 1}
 _FACTORS |= {f"{prefix}b": 1000**n for n, prefix in enumerate("kmgtp", start=1)}
@@ -41,6 +42,13 @@ def _fault(unit: str) -> str:
     if unit.endswith("b") and not unit.islower():
         return f"{unit!r} with a small b means bits"
     return ""
+
+
+def argument_text(value: Any) -> str:
+    """A wrong argument, for a message: by its type if its repr may be long."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def bytes_text(count: int) -> str:

@@ -24,9 +24,9 @@ class Store:
         raise NotImplementedError
 
     def get(self, handle: Any) -> Tensor:
-        """The tensor that was put: the same values, shape, strides, dtype and device.
+        """Return the tensor that was put: the same values, shape, strides, dtype and device.
 
-        Called any number of times, and perhaps from another thread than `put`.
+        Called any number of times, from any thread.
         """
         raise NotImplementedError
 

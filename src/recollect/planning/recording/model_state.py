@@ -14,7 +14,16 @@ from recollect._torch.fsdp import shards_of
 from recollect._torch.modules import COMPILED_CALL, is_compiled
 from recollect._torch.tensors import local_tensors
 from recollect.replay.function_call import DEVICES, casts
-from recollect.report.units import bytes_text
+from recollect.report.units import argument_text, bytes_text
+
+
+def check_model(model: Any) -> None:
+    """Refuse anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model should be an nn.Module, but got {argument_text(model)}. Pass the module to "
+            "train, as the first argument"
+        )
 
 
 class _TensorSummary(NamedTuple):

@@ -28,8 +28,9 @@ from recollect.errors import PlanWarning
 from recollect.planning.distributed import collectives_refused
 from recollect.planning.recording.batch import tensors_of_batch
 from recollect.planning.recording.memory_events import allocated_by
-from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.model_state import check_model, gradients_of, parameters_of
 from recollect.planning.recording.sampling import Timing, now, sampled
+from recollect.report.units import argument_text
 from recollect.state.inputs import check_arguments
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
@@ -67,7 +68,7 @@ def default_loss(output: Any) -> _Tensor:
     if not floating:
         raise ValueError(
             f"loss: the model returned {type(output).__name__} without a floating tensor, so "
-            "there is no loss to take of it. Pass one: plan(..., loss=lambda output: ...)"
+            "there is no loss to compute from it. Pass one: plan(..., loss=lambda output: ...)"
         )
     total = floating[0].sum()
     for leaf in floating[1:]:
@@ -89,12 +90,11 @@ class TrainingStep:
         holds_output: bool = True,
         batch: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {_kind(model)}")
+        check_model(model)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"optimizer should be a torch.optim.Optimizer, but got {_kind(optimizer)}. Pass "
-                "the one of the loop, such as torch.optim.AdamW(model.parameters())"
+                f"optimizer should be a torch.optim.Optimizer, but got {argument_text(optimizer)}. "
+                "Pass the one of the loop, such as torch.optim.AdamW(model.parameters())"
             )
         self.batch = batch
         #: Whether the loss is called with the output and the batch, or with the output alone.
@@ -377,7 +377,7 @@ def _takes_batch(loss: Any, batch: Any) -> bool:
     if not callable(loss):
         raise TypeError(
             f"loss should be a function of the model's output, or of that and the batch, {forms}, "
-            f"but got {loss!r}"
+            f"but got {argument_text(loss)}"
         )
     name = getattr(loss, "__name__", type(loss).__name__)
     function = loss.forward if isinstance(loss, nn.Module) else loss
@@ -401,20 +401,15 @@ def _takes_batch(loss: Any, batch: Any) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
-    """The type of an argument that cannot be used, in words."""
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-
-
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that needs a closure, or that trains another model."""
     # The method of its class: schedulers replace it by one that says that it takes `self`.
     refusal = _refusal(type(optimizer).step, (optimizer,), {})
     if refusal is not None:
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), by which it calls "
-            "the model as often as it likes: that is not one step. Leave it out, "
-            "recollect.plan(model, batch, budget): what it holds is then not counted"
+            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), and calls the "
+            "model an unknown number of times: that is not one step. Leave it out, "
+            "recollect.plan(model, batch, budget): its state is then not counted"
         )
     steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

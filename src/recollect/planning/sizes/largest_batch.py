@@ -37,7 +37,7 @@ class LargestBatch:
     Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
 
     Attributes:
-        size: The largest size: what ``make_batch`` is called with.
+        size: The largest size, the argument of ``make_batch``.
         plan: The plan for it. The step was run under it, if it can run.
         plain_size: The largest size that fits without a plan; 0 if none does.
         budget: The highest peak that is allowed.
@@ -64,7 +64,7 @@ class LargestBatch:
 
     @property
     def samples_per_second(self) -> float:
-        """How many samples a second of training takes in, under the plan."""
+        """Samples per second of training under the plan."""
         return 1 / self.time_per_sample
 
     @property

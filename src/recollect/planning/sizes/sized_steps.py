@@ -7,11 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
-
 from recollect.planning.planner import Planner, Record
 from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.recording.batch import check_batch, split_batch, tensors_of_batch
+from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.record import record_step
 from recollect.planning.trial import Progress
 from recollect.report.units import bytes_text
@@ -38,8 +37,7 @@ class SizedSteps:
                 f"as lambda n: torch.randn(n, 64), but got {type(make_batch).__name__}"
             )
         self.model = request.model
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(f"model should be an nn.Module, but got {type(self.model).__name__}")
+        check_model(self.model)
         self._request = request
         self._make_batch = make_batch
         self._progress = progress
