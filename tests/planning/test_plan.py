@@ -339,6 +339,13 @@ def test_a_plan_of_another_version(plan: recollect.Plan, tmp_path: Path) -> None
         recollect.Plan.load(path)
 
 
+def test_saving_into_a_folder_that_is_not_there(plan: recollect.Plan, tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "plan.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        plan.save(path)
+    assert caught.value.filename == str(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         recollect.Plan.load(tmp_path / "none.json")

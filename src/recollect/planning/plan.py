@@ -230,7 +230,10 @@ class Plan(PlannedStep):
         }
         del content["graph"], content["rivals"]
         own = Path(f"{path}.{os.getpid()}")
-        own.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        try:
+            own.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        except OSError as error:  # which names the file of this process
+            raise OSError(error.errno, error.strerror, str(path)) from None
         own.replace(path)
 
     @classmethod

@@ -74,10 +74,6 @@ class MakePlan(Protocol):
 _UPDATE = 64
 #: The number of forwards without a plan after which a warning says so.
 _FUTILE = 8
-_PLAN_AS_TRAINED = (
-    ": make the plan with the loss, the optimizer and the largest batch of the training, "
-    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
-)
 #: The number of steps in which to check whether the loop holds the output of the model.
 _CHECKS = 3
 
