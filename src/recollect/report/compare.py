@@ -60,13 +60,8 @@ class Comparison:
 
     def figures(self) -> list[tuple[str, str, str]]:
         """Name, and the figure of each plan."""
-        return [
-            (name, one, other)
-            for (name, one), (_, other) in zip(
-                _figures(self.first), _figures(self.second), strict=True
-            )
-            if one != "-" or other != "-"
-        ]
+        pairs = zip(_figures(self.first), _figures(self.second), strict=True)
+        return [(name, a, b) for (name, a), (_, b) in pairs if (a, b) != ("-", "-")]
 
     def change_lines(self) -> list[tuple[str, str, str, str, str]]:
         """The changes with equal ones on one line, the largest first."""
