@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recollect.report.notebook import framed
-from recollect.report.page import comparison_page
+from recollect.report.page import comparison_page, framed
 from recollect.report.plan_report import PlanReport, longer_text
 from recollect.report.rows import Row, lists_by, pattern, sums_of
 from recollect.report.table import columns, counted

@@ -147,6 +147,14 @@ def sizes_page(report: SizesReport) -> str:
     return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
 
 
+def framed(document: str) -> str:
+    """A page for a notebook, in a frame: neither can change the looks of the other."""
+    return (
+        f'<iframe srcdoc="{escape(document)}" sandbox="allow-scripts" title="recollect" '
+        'style="width:100%;height:640px;border:1px solid #8884;border-radius:6px"></iframe>'
+    )
+
+
 def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], remark: str) -> str:
     """A page of sections, and of the ``data`` that its script draws."""
     script = "\n".join(map(_asset, _SCRIPTS))
