@@ -89,12 +89,12 @@ class Options:
             self._refuse_idle(context_fn is not noop_context_fn, determinism_check)
 
     def _refuse_idle(self, has_context: bool, determinism_check: Any) -> None:
+        """Raise for options that have no effect with the engine."""
         given = {
             "context_fn or policy": self.reentrant and self.context_fn is not None,
             "context_fn": self.replay and has_context,
             "debug": self.debug,
             "determinism_check": determinism_check not in ("default", "none"),
-            "offload_inputs": self.reentrant and self.offload_inputs,
         }
         idle = next((name for name, is_given in given.items() if is_given), None)
         if idle is not None:
@@ -197,11 +197,13 @@ class _InstalledOptions:
         self.clear()
 
     def clear(self) -> None:
+        """Recollect is not installed."""
         self.is_active = False
         self.keywords: dict[str, Any] = {}
         self.options = DEFAULTS
 
     def set(self, keywords: dict[str, Any]) -> None:
+        """Recollect is installed with these options, which are checked first."""
         self.options = Options.from_keywords(keywords) if keywords else DEFAULTS
         self.keywords, self.is_active = keywords, True
 

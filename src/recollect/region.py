@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from recollect._torch.dynamo import (
     called_while_traced,
@@ -118,10 +119,30 @@ def _run_reentrant(
             "positional arguments only; use the default engine (use_reentrant=False)"
         )
     observer = observing.observer
-    if observer is None:
+    if observer is None and not options.offload_inputs:
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-    with observer.region("reentrant", function, args, None):
+    batch = OffloadBatch(options.store) if options.offload_inputs else None
+    with (
+        nullcontext() if observer is None else observer.region("reentrant", function, args, batch),
+        nullcontext() if batch is None else _offloading(batch),
+    ):
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+
+def _offloading(batch: OffloadBatch) -> saved_tensors_hooks:
+    """Hooks that put the activations that a node saves into a store."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        is_activation = tensor.requires_grad and not tensor.is_leaf
+        return batch.put(tensor.detach()) if is_activation else tensor
+
+    def unpack(packed: Any) -> Any:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        batch.announce()
+        return packed.get()
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def run_compiled(

@@ -268,6 +268,12 @@ def test_a_reentrant_region():
     assert len(rows_of(explanation, fate="input")) == 3
 
 
+def test_reentrant_inputs_in_a_store():
+    options = {"engine": "reentrant", "offload_inputs": True, "store": CopyingStore()}
+    explanation = recollect.explain(decoder(options), tokens())
+    assert len(rows_of(explanation, fate="offloaded", reason="offload_inputs")) == 3
+
+
 def test_a_region_inside_a_region():
     x = leaf(64, 64)
 
