@@ -165,7 +165,7 @@ assert not added, added
     ("value", "text"),
     [
         (policy.matmuls() | policy.save_ops(torch.ops.aten.mm), "matmuls() | save_ops(aten.mm)"),
-        (store.DeviceStore(), "DeviceStore()"),
+        (store.HostStore(), None),
         (recollect.GraphExecGroup(), None),
         (
             recollect.SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(9, 9)),

@@ -178,7 +178,7 @@ def _options(
                 "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
             )
         return _REENTRANT if preserve_rng_state else _REENTRANT_NO_RNG
-    # What is passed to the call wins over `install`.
+    # Arguments of the call override `install`.
     loses: Collection[str] = ()
     if context_fn is not noop_context_fn or own.get("engine") == "reentrant":
         loses = _OWN

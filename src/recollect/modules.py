@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recollect.options import Options
 from recollect.region import run_region
 
-#: The attribute that marks what is checkpointed, and holds its options.
+#: The attribute of checkpointed modules and functions that holds their options.
 OPTIONS = "_recollect_options"
 _OWN_FORWARD = "_recollect_forward"
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from recollect._torch.dynamo import tag_in_trace
 
-
-class Listener(Protocol):
-    """Receives the names that tensors are given."""
-
-    def name(self, tensor: torch.Tensor, name: str) -> None:
-        """``tensor`` is called ``name``."""
+#: Called with a tensor and its name.
+Listener = Callable[[torch.Tensor, str], None]
 
 
 class _Listening(threading.local):
-    #: The region that is running forward, if it has a policy.
+    #: Of the region that is running forward, if its policy has rules about names.
     listener: Listener | None = None
 
 
@@ -41,5 +37,5 @@ def tag(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():
         return tag_in_trace(tensor, name)
     if listening.listener is not None:
-        listening.listener.name(tensor, name)
+        listening.listener(tensor, name)
     return tensor

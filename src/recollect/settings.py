@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,35 +46,35 @@ def checked_switch(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 @contextmanager
-def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+def _set(
+    variable: ContextVar[Any], name: str, value: Any, *, optional: bool = False
+) -> Iterator[None]:
+    token = variable.set(checked_switch(name, value, optional=optional))
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
     """Decide for every region entered inside whether its recomputation may stop early.
 
     By default a recomputation ends as soon as all tensors that backward needs are there. The
     setting overrides ``early_stop=`` of the call. It is read when a region runs forward, and need
     not be active during backward.
     """
-    token = _early_stop.set(checked_switch("enable", enable))
-    try:
-        yield
-    finally:
-        _early_stop.reset(token)
+    return _set(_early_stop, "enable", enable)
 
 
-@contextmanager
-def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
     """Turn debug traces on or off for every region entered inside.
 
     Overrides ``debug=`` of the call; ``None`` leaves the decision to the call.
     """
-    token = _debug.set(checked_switch("enabled", enabled, optional=True))
-    try:
-        yield
-    finally:
-        _debug.reset(token)
+    return _set(_debug, "enabled", enabled, optional=True)
 
 
-@contextmanager
-def set_checkpoint_version_guard(enabled: bool) -> Iterator[None]:
+def set_checkpoint_version_guard(enabled: bool) -> AbstractContextManager[None]:
     """Turn the guard against changed tensors on or off for every region entered inside.
 
     By default backward raises if a tensor that a region reads (an argument, a parameter, a buffer)
@@ -82,11 +82,7 @@ def set_checkpoint_version_guard(enabled: bool) -> Iterator[None]:
     is recomputed from the changed values: for code that knows that the change does no harm. Need
     not be active during backward.
     """
-    token = _version_guard.set(checked_switch("enabled", enabled))
-    try:
-        yield
-    finally:
-        _version_guard.reset(token)
+    return _set(_version_guard, "enabled", enabled)
 
 
 #: Whether the guard is on for a region that is entered now.

@@ -518,6 +518,18 @@ def test_another_bit_generator_behind_the_functions_of_numpy() -> None:
     assert np.random.rand(3).tolist() == expected
 
 
+def test_a_bit_generator_that_is_exchanged_before_backward_is_an_error() -> None:
+    original = np.random.get_bit_generator()
+    x = torch.ones(3, requires_grad=True)
+    out = recollect.checkpoint(lambda x: (x * np.random.rand()).sin(), x)
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        with pytest.raises(recollect.CheckpointError, match="bit generator was exchanged"):
+            out.sum().backward()
+    finally:
+        np.random.set_bit_generator(original)
+
+
 def test_numpy_is_not_imported_for_it() -> None:
     program = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.store import DeviceStore, HostStore
+from recollect.store import HostStore
 from recollect.store.offload_batch import OffloadBatch
 
 
@@ -40,7 +40,6 @@ class Packs(Clones):
 STORES: dict[str, Callable[[], Any]] = {
     "clones": Clones,
     "packs": Packs,
-    "device": DeviceStore,
     "host": HostStore,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recollect.store import DeviceStore, HostStore, Store, check_store
+from recollect.store import HostStore, Store, check_store
 from recollect.store.offload_batch import OffloadBatch
 
 
@@ -20,7 +20,7 @@ class OwnStore:
         pass
 
 
-@pytest.mark.parametrize("store", [DeviceStore(), HostStore(), OwnStore()])
+@pytest.mark.parametrize("store", [HostStore(), OwnStore()])
 def test_a_store_is_accepted(store):
     check_store(store, "store")
 
@@ -90,7 +90,7 @@ class DerivedHost(HostStore):
         super().before_write(handle)
 
 
-STORES = [Derived, OwnStore, Prepared, DerivedPrepared, DerivedHost, DeviceStore, HostStore]
+STORES = [Derived, OwnStore, Prepared, DerivedPrepared, DerivedHost, HostStore]
 
 
 @pytest.mark.parametrize("make", STORES)
@@ -105,12 +105,3 @@ def test_a_batch_of_any_store_survives_a_write(make):
     assert torch.equal(offloaded.get(), torch.ones(3))
     if isinstance(store, Prepared):
         assert store.calls == 1
-
-
-def test_a_tensor_in_a_device_store_is_its_own_handle():
-    store, x = DeviceStore(), torch.ones(3)
-    handle = store.put(x)
-    assert handle is x
-    assert store.get(handle) is x
-    store.drop(handle)
-    assert store.get(handle) is x

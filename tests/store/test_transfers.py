@@ -118,7 +118,7 @@ def test_to_drop_everything_frees_everything():
     assert store._copies == {}
     (transfers,) = store._transfers.values()
     assert (transfers.outgoing, transfers.outgoing_bytes, transfers.prefetched_bytes) == ({}, 0, 0)
-    assert transfers._wanted == {}
+    assert transfers.wanted == {}
     link.finish()
     assert link.violations == []
     assert store.pinned_bytes > 0

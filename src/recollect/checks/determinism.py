@@ -1,9 +1,8 @@
 """Compares the tensors that a recomputation saved with those that forward saved.
 
-A check is a function from a tensor to something comparable. It is called on each tensor that
-autograd saves in forward and on its counterpart in the recomputation. The default compares shape,
-dtype and device: wrong ones would make backward fail or, worse, broadcast. ``"values"`` also
-compares fingerprints of the values (see ``checks.differences``).
+A check is a function from a tensor to something comparable, called on each tensor that autograd
+saves, in both runs. The default compares shape, dtype and device: wrong ones would make backward
+fail or, worse, broadcast. ``"values"`` also compares fingerprints (``checks.differences``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The details of a mismatch: region, first difference, likely cause and fix (R10).
 
 They are collected when the error is raised, from the graph that backward runs, the graph of the
-recomputation and the modules in memory; forward records nothing. Nothing here need be fast, and
-nothing may fail: the user must see the mismatch.
+recomputation and the modules in memory. Nothing may fail here: the user must see the mismatch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class MismatchContext:
-    """What an engine knows when a recomputation differs from forward."""
+    """A recomputation that differs from forward."""
 
     #: The checkpointed function.
     function: Callable[..., Any]
@@ -145,11 +144,7 @@ _NODES = 20_000
 
 
 def saved_by_forward(tickets: Sequence[tuple[Any, ...]]) -> dict[int, str]:
-    """By number, the forward op that saved a tensor, if the graph still shows it.
-
-    Call it in backward. Nodes that have run are not found, nor nodes that do not follow the current
-    one.
-    """
+    """By number, the forward op that saved a tensor, where it follows in the running backward."""
     numbers = {id(ticket): ticket[0] for ticket in tickets}
     return _savers([current_node()], lambda packed: numbers.get(id(packed)), len(numbers))
 
@@ -215,13 +210,8 @@ def likely_causes(
 ) -> Iterator[Cause]:
     """The causes that fit the evidence, the most specific first. There is always one.
 
-    Args:
-        before: The first tensor that differs, as forward saved it; None if it saved no more.
-        after: The same of the recomputation.
-        counts_differ: Whether one run saved more tensors than the other.
-        module: The module that the region calls.
-        cache: The name of the argument that is a cache.
-        savers: Forward ops that saved tensors.
+    ``before`` and ``after``: the first tensor that differs, as each run saved it; None if it saved
+    no more. ``cache``: the name of an argument that is one. ``savers``: forward ops.
     """
     if before is not None and after is not None:
         if (before.shape == (0,)) != (after.shape == (0,)):

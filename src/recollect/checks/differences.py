@@ -1,9 +1,8 @@
 """The first difference in the logs of two runs of a region, for ``debug=True`` and ``"values"``.
 
 ``debug=True`` adds the ops of both runs to an error. ``determinism_check="values"`` raises if
-backward would get other values than forward had. Only saved tensors count, because backward uses
-nothing else of a recomputation; the ops show where a difference came from. Different ops alone are
-no error: a region may do more in its first run.
+backward would get other values than forward had. Only saved tensors count; the ops show where a
+difference came from. Different ops alone are no error: a region may do more in its first run.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, zip_longest
-
-import torch
 
 from recollect.checks.diagnosis import (
     FROM_OUTSIDE,
@@ -73,16 +70,11 @@ def explain(
     found = ["Both runs executed the same operations on the same shapes, as far as both went."]
     if first is not None:
         found = [f"First difference, at operation {_op_number(rows, first)}:", *_both(rows, first)]
-    lines = [
-        str(error),
-        "You are seeing this error because you passed `debug=True` to checkpoint, or set it",
-        "with set_checkpoint_debug_enabled.",
-        "",
-        *found,
-        "",
-        *_side_by_side(rows, first),
-    ]
-    return type(error)("\n".join(lines))
+    why = (
+        "You are seeing this error because you passed `debug=True` to checkpoint, or set it\n"
+        "with set_checkpoint_debug_enabled."
+    )
+    return type(error)("\n".join([str(error), why, "", *found, "", *_side_by_side(rows, first)]))
 
 
 def _op_number(rows: list[LogRow], row: int) -> int:
@@ -161,10 +153,7 @@ _OTHER_VALUES = "values differ"
 
 
 def value_difference(
-    forward: OpLog,
-    recompute: OpLog,
-    context: MismatchContext,
-    dead: frozenset[int],
+    forward: OpLog, recompute: OpLog, context: MismatchContext, dead: frozenset[int]
 ) -> RecomputeMismatch | None:
     """The error for a recomputation that gives backward other values, or None.
 
@@ -192,21 +181,15 @@ def value_difference(
 
 def _first_differences(pairs: Sequence[Pair]) -> tuple[int | None, int | None]:
     """The first pair with other values, and the first with another layout."""
-    before: list[torch.Tensor] = []
-    after: list[torch.Tensor] = []
-    owners: list[int] = []
-    layout: int | None = None
-    for number, pair in enumerate(pairs):
-        if pair is None:
-            continue
-        for one, other in zip(pair[0].fingerprints, pair[1].fingerprints, strict=False):
-            before.append(one)
-            after.append(other)
-            owners.append(number)
-        if layout is None and pair[0].strides != pair[1].strides:
-            layout = number
-    differing = compare(before, after)
-    return None if differing is None else owners[differing], layout
+    known = [(number, *pair) for number, pair in enumerate(pairs) if pair is not None]
+    compared = [
+        (number, *prints)
+        for number, before, after in known
+        for prints in zip(before.fingerprints, after.fingerprints, strict=False)
+    ]
+    differing = compare([before for _, before, _ in compared], [after for *_, after in compared])
+    layouts = (number for number, before, after in known if before.strides != after.strides)
+    return None if differing is None else compared[differing][0], next(layouts, None)
 
 
 def _other_strides(pair: Pair) -> str:

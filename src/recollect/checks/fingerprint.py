@@ -1,9 +1,8 @@
 """A 64-bit fingerprint of the values of a tensor.
 
-It compares two runs of a region without keeping copies: each result is folded into one number on
-its device, and only the numbers are kept. The number depends on every bit and its position, so it
-tells 0.0 from -0.0 and one NaN from another, and notices swapped elements. It does not depend on
-strides: a view and its copy have the same. Shape, dtype and device are compared elsewhere.
+It compares two runs of a region without keeping copies. It depends on every bit and its position,
+so it tells 0.0 from -0.0 and one NaN from another, and notices swapped elements. It does not depend
+on strides. Shape, dtype and device are compared elsewhere.
 
 Eight bytes of values are one *word*. A word is added to a multiple of its place, and the bits of
 the sum are mixed by the finalizer of MurmurHash3 (A. Appleby, 2011); the results are summed

@@ -16,8 +16,7 @@ from torch import nn
 def region_name(function: Any) -> str:
     """The name of the region of ``function``: the path of its module in the model, if it has one.
 
-    Modules are found behind bound methods, partials, decorators and small closures. Never raises,
-    and keeps nothing alive. Searches memory: for errors only.
+    Never raises. Searches memory: for errors only.
     """
     try:
         return f"region {_name(function)}"
@@ -58,12 +57,9 @@ def _qualified(function: Any) -> str:
 
 # --- from a function to its module ----------------------------------------------------------------
 
-#: The most wrappers to open in search of a module.
-_DEPTH = 8
 
-
-def module_of(function: Any, depth: int = _DEPTH) -> nn.Module | None:
-    """The one module that ``function`` calls, if there is one."""
+def module_of(function: Any, depth: int = 8) -> nn.Module | None:
+    """The one module that ``function`` calls, behind ``depth`` wrappers at most."""
     if isinstance(function, nn.Module):
         return function
     if depth == 0 or not callable(function) or isinstance(function, type):

@@ -1,11 +1,9 @@
-"""Logs of the ops that a region ran, in forward and again, for ``debug=True`` and ``"values"``.
+"""Logs of the ops of a region in forward and in its rerun, for ``debug=True`` and ``"values"``.
 
-An entry has a line about the op, the module that called it and, if wanted, the user's stack and
+An entry has a line about the op, the module that called it, and on demand the user's stack and
 fingerprints of the op's results. The engine adds the tensors that autograd saved. A log holds no
-tensors except fingerprints, and is read only if the region fails.
-
-Two logs are compared op by op. Some ops are *optional*: they may differ between correct runs, and
-are skipped if only one log has them.
+other tensors. *Optional* ops may differ between correct runs, and are skipped in a comparison if
+only one log has them.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ class OpLog(DispatchMode):
         self.entries: list[LoggedOp] = []
         #: In the order of saving, if there are fingerprints.
         self.saved: list[Prints] = []
-        #: Off during a rerun inside forward (the function calls backward): its ops are not
-        #: forward's.
+        #: Off during a rerun inside forward (the function calls backward).
         self.recording = True
         self._stacks = stacks
         self._computed = ComputedTensors() if fingerprints else None
@@ -89,12 +86,12 @@ class OpLog(DispatchMode):
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Log a tensor that autograd saves. The hooks of the engine call this first."""
-        if self._computed is not None:
-            is_unwritten = self._computed.is_unwritten(tensor)
-            saved = (
-                Prints() if is_unwritten else Prints((fingerprint(tensor),), (_strides(tensor),))
-            )
-            self.saved.append(saved)
+        if self._computed is None:
+            return
+        if self._computed.is_unwritten(tensor):
+            self.saved.append(Prints())
+        else:
+            self.saved.append(Prints((fingerprint(tensor),), (_strides(tensor),)))
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
@@ -135,7 +132,7 @@ def _brief(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-# --- what an op computed --------------------------------------------------------------------------
+# --- the results of an op -------------------------------------------------------------------------
 
 #: How many results of an op have defined values (the first ones), if not all. Kernels pad the
 #: others, or use them internally.
@@ -156,16 +153,14 @@ _MEANINGFUL = {
 
 
 class ComputedTensors:
-    """Finds the tensors that each op of one run computed.
+    """Finds the tensors that each op of one run computed: new results, and those that it changed.
 
-    These are its new results, and tensors of the same run that it changed; a view computes nothing.
     Outside tensors that a region updates (a counter, running statistics) do not count: they differ
     in the second run anyway, and ops that read them show whether that matters.
     """
 
     def __init__(self) -> None:
-        #: Storages made in this run. A key may be reused, but only for another one of this run,
-        #: because outside storages stay alive.
+        #: Storages made in this run, by key. Outside storages stay alive, so no key is theirs.
         self._made: set[int | None] = {None}
         #: Those of them that no op has written to.
         self._unwritten: set[int | None] = set()
@@ -193,7 +188,6 @@ class ComputedTensors:
         return computed
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is memory that no op has written to."""
         return storage_key(tensor) in self._unwritten
 
 

@@ -58,7 +58,6 @@ class Place:
 
     @property
     def line(self) -> tuple[str, int]:
-        """The user's line that is running."""
         lines = [entry[:2] for entry in self.stack if entry[0] != contextlib.__file__]
         return lines[0] if lines else ("<unknown>", 0)
 

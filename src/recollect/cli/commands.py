@@ -1,7 +1,7 @@
-"""What the commands of ``recollect`` do, and their exit codes.
+"""The commands of ``recollect``, and their exit codes.
 
-A mistake in what a user passed is one sentence on stderr. A traceback means a fault in code: in the
-user's function, or in recollect.
+A wrong argument is one sentence on stderr. A traceback means a fault in code: in the user's
+function, or in recollect.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from recollect.report.table import rows_table
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
-#: How errors begin that recollect raises for what a user has passed.
+#: How errors about arguments begin that recollect raises.
 _ARGUMENT = re.compile(r"(model|batch|make_batch|loss|optimizer|budget|offload|path)\b")
 
 
 class _Result(NamedTuple):
-    """What a command shows."""
+    """The output of a command."""
 
     text: str
     figures: dict[str, Any]  #: for ``--json``
@@ -65,7 +65,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _names_an_argument(error: Exception) -> bool:
-    """Whether recollect raised ``error`` for what it was given, and not a function it called."""
+    """Whether recollect itself raised ``error``, about an argument."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
     return is_ours and _ARGUMENT.match(str(error)) is not None
@@ -75,14 +75,12 @@ def _names_an_argument(error: Exception) -> bool:
 
 
 def _plan(arguments: Namespace) -> _Result:
-    """The plan for a budget."""
     with Status(arguments.quiet) as status:
         plan = _frontier_of(arguments, status).plan_for(arguments.budget)
     return _Result(str(plan), _plan_figures(plan), plan, plan)
 
 
 def _frontier(arguments: Namespace) -> _Result:
-    """All trade-offs."""
     with Status(arguments.quiet) as status:
         frontier = _frontier_of(arguments, status)
         return _Result(str(frontier), _frontier_figures(frontier), frontier)
@@ -124,7 +122,6 @@ def _target(arguments: Namespace) -> Target:
 
 
 def _largest(arguments: Namespace) -> _Result:
-    """The largest batch for which a plan fits, and the sizes that were tried."""
     target = load_target(arguments.target, "make_batch")
     with Status(arguments.quiet) as status:
         found = recollect.largest_batch(
@@ -140,7 +137,6 @@ def _largest(arguments: Namespace) -> _Result:
 
 
 def _explain(arguments: Namespace) -> _Result:
-    """What a forward holds, or what a saved plan does."""
     if arguments.target.endswith(".json"):
         plan = _load(arguments.target, "PLAN.json")
         rows = plan.explain()
@@ -153,7 +149,6 @@ def _explain(arguments: Namespace) -> _Result:
 
 
 def _compare(arguments: Namespace) -> _Result:
-    """Two plans side by side."""
     paths = arguments.first, arguments.second
     first, second = (_load(path, name) for path, name in zip(paths, ("A", "B"), strict=True))
     stems = (Path(paths[0]).stem, Path(paths[1]).stem)
@@ -203,38 +198,25 @@ def _show(result: _Result, arguments: Namespace) -> int:
 # --- what --json prints: bytes and seconds, by the names of the Python interface -----------------
 
 _PLAN_FIGURES = (
-    "model",
-    "budget",
-    "predicted_peak",
-    "measured_peak",
-    "plain_peak",
-    "predicted_time",
-    "measured_time",
-    "plain_time",
-    "measured_plain_time",
-    "bound_time",
-    "gap",
-    "spread",
+    "model budget predicted_peak measured_peak plain_peak predicted_time measured_time plain_time "
+    "measured_plain_time bound_time gap spread"
 )
 _LARGEST_FIGURES = (
-    "size",
-    "plain_size",
-    "budget",
-    "time",
-    "time_per_sample",
-    "plain_time_per_sample",
-    "samples_per_second",
-    "slowdown",
-    "limited_by",
-    "device",
+    "size plain_size budget time time_per_sample plain_time_per_sample samples_per_second slowdown "
+    "limited_by device"
 )
+_HELD_FIGURES = "held_bytes offloaded_bytes recomputed_bytes regions remarks"
+
+
+def _named(thing: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names.split()}
 
 
 def _plan_figures(plan: recollect.Plan, rows: Sequence[Row] = ()) -> dict[str, Any]:
     """The figures of a plan, and the rows that are given."""
     sums = sums_of(plan.explain())
     return {
-        **{name: getattr(plan, name) for name in _PLAN_FIGURES},
+        **_named(plan, _PLAN_FIGURES),
         "device": plan.report.device,
         "kept_bytes": sums["kept"].bytes,
         "recomputed_bytes": sums["recomputed"].bytes,
@@ -247,7 +229,6 @@ def _plan_figures(plan: recollect.Plan, rows: Sequence[Row] = ()) -> dict[str, A
 
 
 def _frontier_figures(frontier: recollect.Frontier) -> dict[str, Any]:
-    """The points of a frontier."""
     report = frontier.report
     return {
         "model": report.title,
@@ -260,30 +241,20 @@ def _frontier_figures(frontier: recollect.Frontier) -> dict[str, Any]:
 
 
 def _largest_figures(found: recollect.LargestBatch) -> dict[str, Any]:
-    """The largest batch, the sizes that were tried, and the plan."""
     return {
-        **{name: getattr(found, name) for name in _LARGEST_FIGURES},
+        **_named(found, _LARGEST_FIGURES),
         "points": [asdict(point) for point in found.points],
         "plan": _plan_figures(found.plan),
     }
 
 
 def _explanation_figures(found: recollect.Explanation) -> dict[str, Any]:
-    """What a forward holds."""
-    return {
-        "held_bytes": found.held_bytes,
-        "offloaded_bytes": found.offloaded_bytes,
-        "recomputed_bytes": found.recomputed_bytes,
-        "regions": found.regions,
-        "remarks": found.remarks,
-        "rows": [*map(_row, found.rows)],
-    }
+    return {**_named(found, _HELD_FIGURES), "rows": [*map(_row, found.rows)]}
 
 
 def _comparison_figures(
     compared: Comparison, first: recollect.Plan, second: recollect.Plan
 ) -> dict[str, Any]:
-    """Both plans, and what differs."""
     return {
         "first": _plan_figures(first),
         "second": _plan_figures(second),

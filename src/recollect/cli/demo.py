@@ -152,11 +152,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _line(training: _Training, plain: _Training) -> tuple[str, ...]:
     seconds = statistics.median(training.seconds)
-    figures = (
-        bytes_text(training.peak),
-        percent_text(training.peak / plain.peak),
-        seconds_text(seconds),
-    )
+    share = percent_text(training.peak / plain.peak)
+    figures = bytes_text(training.peak), share, seconds_text(seconds)
     plan = training.plan
     if plan is None:
         return ("plain", "", "", *figures, "", "")

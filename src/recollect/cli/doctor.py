@@ -29,12 +29,12 @@ _REPORT = "This should not happen: please report it, with all that is printed he
 #: The model of the self-test. On a GPU it must outweigh the workspaces of libraries.
 _DEPTH, _WIDTH, _FRACTION = 12, 64, 0.6
 _ROWS_ON_CPU, _ROWS = 1 << 10, 1 << 16
-#: A plan writes down what a model does, checks it, and from then on relies on it.
+#: A plan records in the first step, and checks later ones against the recording.
 _STEPS = 3
 
 
 class _Finding(NamedTuple):
-    """What was found, and what to do about it."""
+    """The result of a check, and advice."""
 
     text: str
     state: str = _OK
@@ -45,7 +45,7 @@ _Check = Callable[[], _Finding]
 
 
 def doctor() -> int:
-    """Print what is found. Returns the exit code: 1 if something is wrong."""
+    """Print the results of all checks. Returns the exit code: 1 if something is wrong."""
     is_well = True
     for name, check in _checks():
         finding = _guarded(check)

@@ -104,7 +104,7 @@ examples:
 
 
 def closest(word: str, words: Sequence[str]) -> str:
-    """A question that names what was probably meant; empty if nothing is close."""
+    """A question that names the closest of ``words``; empty if nothing is close."""
     # Without dashes, which would make any two short options look alike.
     by_lower = {each.lower().lstrip("-"): each for each in words}
     found = difflib.get_close_matches(word.lower().lstrip("-"), by_lower, n=1)

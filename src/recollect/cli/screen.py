@@ -1,4 +1,4 @@
-"""What a user reads: results on stdout; progress and errors on stderr."""
+"""Output: results on stdout; progress and errors on stderr."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _NAMES = 8
 
 
 def _returns(second: str) -> str:
-    """What a function should return, as code."""
+    """The return statement of a function, for errors."""
     return (
         f"return model, {second}  or  "
         f"return dict(model=model, {second}={second}, loss=..., optimizer=...)"
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 def load_target(text: str, second: str = "batch") -> Target:
     """Call the function that ``text`` names. Errors that it raises are left as they are.
 
-    ``second``: what it returns beside the model, a ``batch`` or a function ``make_batch``.
+    ``second``: the name of its second result, ``batch`` or ``make_batch``.
     """
     module_name, colon, name = text.rpartition(":")
     if not (module_name and colon and name):
@@ -142,14 +142,12 @@ def _function(module: ModuleType, module_name: str, name: str, second: str) -> C
             for each, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        listed = (
-            f"It has {', '.join(there[:_NAMES])}"
-            if there
-            else (
+        listed = f"It has {', '.join(there[:_NAMES])}"
+        if not there:
+            listed = (
                 "It has no function: write one that returns the model and a batch, "
                 "def build(): return model, batch"
             )
-        )
         raise UsageError(
             f"FUNCTION: there is no {name} in {module_name}.{closest(name, there)} {listed}"
         )

@@ -56,10 +56,10 @@ class TrackedStorage:
         self.regions: tuple[tuple[Region, int], ...] = ()
         #: Whether autograd has saved it inside of a region.
         self.saved = False
-        #: What the policy said of the op, and the entries that keep its results for a rerun.
+        #: What the policy decided for the op, and the entries that keep its results for a rerun.
         self.ruling: str | None = None
         self.entries: list[tuple[str, ReferenceType[Any]]] = []
-        #: The tensors of it in stores, each with the batch that it belongs to.
+        #: Its tensors in stores, each with its batch.
         self.offloads: list[tuple[ReferenceType[Any], OffloadBatch]] = []
         # Found when the forward of a region is over:
         #: The region that holds it as an input.
@@ -69,7 +69,6 @@ class TrackedStorage:
         self.not_held: str | None = None
 
     def describe(self, tensor: _Tensor, op: Any, path: str) -> None:
-        """Describe it as ``tensor``, made by ``op`` in the module ``path``."""
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.op = op
@@ -77,14 +76,12 @@ class TrackedStorage:
 
     @property
     def bytes(self) -> int:
-        """Its size, or its last known size."""
         storage = self.storage()
         if storage is not None:
             self._bytes = storage.nbytes()  # it may have been resized
         return self._bytes
 
     def is_made_in(self, region: Region) -> bool:
-        """Whether an op in ``region`` made it."""
         return any(each is region for each, _ in self.regions)
 
 
@@ -100,12 +97,10 @@ class StorageTable:
         ] = {}
 
     def is_new(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is not known yet."""
         known = self._known.get(id(storage))
         return known is None or known[0]() is not storage
 
     def add_foreign(self, tensors: Iterable[_Tensor]) -> None:
-        """Add ``tensors`` from before forward."""
         for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
             if self.is_new(storage):
                 self._known[id(storage)] = ref(storage), None
@@ -124,7 +119,7 @@ class StorageTable:
     def find(self, tensors: Iterable[Any]) -> list[TrackedStorage]:
         """The storages of ``tensors`` (items of other types are skipped) that ops have made."""
         storages = [s for t in tensors if isinstance(t, _Tensor) for s in storages_of(t)]
-        known = [self._known[id(storage)][1] for storage in storages if not self.is_new(storage)]
+        known = (self._known[id(storage)][1] for storage in storages if not self.is_new(storage))
         return [tracked for tracked in known if tracked is not None]
 
 

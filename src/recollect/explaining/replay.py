@@ -30,7 +30,7 @@ class _Part:
     def __init__(self) -> None:
         #: The ops that ran, each with its number and the storages that it made.
         self.ops: list[tuple[Any, int, list[TrackedStorage]]] = []
-        #: What the graph has in place of saved tensors: the first item is the tensor, if held.
+        #: In place of saved tensors in the graph: the first item is the tensor, if held.
         self.tickets: list[Any] = []
 
 
@@ -90,7 +90,7 @@ class ReplayRegion(Region):
 
 
 class _Findings:
-    """What is held, and what runs again, of one part of a call."""
+    """The held tensors and the ops that run again in one part of a call."""
 
     def __init__(
         self,
@@ -122,7 +122,6 @@ class _Findings:
         self._again = {v.storage for v in values if uses[v.number] and v.number not in self._kept}
 
     def note(self) -> None:
-        """Mark the storages."""
         for number, held in self._remat.kept.items():
             self._note_held(self._graph.values[number], held)
         self._note_saved()
@@ -135,7 +134,7 @@ class _Findings:
                 storage.ruling = storage.ruling or reason
 
     def _note_held(self, value: RecordedValue, held: HeldTensor) -> None:
-        """``held`` is what the region itself holds of ``value``, here or in a store."""
+        """Mark ``held``, which the region holds of ``value``, here or in a store."""
         origin, region = self._origins.get(value.storage), self._region
         if held.away is not None:
             if origin is not None:
@@ -147,7 +146,7 @@ class _Findings:
             if value.outside is None or (is_copy and not self._is_rest):
                 storage.kept = self._why_held(value), region
                 self._describe_copy(storage, value, held.tensor)
-            elif is_copy:  # what the rest of the call takes from the part before it
+            elif is_copy:  # an input of the rest of the call, made by the part before it
                 storage.kept = storage.kept or (self._other, region)
             else:
                 storage.input_of = storage.input_of or region
@@ -155,7 +154,7 @@ class _Findings:
     def _describe_copy(
         self, storage: TrackedStorage, value: RecordedValue, tensor: torch.Tensor
     ) -> None:
-        """The region may hold a copy: of what is changed later, or of what it returns."""
+        """The region may hold a copy of a tensor that is changed later, or of its result."""
         origin = self._origins.get(value.storage)
         if value.outside is not None:
             storage.describe(tensor, _COPY, self._region.name)
@@ -177,7 +176,6 @@ class _Findings:
     # --- reasons ----------------------------------------------------------------------------------
 
     def _why_held(self, value: RecordedValue) -> str:
-        """Why ``value`` is held."""
         sources = self._graph.sources(value.number, self._kept, self._why_not_again)
         self._replaced |= {op.number for op in sources if op.number != value.op}
         if value.unsure is not None:

@@ -30,6 +30,7 @@ from recollect.explaining.regions import (
 )
 from recollect.explaining.replay import ReplayRegion
 from recollect.observer import observing
+from recollect.policy.op_info import tensors_in as op_tensors
 from recollect.policy.rulings import Ruling
 from recollect.replay.recording_cache import recordings_preserved
 from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT, Explanation
@@ -146,13 +147,13 @@ class Watcher(DispatchMode):
     ) -> Any:
         if op_name(func) != _FRESH:
             # Before the op, which may give a tensor another storage.
-            self.storages.add_foreign(_tensors((args, kwargs)))
+            self.storages.add_foreign(op_tensors([*args, *(kwargs or {}).values()]))
         out = func(*args, **kwargs) if kwargs else func(*args)
         # Results of a rerun inside forward belong to no region: they are freed with the rerun.
         regions = [] if is_recomputing() else self._running
         for region in regions:
             region.ops += 1
-        made = self.storages.add(_tensors(out), func)
+        made = self.storages.add(op_tensors(out), func)
         path = self._path() if made else ""
         for storage in made:
             storage.path = path
@@ -162,7 +163,6 @@ class Watcher(DispatchMode):
         return out
 
     def _path(self) -> str:
-        """The module that is running."""
         path = Place(sys._getframe(1)).path(self._names)
         # Without the name of the model, which all paths have in common.
         return path.removeprefix(self._prefix) if self._prefix else path
@@ -173,7 +173,6 @@ class Watcher(DispatchMode):
     def region(
         self, engine: str, function: Callable[..., Any], inputs: Any, source: Any
     ) -> Iterator[None]:
-        """The context of a region's forward."""
         if is_recomputing() or not torch.is_grad_enabled():
             yield
             return
@@ -205,7 +204,6 @@ class Watcher(DispatchMode):
         return f"{name} in {path}" if path else name
 
     def packing(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``pack``, which also notes each tensor that autograd saves."""
         if is_recomputing() or not self._running:
             return pack
         region = self._running[-1]
@@ -220,7 +218,6 @@ class Watcher(DispatchMode):
         return note_and_pack
 
     def decided(self, op: Any, out: Any, ruling: Ruling, entry: KeptCall | None) -> None:
-        """A policy has decided."""
         if is_recomputing() or not self._running:
             return
         reason = ruling.reason
@@ -237,18 +234,12 @@ class Watcher(DispatchMode):
     def offloaded(
         self, batch: OffloadBatch, tensor: torch.Tensor, offloaded: OffloadedTensor
     ) -> None:
-        """A region has put ``tensor`` into a store."""
         for storage in self.storages.find([tensor]):
             storage.offloads.append((ref(offloaded), batch))
 
     def fell_back(self, reason: str) -> None:
-        """Replay falls back to rerun for the next region."""
         if not is_recomputing():
             self._fallback[:] = [f"left to the rerun engine: {reason}"]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 # --- who holds what -------------------------------------------------------------------------------

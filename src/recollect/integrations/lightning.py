@@ -73,7 +73,6 @@ class Fit(Callback):
         self._is_fitted = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Fit the module."""
         if self._module is not None:
             fit(self._found(pl_module), budget=self._budget, **self._options)
             self._is_fitted = True
@@ -96,7 +95,6 @@ class Fit(Callback):
         pl_module.training_step = _planned(runner, pl_module.training_step)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Leave the module as it was."""
         if self._is_fitted:
             self._is_fitted = False
             unwrap_module(self._found(pl_module))
@@ -113,7 +111,6 @@ class Fit(Callback):
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same, after an error."""
         self.on_train_end(trainer, pl_module)
 
     def _found(self, pl_module: LightningModule) -> nn.Module:

@@ -64,7 +64,6 @@ class FitCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Fit the model, once the trainer has prepared it."""
         assert model is not None
         if isinstance(vars(model).get(OPTIONS), (Runner, LazyFit)):
             unwrap_module(model)  # an earlier training that was interrupted
@@ -77,7 +76,6 @@ class FitCallback(TrainerCallback):
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Leave the model as it was."""
         assert model is not None
         unwrap_module(model)
         if self._was_checkpointing:

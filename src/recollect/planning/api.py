@@ -27,8 +27,7 @@ from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
 from recollect.planning.trial import Progress
-from recollect.report.notebook import framed
-from recollect.report.page import page
+from recollect.report.page import framed, page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 from recollect.report.units import bytes_text

@@ -26,8 +26,7 @@ from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.bands import Band, Stack
 from recollect.report.compare import Comparison
-from recollect.report.notebook import framed
-from recollect.report.page import page
+from recollect.report.page import framed, page
 from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 from recollect.report.table import table

@@ -1,4 +1,4 @@
-"""What the engines know about an op: `OpInfo`, read from its schema, its tags and name lists."""
+"""Properties of an op (`OpInfo`), from its schema, its tags and lists of names."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ ATTENTION = _aten(
     *("xformers::efficient_attention_forward_cutlass", "xformers_flash::flash_fwd"),
 }
 
-#: Discrete choices: inputs that differ in the last bit may give another one, such as another expert
-#: for a token, and then everything after it differs.
+#: Discrete choices: if the input differs in the last bit, a token may go to another expert, and
+#: everything after it differs.
 _DISCRETE = _aten(
     "argmax argmin argsort bincount bucketize cummax cummin histc kthvalue mode multinomial "
     "nonzero nonzero_static searchsorted sort topk unique_consecutive unique_dim _unique _unique2"
@@ -58,7 +58,7 @@ _DISCRETE = _aten(
 #: The same, in these overloads only.
 _DISCRETE_OVERLOADS = ("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim")
 
-#: Namespaces of communication between processes. The results of functional collectives are there
+#: Namespaces of communication between processes. The results of functional collectives are complete
 #: after one of these waits, which return their argument.
 _FUNCTIONAL = ("_c10d_functional::", "_dtensor::")
 _COLLECTIVES = (*_FUNCTIONAL, "_c10d_functional_autograd::")
@@ -241,7 +241,7 @@ class OpInfo:
     def _kept_by_default(self) -> str | None:
         """Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
 
-        Under a plan, and in the rerun engine without a policy, nothing is kept by default.
+        Plans, and the rerun engine without a policy, keep nothing by default.
         """
         if self.name in _DISCRETE or str(self.op) in _DISCRETE_OVERLOADS:
             return "discrete"
@@ -254,7 +254,6 @@ class OpInfo:
     # --- about one call ---------------------------------------------------------------------------
 
     def generator(self, args: _Args, kwargs: dict[str, Any]) -> torch.Generator | None:
-        """The generator that the call is given."""
         return _value(self._generator, args, kwargs)  # type: ignore[no-any-return]
 
     def is_function(self, args: _Args, kwargs: dict[str, Any]) -> bool:

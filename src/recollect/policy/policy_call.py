@@ -1,7 +1,7 @@
 """A policy during one call of a region: a decision for each op, and for each named tensor.
 
-Module rules need to know which modules are being called. During the call, the modules that rules
-match have a pair of hooks. A rule that matched nothing is reported at the end (`check_rules`).
+Modules that rules match have a pair of hooks during the call, which tell whether they are being
+called. A rule that matched nothing is reported at the end (`check_rules`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PolicyCall:
         if self.rulebook.modules:
             self._hook_modules()
         if self.rulebook.names:
-            self._outer, listening.listener = listening.listener, self
+            self._outer, listening.listener = listening.listener, self._name
 
     def __exit__(self, *exc: object) -> None:
         for module, _ in self._matched:
@@ -111,12 +111,12 @@ class PolicyCall:
     # --- decisions --------------------------------------------------------------------------------
 
     def decide(self, info: OpInfo, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
-        """The ruling about one call of an op, which returned ``out``."""
+        """The ruling about a call of an op that returned ``out``."""
         self._ran.add(info.name)
         return self.decide_call(self.rulebook.for_op(info.op), out, args, kwargs)
 
     def decide_call(self, known: OpRuling, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
-        """The same, for an op that is resolved already."""
+        """The same for a resolved op."""
         rulebook = self.rulebook
         for rank, rule in known.rules:
             if type(rule) is FunctionRule:
@@ -138,8 +138,7 @@ class PolicyCall:
                     return rulebook.rulings[rank]
         return _unless_redistributing(known.ruling)
 
-    def name(self, tensor: torch.Tensor, name: str) -> None:
-        """``tensor`` was given a name."""
+    def _name(self, tensor: torch.Tensor, name: str) -> None:
         self.names.append(name)
         for rank, rule in self.rulebook.names.items():
             if rule.covers(name):
@@ -228,10 +227,9 @@ def _matched_modules(rulebook: Rulebook, roots: list[nn.Module]) -> _Matched:
 
 
 def _find(pattern: str, title: str, inside: _Named, roots: list[nn.Module]) -> list[nn.Module]:
-    """The modules of a region that ``pattern`` matches; raises if it matches none.
+    """The modules of a region that ``pattern`` matches, there or in the whole model.
 
-    It is compared with paths in the region, then with paths in the whole model (a search through
-    memory).
+    Raises if it matches none. The model is found by a search through memory.
     """
     found = [module for name, module in inside if fits(name, pattern)]
     if found:
@@ -258,8 +256,8 @@ def _visible(root: nn.Module) -> _Named:
 def _unless_redistributing(ruling: Ruling) -> Ruling:
     """``ruling``, unless it keeps by default what a ``DTensor`` communicates.
 
-    That is part of an op on the whole, as is what it communicates inside of its other ops. With
-    sequence parallelism the results are what a policy is there to free.
+    That is part of an op on the whole tensor. With sequence parallelism these results are most of
+    the activations.
     """
     is_kept = ruling.reason == COLLECTIVE and ruling.decision is CheckpointPolicy.PREFER_SAVE
     return DEFAULT if is_kept and is_redistributing(sys._getframe(1)) else ruling

@@ -97,7 +97,6 @@ class OpRule(Rule):
     n: int = 1
 
     def covers(self, op: Any) -> bool:
-        """Whether the rule is about ``op``."""
         return op in self.ops or op_name(op) in self.names
 
     def __reduce__(self) -> Any:
@@ -122,7 +121,6 @@ class PatternRule(Rule):
     patterns: tuple[str, ...]
 
     def covers(self, name: str) -> bool:
-        """Whether ``name`` fits one of the patterns."""
         return _fits_any(name, self.patterns)
 
 
@@ -252,9 +250,7 @@ def _hint(op: Any) -> str:
             f"torch.ops.{op}.default rather than torch.ops.{op}."
         )
     packet = packet_of(op)
-    return (
-        "" if packet is None else f" A torch function is not an op: use torch.ops.{packet} instead."
-    )
+    return f" A torch function is not an op: use torch.ops.{packet} instead." if packet else ""
 
 
 def written(name: str, values: Iterable[Any]) -> str:

@@ -34,7 +34,7 @@ class Ruling:
         self.rank = rank
 
 
-#: No rule has decided: ranked behind all rules.
+#: Where no rule decides: ranked behind all rules.
 DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
 
 
@@ -47,9 +47,8 @@ class OpRuling:
         self.info = info
         self.call = info.call
         self.is_plain = info.is_plain
-        #: Applies unless one of ``rules``, which are tried at every call, decides.
+        #: Applies unless one of ``rules`` decides: rank and rule, tried at every call.
         self.ruling = ruling
-        #: With their ranks.
         self.rules = rules
         self.may_be_kept = info.can_be_kept and (ruling.keeps or bool(rules))
 
@@ -86,7 +85,6 @@ class Rulebook:
         return " | ".join(map(repr, self.rules))
 
     def for_op(self, op: Any) -> OpRuling:
-        """What the policy says about ``op``."""
         found = self.known.get(id(op))
         if found is None:
             found = self.known[id(op)] = self._resolve(op_info(op))

@@ -1,4 +1,4 @@
-"""Divides the modules of a model into a few bands, for a stacked picture of its memory."""
+"""Divides the modules of a model into a few bands, for a stacked chart of its memory."""
 
 from __future__ import annotations
 

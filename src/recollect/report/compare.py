@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recollect.report.notebook import framed
-from recollect.report.page import comparison_page
+from recollect.report.page import comparison_page, framed
 from recollect.report.plan_report import PlanReport, longer_text
 from recollect.report.rows import Row, lists_by, pattern, sums_of
 from recollect.report.table import columns, counted
@@ -60,13 +59,8 @@ class Comparison:
 
     def figures(self) -> list[tuple[str, str, str]]:
         """Name, and the figure of each plan."""
-        return [
-            (name, one, other)
-            for (name, one), (_, other) in zip(
-                _figures(self.first), _figures(self.second), strict=True
-            )
-            if one != "-" or other != "-"
-        ]
+        pairs = zip(_figures(self.first), _figures(self.second), strict=True)
+        return [(name, a, b) for (name, a), (_, b) in pairs if (a, b) != ("-", "-")]
 
     def change_lines(self) -> list[tuple[str, str, str, str, str]]:
         """The changes with equal ones on one line, the largest first."""

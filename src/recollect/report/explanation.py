@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from recollect.report.notebook import framed
-from recollect.report.page import explanation_page
+from recollect.report.page import explanation_page, framed
 from recollect.report.plan_report import Figure
 from recollect.report.rows import RegionCall, Row, Totals, lists_by, pattern
 from recollect.report.table import columns, counted, modules_table, rows_table

@@ -1,8 +1,7 @@
-"""A plan, a frontier or a search for the largest batch as one HTML page, which needs nothing else.
+"""A plan, a frontier or a search for the largest batch as one HTML page, without requests.
 
-Head, tiles, notes and small tables are written here and can be read without a script. The charts
-and the tree of modules are drawn by the script of the page, from the data that stand in it. The
-page allows itself that one script, by its hash, and no request at all.
+Head, tiles, notes and small tables are HTML. The charts and the tree of modules are drawn by the
+script of the page from its data. Its policy allows that one script, by its hash.
 """
 
 from __future__ import annotations
@@ -61,14 +60,16 @@ _HELD_MODULES = (
     "stores."
 )
 
-#: What is filled into a section; None if the section does not apply.
+#: The fields of a section; None to leave it out.
 _Fields = dict[str, str] | None
 
 
 def page(report: PlanReport) -> str:
     """The whole page; write it to a file as UTF-8."""
+    is_frontier = report.budget is None
+    what = "Frontier of the training step" if is_frontier else "Training step under a plan"
     fields: dict[str, _Fields] = {
-        "head": _head(report),
+        "head": _head(what, report.title, report.device, summary(report)),
         "tiles": _tiles(figures(report)),
         "memory": _memory(report),
         "stack": _stack(report),
@@ -118,13 +119,10 @@ def comparison_page(
     same = first.title == second.title and first.device == second.device
     keys = [("first", "line", escape(names[0]), True), ("second", "line", escape(names[1]), True)]
     title, *_ = text.splitlines()
+    models = first.title if same else f"{first.title} and {second.title}"
+    about = f"The training step under two plans: {names[0]} and {names[1]}."
     fields: dict[str, _Fields] = {
-        "head": {
-            "what": "Two plans side by side",
-            "title": escape(first.title if same else f"{first.title} and {second.title}"),
-            "device": escape(f"on {first.device}"),
-            "summary": escape(f"The training step under two plans: {names[0]} and {names[1]}."),
-        },
+        "head": _head("Two plans side by side", models, first.device, about),
         "compared": {"header": _header(("", *names)), "rows": _body(compared)},
         "memory": {"legend": _legend(keys)} if first.after and second.after else None,
         "changes": {
@@ -139,18 +137,22 @@ def comparison_page(
 
 def sizes_page(report: SizesReport) -> str:
     """The page of a search for the largest batch."""
+    what = "The largest batch within a budget"
     fields: dict[str, _Fields] = {
-        "head": {
-            "what": "The largest batch within a budget",
-            "title": escape(report.title),
-            "device": escape(f"on {report.device}"),
-            "summary": escape(sizes_summary(report)),
-        },
+        "head": _head(what, report.title, report.device, sizes_summary(report)),
         "tiles": _tiles(sizes_figures(report)),
         "sizes": _sizes(report),
         "noscript": {"table": escape(sizes_table(report))},
     }
     return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
+
+
+def framed(document: str) -> str:
+    """A page for a notebook, in a frame: neither can change the looks of the other."""
+    return (
+        f'<iframe srcdoc="{escape(document)}" sandbox="allow-scripts" title="recollect" '
+        'style="width:100%;height:640px;border:1px solid #8884;border-radius:6px"></iframe>'
+    )
 
 
 def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], remark: str) -> str:
@@ -186,13 +188,12 @@ def _hash(script: str) -> str:
 # --- sections -------------------------------------------------------------------------------------
 
 
-def _head(report: PlanReport) -> _Fields:
-    is_frontier = report.budget is None
+def _head(what: str, title: str, device: str, text: str) -> _Fields:
     return {
-        "what": "Frontier of the training step" if is_frontier else "Training step under a plan",
-        "title": escape(report.title),
-        "device": escape(f"on {report.device}"),
-        "summary": escape(summary(report)),
+        "what": what,
+        "title": escape(title),
+        "device": escape(f"on {device}"),
+        "summary": escape(text),
     }
 
 
@@ -225,11 +226,8 @@ def _memory(report: PlanReport) -> _Fields:
 
 
 def _stack(report: PlanReport) -> _Fields:
-    names = [
-        name
-        for name, stack in (("plain", report.before_stack), ("with the plan", report.after_stack))
-        if stack.bands
-    ]
+    stacks = {"plain": report.before_stack, "with the plan": report.after_stack}
+    names = [name for name, stack in stacks.items() if stack.bands]
     buttons = "".join(
         f'<button type="button" aria-pressed="{"true" if name == names[-1] else "false"}">'
         f"{name}</button>"
@@ -258,21 +256,19 @@ def _parts(report: PlanReport) -> _Fields:
         return None
     # flex-grow is the one measure that lets the parts fill the bar, whatever their sum.
     kinds = [_part_kind(n, name) for n, (name, _) in enumerate(report.parts)]
-    bar = "".join(
-        f'<i class="{kind}" style="flex-grow:{nbytes / whole:.6f}"></i>'
-        for kind, (_, nbytes) in zip(kinds, report.parts, strict=True)
-    )
-    items = "\n".join(
-        f'<li><span class="what"><i class="swatch {kind}"></i>{escape(name)}</span>'
-        f"{bytes_text(nbytes)}"
-        f'<span class="share">{escape(percent_text(nbytes / whole))}</span></li>'
-        for kind, (name, nbytes) in zip(kinds, report.parts, strict=True)
-    )
-    return {"bar": bar, "items": items}
+    bar, items = "", []
+    for kind, (name, nbytes) in zip(kinds, report.parts, strict=True):
+        bar += f'<i class="{kind}" style="flex-grow:{nbytes / whole:.6f}"></i>'
+        items.append(
+            f'<li><span class="what"><i class="swatch {kind}"></i>{escape(name)}</span>'
+            f'{bytes_text(nbytes)}<span class="share">{escape(percent_text(nbytes / whole))}'
+            "</span></li>"
+        )
+    return {"bar": bar, "items": "\n".join(items)}
 
 
 def _part_kind(number: int, name: str) -> str:
-    """A colour means one thing: what is kept, or recomputed, has that of its fate everywhere."""
+    """The class for a colour: kept and recomputed memory have that of their fate everywhere."""
     fate = name.partition(" ")[0]
     return fate if fate in PLANNED else f"c{number % _COLOURS}"
 

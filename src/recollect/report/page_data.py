@@ -1,4 +1,4 @@
-"""What the script of a page draws: curves, points and rows, as JSON."""
+"""The data that the script of a page draws: curves, points and rows, as JSON."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def rows_data(rows: Sequence[Row], fates: Sequence[str]) -> dict[str, Any]:
 def shown_points(report: PlanReport) -> list[Point]:
     """The points whose time is known, from the least peak to the largest.
 
-    Of our plans only those that no other one beats: the chosen plan may have been measured to be
-    faster than others of more memory were predicted to be.
+    Plans that another one beats are left out: the chosen one may have been measured to be faster
+    than predicted.
     """
     known = [point for point in report.points if math.isfinite(point.seconds)]
     known.sort(key=lambda point: (point.peak, point.seconds))
@@ -179,10 +179,10 @@ def thinned(curve: _Curve, buckets: int) -> list[tuple[float, int]]:
     start, end = curve[0][0], curve[-1][0]
     width = (end - start) / buckets or 1.0
     spans = groupby(curve, lambda point: min(int((point[0] - start) / width), buckets - 1))
-    return [point for _, span in spans for point in _telling(list(span))]
+    return [point for _, span in spans for point in _extremes(list(span))]
 
 
-def _telling(points: _Curve) -> list[tuple[float, int]]:
+def _extremes(points: _Curve) -> list[tuple[float, int]]:
     """The first, the last, the highest and the lowest, in their order."""
     order = range(len(points))
     highest = max(order, key=lambda n: points[n][1])

@@ -52,7 +52,7 @@ class RegionCall:
 
 
 class Sum(NamedTuple):
-    """Bytes of results, and the seconds that their ops take."""
+    """Bytes of results, and seconds of their ops."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -76,7 +76,6 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Totals:
-        """Add up ``rows``."""
         modules = lists_by(lambda row: row.path, rows)
         return cls(_bytes_of(rows), {each[0].path: _bytes_of(each) for each in modules})
 

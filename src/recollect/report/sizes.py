@@ -1,4 +1,4 @@
-"""What there is to show of a search for the largest batch: the sizes that were tried."""
+"""The table of a search for the largest batch: the sizes that were tried."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SizePoint:
 
 @dataclass(frozen=True)
 class SizesReport:
-    """What the table and the page of a search show, in bytes and seconds."""
+    """The data of the table and the page of a search, in bytes and seconds."""
 
     title: str  #: the class of the model
     device: str

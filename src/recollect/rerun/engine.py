@@ -10,11 +10,11 @@
     (4) settle: inputs that the region          (7) all tensors are there: stop the rerun early
         changed, devices that it started        (8) unpack hands the tensor out, and forgets it
 
-Forward is in `frame`, (5) to (7) in `recompute`. A tensor is forgotten as it is unpacked, also with
-``retain_graph``: recomputed memory shrinks as backward goes, and a second backward reruns. Tickets
-of a part of the graph that has been freed are dead, and nothing is kept for them. Recomputed
-tensors belong to one backward (a graph task of autograd's, or the ``GraphExecGroup`` around
-several): two that run interleaved, one inside the other or in two threads, do not see each other's.
+Forward is in `frame`, (5) to (7) in `recompute`. A tensor is freed as it is unpacked, also with
+``retain_graph``: a second backward reruns. Tickets of a part of the graph that has been freed are
+dead, and nothing is kept for them. Recomputed tensors belong to one backward (a graph task of
+autograd's, or the ``GraphExecGroup`` around several); others that run at the same time do not see
+them.
 
 The hooks run three times for every saved tensor of a model; they are written for speed.
 """
@@ -59,7 +59,7 @@ class Frame(ForwardFrame):
 
     @hide_from_dynamo
     def _recompute(self, number: int) -> tuple[RecomputedTensors, torch.Tensor]:
-        """The tensors recomputed for this backward, now if need be, and that of ``number``."""
+        """The tensors recomputed for this backward, perhaps now, and that of ``number``."""
         backward = get_graph_exec_group()
         if backward is None:
             backward = current_graph_task()

@@ -35,7 +35,6 @@ Ticket = tuple[Any, ...]
 #: What ``context_fn`` returns: one context for forward, one for the rerun.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-
 #: The contexts that need no check.
 _OWN_MODES: list[type] = [RecordMode, RecomputeMode]
 
@@ -89,10 +88,7 @@ class RecomputedTensors:
 
 
 class ForwardFrame:
-    """One call of a checkpointed function, as far as a recomputation has to know it.
-
-    Enter it to run the function's forward inside. `Frame` adds the way back.
-    """
+    """One call of a checkpointed function, whose forward runs inside. `Frame` adds backward."""
 
     __slots__ = (
         *("__weakref__", "compares_values", "contexts", "debug", "describe", "early_stop"),
@@ -129,8 +125,8 @@ class ForwardFrame:
         #: Whether to refuse a recomputation for a tensor that was unpacked before.
         self.read_once = read_once
         self.running = True
-        #: One for each saved tensor. Held here and by the graph: a ticket that only this list holds
-        #: is dead. (Counting references costs nothing in forward; a weak reference would.)
+        #: One for each saved tensor. A ticket that only this list holds, and no graph, is dead.
+        #: (Counting references costs nothing in forward; a weak reference would.)
         self.tickets: list[Ticket] = []
         #: What `Frame` has recomputed, and its locks, by backward.
         self.recomputed: dict[Any, RecomputedTensors] = {}
@@ -220,9 +216,9 @@ class ForwardFrame:
     def dead(self) -> frozenset[int]:
         """The numbers of the tickets that the graph does not hold any more."""
         counts = _reference_counts(self.tickets)
-        if not counts or min(counts) > _OF_THE_DEAD:
+        if not counts or min(counts) > _DEAD_COUNT:
             return _NO_TICKETS
-        return frozenset(n for n, count in enumerate(counts) if count <= _OF_THE_DEAD)
+        return frozenset(n for n, count in enumerate(counts) if count <= _DEAD_COUNT)
 
 
 _NO_TICKETS: frozenset[int] = frozenset()
@@ -233,7 +229,7 @@ def _reference_counts(tickets: list[Ticket]) -> list[int]:
 
 
 #: References to a ticket that only a list holds, as this interpreter counts them.
-(_OF_THE_DEAD,) = _reference_counts([(object(),)])
+(_DEAD_COUNT,) = _reference_counts([(object(),)])
 
 
 def noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:

@@ -44,7 +44,7 @@ class Recomputation:
     """One run of a frame's function in backward."""
 
     __slots__ = (
-        *("_changes", "_dead", "_expected", "_frame", "_later", "_log", "_raised"),
+        *("_changes", "_dead", "_expected", "_frame", "_frame_after", "_log", "_raised"),
         *("_recompute_mode", "_stopped", "_surplus", "_tensors", "_unwritten_by", "_versions"),
     )
 
@@ -58,8 +58,8 @@ class Recomputation:
         self._stopped = False
         self._surplus = False
         #: The frame, once the rerun is over.
-        self._later: ReferenceType[ForwardFrame] | None = None
-        #: The operation that may not have written yet what it saves.
+        self._frame_after: ReferenceType[ForwardFrame] | None = None
+        #: The operation that may still write to a tensor that it saved.
         self._unwritten_by = -1
         self._raised: str | None = None
         #: The mode that returns kept results, if there are any.
@@ -81,7 +81,7 @@ class Recomputation:
             self._run_with(args, kwargs)
             self._verify()
             tensors = self._tensors[: self._expected]
-            if _hold_memory(tensors, frame.function):
+            if _may_hold_memory(tensors, frame.function):
                 tensors = [t if t is None else t.detach() for t in tensors]
         except CheckpointError as error:
             log = frame.forward_log
@@ -91,7 +91,7 @@ class Recomputation:
         finally:
             # The graph of the rerun holds on to the hooks, and they to this object.
             self._tensors.clear()
-            self._later = ref(frame)
+            self._frame_after = ref(frame)
             del self._frame
         return RecomputedTensors(tensors, self._versions)
 
@@ -151,7 +151,6 @@ class Recomputation:
             )
 
     def _contexts(self, values: tuple[Any, ...]) -> list[AbstractContextManager[Any]]:
-        """The contexts of the function, whose arguments are ``values``."""
         frame = self._frame
         contexts: list[Any] = [] if frame.contexts is None else [frame.contexts[1]]
         if contexts and isinstance(contexts[0], RecomputeMode):
@@ -218,11 +217,10 @@ class Recomputation:
         # Otherwise the function goes backward inside forward, which has not saved all it will.
 
     def _may_be_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether the operation that is saving ``tensor`` could have yet to write it.
+        """Whether the operation that is saving ``tensor`` may write to it afterwards.
 
-        ``rrelu`` saves the buffer for its noise, then its input, and then draws the noise: to stop
-        in between would leave whatever memory held. Such a buffer is new: it has no history, which
-        the caller has seen, no version and no base, and is none of the inputs.
+        ``rrelu`` saves the buffer for its noise, then its input, and then draws the noise. Such a
+        buffer is new: it has no history, version or base, and is none of the inputs.
         """
         return (
             tensor.is_floating_point()
@@ -235,10 +233,10 @@ class Recomputation:
         """The unpack hook of the graph that this rerun builds."""
         if type(packed) is not int:
             return packed  # type: ignore[no-any-return]
-        if self._later is None:
+        if self._frame_after is None:
             return self._tensors[packed]  # type: ignore[no-any-return]
         # Somebody goes backward on that graph later: the function has stored a part of it.
-        frame = self._later()
+        frame = self._frame_after()
         tensors = [] if frame is None else Recomputation(frame, keep_all=True).run().tensors
         tensor = tensors[packed] if packed < len(tensors) else None
         if tensor is None:
@@ -265,13 +263,11 @@ class Recomputation:
                 raise error
 
     def _context(self) -> MismatchContext:
-        """The context of an error."""
         frame = self._frame
         args, kwargs = frame.inputs.given
         return MismatchContext(frame.function, frame.tickets, self._tensors, args, kwargs)
 
     def _compare(self, describe: Describe) -> None:
-        """Compare the description of each tensor with that of forward."""
         frame = self._frame
         # Here in one loop, and not one by one in the hook: the code is warm then.
         numbered = enumerate(self._tensors[: self._expected])
@@ -295,23 +291,22 @@ class Recomputation:
             raise metadata_mismatch(self._context(), differences)
 
 
-#: Functions whose last recomputation had a light history, see below. By id of the function, or of
-#: the object whose method it is: that, weakly, and how many tensors the recomputation saved.
-_light: dict[int, tuple[ReferenceType[Any], int]] = {}
+#: Functions whose last recomputation used no custom functions. By id of the function, or of the
+#: object whose method it is: that, weakly, and how many tensors the recomputation saved.
+_without_custom_functions: dict[int, tuple[ReferenceType[Any], int]] = {}
 #: How many are known at most: ids are used again.
 _KNOWN = 4096
 
 
-def _hold_memory(tensors: list[Any], function: Any) -> bool:
-    """Whether the history of ``tensors`` may hold more than numbers.
+def _may_hold_memory(tensors: list[Any], function: Any) -> bool:
+    """Whether the history of ``tensors`` may hold memory: a custom function may have tensors.
 
-    A custom function may have put tensors on its context. Others save what they need through the
-    hooks: their history is light, and leaving it on saves detaching every tensor. A function that
-    saves as many tensors as the last time is taken to use no custom functions still: to make an
-    object of every node takes longer than all other checks, and memory is all there is to lose.
+    Others save what they need through the hooks, so their tensors need not be detached. A function
+    that saves as many tensors as the last time is assumed to use no custom functions still: to make
+    a Python object of every node is slow, and only memory is at stake.
     """
     owner = getattr(function, "__self__", function)
-    known = _light.get(id(owner))
+    known = _without_custom_functions.get(id(owner))
     if known is not None and known[1] == len(tensors) and known[0]() is owner:
         return False
     try:
@@ -322,9 +317,9 @@ def _hold_memory(tensors: list[Any], function: Any) -> bool:
     if any(issubclass(kind, BackwardCFunction) for kind in kinds):
         return True
     with suppress(TypeError):  # there are no weak references to some objects
-        if len(_light) >= _KNOWN:
-            _light.clear()
-        _light[id(owner)] = ref(owner), len(tensors)
+        if len(_without_custom_functions) >= _KNOWN:
+            _without_custom_functions.clear()
+        _without_custom_functions[id(owner)] = ref(owner), len(tensors)
     return False
 
 

@@ -58,7 +58,7 @@ class CheckpointFunction(torch.autograd.Function):
         # Tensors go through save_for_backward, which guards their versions; None holds their place.
         others: list[Any] = []
         indices: list[int] = []
-        # What is saved is guarded from the end of forward on only.
+        # Until the end of forward, saved tensors are not guarded.
         versions: list[int | None] = []
         for index, value in enumerate(args):
             if not isinstance(value, torch.Tensor):

@@ -1,23 +1,20 @@
-"""Tensors that a region writes to or reads, beside its arguments.
+"""Tensors that a region writes to or reads, besides its arguments.
 
 BatchNorm is counted once: tensors that a region writes to (statistics, counters, histories) must
 end as after one forward, and a rerun must read their values of forward. So buffers that forward
-changed get their former values in place while the region is rerun. Version counters stay as they
-are, as if nothing had happened.
+changed get their former values in place during the rerun, and keep their version counters.
 
-Not every change shows in a version: the op of ``BatchNorm`` writes to the running statistics though
+Not every change raises a version: the op of ``BatchNorm`` writes to the running statistics though
 its schema does not say so, and ``buffer.data.copy_()`` is a common way to update a moving average.
-So copies are compared by content on the CPU. On a device a comparison would synchronize: there,
-buffers of modules that may write so are assumed to have changed. Large buffers are usually masks
-and tables: they are copied and compared at their first call, and copied later only if they have
-ever changed.
+So copies are compared by content on the CPU. On a device that would synchronize: there, buffers of
+modules that may write so are assumed to have changed. Large buffers are usually masks and tables:
+they are copied at their first call, and later only if they have ever changed.
 
-Tensors that a region only reads, such as parameters, are guarded by their versions. A rerun reads
-them again: if one was changed in place meanwhile, the rerun would compute with the new value, where
-plain autograd raises. Such a change is an error only if the rerun uses the tensor: a closure may
-hold a model with other parameters, which may change. Replacing, emptying or filling the ``data`` of
-a parameter does not change its version: sharding engines do so all the time, and ensure that the
-values are the same.
+Tensors that a region only reads, such as parameters, are guarded by their versions: where one was
+changed in place, the rerun would compute with the new value, and plain autograd raises. The change
+is an error only if the rerun uses the tensor, since a closure may hold a model with other
+parameters. Setting the ``data`` of a parameter does not raise its version: sharding engines do so
+all the time, and ensure that the values are the same.
 """
 
 from __future__ import annotations
@@ -80,7 +77,6 @@ class _Watched:
         return self.writes is not Writes.SEEN
 
     def remember(self, has_changed: bool) -> None:
-        """Note whether a large tensor has ever changed."""
         key = id(self.tensor), self.writes
         known = _large.get(key)
         if known is None:
@@ -89,8 +85,7 @@ class _Watched:
             _large[key] = known[0], True
 
 
-#: Large buffers that have been watched before, in training or not, and whether one of them has ever
-#: changed.
+#: Large buffers that were watched before, in training or not, and whether each has ever changed.
 _large: dict[tuple[int, Writes], tuple[ref[_Tensor], bool]] = {}
 
 
@@ -230,7 +225,6 @@ class Guards:
         self._versions = versions
 
     def add(self, tensors: list[_Tensor]) -> None:
-        """Guard ``tensors`` too, from here on."""
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._tensors += tensors
         self._versions += [tensor._version for tensor in tensors]
@@ -252,7 +246,7 @@ class UseOfChanged(DispatchMode):
     def __init__(self, changes: Changes) -> None:
         super().__init__()
         self._changes = changes
-        #: Kept, since the function may swallow what is raised inside of it.
+        #: Kept, since the function may swallow it.
         self.error: InputChanged | None = None
 
     def __torch_dispatch__(

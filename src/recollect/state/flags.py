@@ -31,12 +31,12 @@ def read_flags() -> Flags:
     try:
         return (*map(_call, _GETTERS),)
     except RuntimeError:
-        # torch refuses to say by an older switch what was set by a newer one.
+        # torch refuses to read an older switch after a newer one was used for the same setting.
         return *map(_try, _GETTERS), read_precisions()
 
 
 def read_usual_flags() -> Flags:
-    """The switches now, without those that only a few special ops heed."""
+    """The switches now, without those that only a few special ops depend on."""
     try:
         return (*map(_call, _USUAL_GETTERS),)
     except RuntimeError:

@@ -1,22 +1,21 @@
 """The arguments of a region, held until its rerun and guarded against change.
 
-A tensor is held with the version it had at the call. Inside another checkpointed region (or under
-any other saved-tensor hooks) it is saved through those hooks instead, as an op would save it: the
-outer region then frees and recomputes it, and a hook that moves saved tensors to the host moves
-this one too. Or it goes to a store, if the user wants that.
+A tensor is held with the version it had at the call. Inside another checkpointed region, or under
+any other saved-tensor hooks, it is saved through those hooks, as an op would save it: the outer
+region frees and recomputes it, and a hook that offloads saved tensors offloads this one too. With
+``offload_inputs`` it goes to a store.
 
-Lists, dicts and objects are restored: a list grows, a counter on an object goes up, a cache gets
-longer. A rerun must find each as it was, and its own changes must not show, since forward has made
-them already. Contents are exchanged in place, on the user's own objects: two arguments that were
-one list are one list, and a closure that has the same list sees the same items. Almost always there
-are none, and arguments cost no more than a check of the type of each.
+Lists, dicts and objects are restored: a rerun must find a growing list or a counter as it was, and
+its own changes must not show, since forward has made them already. Contents are exchanged in place,
+on the user's own objects, which other arguments or a closure may share. Almost always there are
+none, and arguments cost no more than a check of the type of each.
 
     at the call         ``Inputs(args, kwargs)``, which refuses iterators
     after forward       ``settle()``
     in backward         ``recall()``; the rerun inside of ``swapped()``
 
-Contents are held for as long as the graph of the region lives. An object that comes to hold a
-result of the region thus holds itself, until backward frees the graph; so it does with torch.
+Contents are held while the graph of the region lives. As with torch, an object that comes to hold a
+result of the region holds itself until backward frees the graph.
 """
 
 from __future__ import annotations
@@ -74,14 +73,12 @@ class ArgumentSnapshot:
         self.entries: dict[int, list[Entry]] = {}
         #: Those of them that can change.
         self.mutable: list[Entry] = []
-        #: The tensors that were found, except for those that the region may write to, which
-        #: `RegionState` copies: small ones without grad that something mutable holds. It captures
-        #: modules and random generators, too.
+        #: Tensors; those that the region may write to (small ones without grad that something
+        #: mutable holds), modules and random generators, which `RegionState` captures.
         self.tensors: list[_Tensor] = []
         self.copied: list[_Tensor] = []
         self.captured_elsewhere: list[Any] = []
-        #: The first iterator that is an argument: a rerun could not read it again. For those in
-        #: attributes there are stand-ins, in case that the rerun draws from them.
+        #: The first iterator among the arguments. Those in attributes get stand-ins.
         self.iterator: Any = None
         #: Items; whether they are arguments, or attributes; whether something mutable holds them.
         pending: list[tuple[Collection[Any], bool, bool]] = [(values, True, False)]
@@ -124,13 +121,13 @@ class ArgumentSnapshot:
         return []
 
     def parts(self, value: Any) -> list[tuple[str, Any]]:
-        """The items that ``value`` held, each with the suffix that names it."""
+        """The items of ``value``, each with the suffix that names it."""
         entries = self.entries.get(id(value), ())
         return [part for _, restorer, held in entries for part in restorer.parts(held)]
 
 
 def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
-    """What was taken, with stand-ins for the iterators in it."""
+    """The contents ``held``, with stand-ins for iterators."""
     if not any(map(is_used_up, restorer.items(held))):
         return held
     stand_ins = {
@@ -170,8 +167,7 @@ _swapping = threading.RLock()
 def _swapped(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
     """A context in which objects have the contents of ``entries``.
 
-    If something cannot be restored, ``InputChanged`` is raised with its ``name``; without ``name``
-    it stays as it is.
+    What cannot be restored raises ``InputChanged`` with its ``name``, or is left as it is without.
     """
     if not _swapping.acquire(timeout=PATIENCE):
         raise CheckpointError(_STUCK)
@@ -229,7 +225,7 @@ _STUCK = (
 
 
 class _Saved:
-    """Replaces a tensor that was saved through hooks, or put into a store, and is not held here."""
+    """In place of a tensor that was saved through hooks or put into a store."""
 
     __slots__ = ("_version", "tensor", "unpack")
 
@@ -277,8 +273,8 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 class Inputs:
     """Arguments of one call.
 
-    Without ``guard``, tensors that have changed are taken as they are. With an ``offload_batch``,
-    activations among them are put there, unless somebody else's hooks take them.
+    Without ``guard``, changed tensors are used as they are. With an ``offload_batch``, activations
+    are put there, unless other saved-tensor hooks take them.
     """
 
     __slots__ = (
@@ -345,9 +341,9 @@ class Inputs:
     def settle(self) -> None:
         """Note what the region itself changed in place.
 
-        If it changed a tensor, backward raises, and all arguments are released: the history of that
-        tensor may run through the region, which would then hold itself. A copied tensor is restored
-        for a rerun, unless it has gained a history.
+        If it changed a tensor, backward raises. All arguments are released, since the history of
+        the tensor may run through the region. A copied tensor is restored for a rerun, unless it
+        has gained a history.
         """
         for tensor, version in zip(self.copied, self._versions, strict=True):
             if tensor.requires_grad:
@@ -396,7 +392,6 @@ class Inputs:
         return _swapped(self._contents.mutable, self._name if self._guard else None)
 
     def has(self, tensor: _Tensor) -> bool:
-        """Whether ``tensor`` is one of the arguments."""
         return any(tensor is each for each, _ in self._guards) or any(
             tensor is each for each in self.copied
         )

@@ -51,7 +51,7 @@ def is_used_up(value: Any) -> bool:
 
 
 def with_exchanged(held: Any, others: dict[int, Any]) -> Any:
-    """What a restorer took, with each item `exchanged`; the same object if none is."""
+    """The contents that a restorer took, each item `exchanged`; the same object if none is."""
     is_dict = isinstance(held, dict)
     items = [*held.values()] if is_dict else held
     replaced = [exchanged(item, others) for item in items]
@@ -61,7 +61,7 @@ def with_exchanged(held: Any, others: dict[int, Any]) -> Any:
 
 
 def exchanged(value: Any, others: dict[int, Any]) -> Any:
-    """``value``, or what ``others`` has for it, or for what it is a tuple, method or partial of."""
+    """``value``, with itself or the items of a tuple, method or partial replaced by ``others``."""
     if id(value) in others:
         return others[id(value)]
     if type(value) is tuple:

@@ -1,19 +1,17 @@
 """The modules of a region as they were at the call: parameters, buffers, children, mode, hooks.
 
-An assignment puts another tensor in the place of one: ``self.average = 0.9 * self.average + x``
-inside the region, ``layer.weight = nn.Parameter(...)`` after it, ``torch.func.functional_call``
-around it. ``model.eval()`` changes what dropout does; a hook, or a ``forward`` that is set on an
-instance, changes what a module returns. A rerun finds all of this as forward found it. What a class
-defines is not restored, since other code uses it at the same time: another ``forward`` of a class,
-or another class of a module, is an error.
+A tensor may be replaced by assignment (``self.average = 0.9 * self.average + x`` in the region,
+``layer.weight = nn.Parameter(...)`` after it, ``torch.func.functional_call`` around it);
+``model.eval()``, a hook or a ``forward`` set on an instance change what a module returns. All of
+this is restored for a rerun. Classes are not, since other code uses them at the same time: another
+``forward`` of a class, or another class of a module, is an error.
 
-Almost always nothing has changed. To find that out takes some tens of nanoseconds for each module,
-thanks to a `ModuleIndex` of what is below it. To walk through a module would take a microsecond for
-each of its parts, at every call. An index holds as long as every module has the same children, of
-the same classes, and parameters and buffers of the same names. (torch would report registrations;
-but the compiler guards on registration hooks, in all code that registers a module.) It is stored in
-the module itself: from a global table, a module that refers to itself (by a bound method among its
-attributes, say) would never be freed.
+Almost always nothing has changed. With a `ModuleIndex` of the modules below a module, finding that
+out takes tens of nanoseconds for each; walking through them would take a microsecond for each part,
+at every call. An index is valid while every module has the same children, of the same classes, and
+parameters and buffers of the same names. (torch would report registrations; but the compiler guards
+on registration hooks, in all code that registers a module.) It is stored in the module itself: in a
+global table it would keep alive a module that refers to itself (by a bound method, say).
 """
 
 from __future__ import annotations
@@ -174,7 +172,7 @@ class ModuleIndex:
             self.functions += _functions_of(type(module))
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether this is what is below ``module`` now."""
+        """Whether this index of ``module`` is up to date."""
         if (
             self.root() is not module
             or type(module) is not self.root_class
@@ -195,7 +193,7 @@ class ModuleIndex:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the first call is still to make a parameter or buffer."""
+        """Whether a lazy module is still to make a parameter or buffer."""
         if not self._unfinished:
             return False
         tensors = chain.from_iterable([[*owner.values()] for owner in self._unfinished])
@@ -206,7 +204,7 @@ class ModuleIndex:
 
 
 def _functions_of(cls: type) -> list[FunctionType]:
-    """The functions that a class of modules has beside those of every module."""
+    """The functions of a class of modules that torch does not define."""
     classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
     members = [member for base in classes for member in [*vars(base).values()]]
     return list({id(m.__code__): m for m in members if type(m) is FunctionType}.values())
@@ -248,7 +246,7 @@ _FORWARD, _TRAINING, _NOTHING = repeat("forward"), repeat("training"), repeat(No
 
 
 class ModuleState:
-    """What the modules of a region had, and how they were called, when it began."""
+    """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
         *("_class_forwards", "_content", "_hooks", "_indexes", "_owners", "_switches"),
@@ -276,7 +274,7 @@ class ModuleState:
         self._class_forwards = [_class_forwards(index) for index in indexes]
 
     def guarded(self) -> list[torch.Tensor]:
-        """The parameters whose change in place is an error."""
+        """The parameters that may not be changed in place."""
         first, found = 0, []
         for index in self._indexes:
             found += self._values[first : first + index.guarded]
@@ -301,7 +299,7 @@ class ModuleState:
         return _hooks_of(self._content) == self._hooks
 
     def restore(self, stack: ExitStack) -> None:
-        """Put back what can be, until ``stack`` closes, and raise for what cannot."""
+        """Restore it until ``stack`` closes; raise if a class has changed."""
         self._check_classes()
         for index in self._indexes:
             _restore_children(index, stack)
@@ -330,7 +328,7 @@ class ModuleState:
         """Where another parameter, buffer or child is now, and which was there."""
         all_names = [names for index in self._indexes for names in index.names]
         if sum(map(len, all_names)) != len(self._values):
-            return []  # somebody writes to the dictionaries, and knows what is where
+            return []  # other code manages these dictionaries
         then = iter(self._values)
         replaced: list[tuple[Attributes, str, Any]] = []
         for owner, names in zip(self._owners, all_names, strict=True):

@@ -1,10 +1,9 @@
-"""What a function can reach beside its arguments: modules, generators, tensors, variables.
+"""What a function can reach besides its arguments: modules, generators, tensors, variables.
 
-The search goes where a function keeps things: the module it is or is bound to, the cells of its
-closure, its defaults, the arguments of a ``functools.partial``, the globals that its code names,
-and from each of these one step further (a list of modules, an attribute of an object, a function
-called by the function). It runs at every call, since any of these may be another one then. The
-names that a piece of code uses are remembered, and so is the index of a module.
+The search follows the module that a function is or is bound to, its closure, its defaults, the
+arguments of a ``functools.partial``, and the globals that its code names, and from there lists,
+attributes and functions that it calls. It runs at every call, since any of these may change.
+The names that code uses, and the index of a module, are cached.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _UNINTERESTING: tuple[Any, ...] = (
 
 
 def lazy_module(name: str, module: nn.Module) -> ValueError:
-    """What to raise for a module that is still to make its parameters."""
+    """The error for a module whose parameters do not exist yet."""
     return ValueError(
         f"{name} is a {type(module).__name__} whose parameters do not exist yet: a lazy module "
         "makes them in its first call, which cannot be repeated. Run the model once before, under "
@@ -64,7 +63,7 @@ class Reachable:
     def __init__(
         self, function: Any, others: Iterable[Any] = (), *, into_modules: bool = True
     ) -> None:
-        """Search from ``function``, and from ``others``, which it is given."""
+        """Search from ``function``, and from ``others``, its arguments."""
         #: Modules that were found outside of others.
         self.modules: list[nn.Module] = []
         self.indexes: list[ModuleIndex] = []
@@ -89,14 +88,14 @@ class Reachable:
             self._visit(value, _DEPTH)
 
     def _visit(self, value: Any, depth: int) -> None:
-        # By type: to ask the value itself what it is may run code of the user's (weak references).
+        # By type: `isinstance` may run code of the user's (weak references).
         kind = type(value)
         if depth == 0 or kind in _blank or id(value) in self._seen:
             return
         handler = _USUAL_HANDLERS.get(kind) or _handlers.get(kind) or _handler_for(kind)
         if handler is None:
             return
-        if handler not in _FINDS:
+        if handler not in _UNCOUNTED:
             if self._count >= _OBJECTS:
                 return
             self._count += 1
@@ -145,20 +144,16 @@ class Reachable:
         self.generators.append(generator)
 
     def _visit_bound(self, value: Any, depth: int) -> None:
-        """A method or a partial: its function, and what that is bound to."""
         for item in gc.get_referents(value):
             self._visit(item, depth)
 
     def _visit_items(self, values: Iterable[Any], depth: int) -> None:
-        items = [*islice(values, _ITEMS)]
+        items = [*islice(values.values() if isinstance(values, dict) else values, _ITEMS)]
         if _lead_nowhere(items):
             return  # a long list of numbers, say
         for item in items:
             if type(item) not in _blank:
                 self._visit(item, depth - 1)
-
-    def _visit_dict(self, values: dict[Any, Any], depth: int) -> None:
-        self._visit_items(values.values(), depth)
 
     def _visit_object(self, value: Any, depth: int) -> None:
         kind = type(value)
@@ -192,25 +187,24 @@ class Reachable:
                 self._visit(value, 2)
 
 
-# --- what is known of types -----------------------------------------------------------------------
+# --- types ----------------------------------------------------------------------------------------
 
-#: The method for a value, by the first of its bases that is here.
+#: The method for a value, by its first base class in this list.
 _BY_BASE: list[tuple[tuple[type, ...], str]] = [
     ((torch.Tensor, nn.Parameter), "_add_tensor"),
     ((nn.Module,), "_add_module"),
     ((FunctionType,), "_visit_function"),
     ((MethodType, partial), "_visit_bound"),
-    ((list, tuple, set, frozenset, deque), "_visit_items"),
-    ((dict,), "_visit_dict"),
+    ((list, tuple, set, frozenset, deque, dict), "_visit_items"),
 ]
-#: By type. The usual ones apart: a weak dictionary takes its time.
+#: By type. The usual ones apart: a weak dictionary is slow.
 _USUAL_HANDLERS = {kind: handler for kinds, handler in _BY_BASE for kind in kinds}
 _handlers: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 #: Methods that are called however many values there are.
-_FINDS = frozenset({"_add_tensor", "_add_module", "_add_generator"})
+_UNCOUNTED = frozenset({"_add_tensor", "_add_module", "_add_generator"})
 
-#: Types of values that lead to nothing, as far as they have been met.
+#: Types met so far whose values lead to nothing.
 _blank: set[type] = {ModuleIndex}
 
 #: How the attributes of an object are read.
@@ -231,7 +225,6 @@ def _handler_for(kind: type) -> str | None:
 
 
 def _lead_nowhere(values: Iterable[Any]) -> bool:
-    """Whether there is nothing to be found in ``values``."""
     kinds = {*map(type, values)} - _blank
     dull = [kind for kind in kinds if issubclass(kind, _UNINTERESTING)]
     _blank.update(dull)
@@ -266,7 +259,7 @@ _NO_ATTACHMENTS = (nn.Module, *_UNINTERESTING)
 #: A namespace, and names of variables in it.
 _Names = tuple[dict[str, Any], tuple[str, ...]]
 
-#: By the addresses of code and namespace, with both. Of the first so many: it keeps them alive.
+#: By the ids of code and namespace, with both, which it keeps alive: so at most `_KNOWN`.
 _known_globals: dict[tuple[int, int], tuple[CodeType, dict[str, Any], list[_Names]]] = {}
 _KNOWN = 4096
 
@@ -291,7 +284,7 @@ def _globals_of(function: FunctionType) -> list[_Names]:
 
 
 def names_in(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes in a piece of code, functions inside of it included."""
+    """The names of globals and attributes in a piece of code and in functions inside of it."""
     inside = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(code.co_names).union(*inside)
 

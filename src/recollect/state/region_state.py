@@ -2,7 +2,7 @@
 
 In forward:
 
-1. Search what the function can reach.
+1. Search the objects that the function can reach.
 2. Read random streams and ambient state, copy buffers, note the versions of everything else.
 3. When it is over, note which buffers it has changed.
 
@@ -31,8 +31,8 @@ from recollect._torch.modes import (
     set_function_modes,
 )
 from recollect._torch.ops import OpOverload
-from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
+from recollect.policy.op_info import tensors_in
 from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.flags import read_flags, write_flags
@@ -107,11 +107,7 @@ class RegionState:
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run ``function`` in the state of the call, then restore the present state.
-
-        ``args`` and ``kwargs`` come from ``Inputs.recall``. Containers and objects among them get
-        the contents that they had.
-        """
+        """Run ``function`` in the state of the call, with the arguments from `Inputs.recall`."""
         swapped = self._inputs.swapped()
         if swapped is None:
             return self._run_restored(function, args, kwargs)
@@ -150,7 +146,7 @@ class RegionState:
         try:
             if streams is not None:
                 write_streams(streams)
-            # A copy: what the function sets is gone afterwards.
+            # A copy: assignments of the function must not stay.
             return self._ambient.context.copy().run(function, *args, **kwargs)
         finally:
             recomputing.depth -= 1
@@ -230,10 +226,7 @@ def _leave_autocast(before: _Autocast) -> None:
 
 
 class Ambient:
-    """The context variables, flags, autocast and function modes when a region was called.
-
-    They decide what ops do (a default device is a function mode).
-    """
+    """Context variables, flags, autocast and function modes (a default device) at the call."""
 
     __slots__ = ("_autocast", "_flags", "_modes", "_nested_trace", "context")
 
@@ -280,14 +273,13 @@ def _is_collective(func: Any) -> bool:
 
 def _written(args: tuple[Any, ...]) -> list[_Tensor]:
     """The tensors that a collective writes to: its first argument, by convention."""
-    return [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, _Tensor)]
+    return tensors_in(args[:1])
 
 
 class CollectiveRecorder(DispatchMode):
     """Runs in forward and keeps the results of collectives (``SyncBatchNorm``) for the rerun.
 
-    Gathering the statistics of all processes again would cost a round of communication, and would
-    hang if the other processes did not rerun at the same time. The results are small.
+    Running them again would hang if the other processes did not rerun at the same time.
     """
 
     def __init__(self) -> None:
@@ -300,7 +292,7 @@ class CollectiveRecorder(DispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_collective(func):
-            # Let the current stream wait for what the collective writes.
+            # Let the current stream wait for the results of the collective.
             for item in out if isinstance(out, tuple) else (out,):
                 if not isinstance(item, (_Tensor, list)) and hasattr(item, "wait"):
                     item.wait()

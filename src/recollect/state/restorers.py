@@ -1,12 +1,11 @@
-"""How the contents of an object (a list, a dict, attributes, a variable) are taken and put back.
+"""Takes the contents of an object (a list, a dict, attributes, a variable) and puts them back.
 
 A `Restorer` takes contents as a list or a dict, compares them by identity, and puts them back in
 place. It calls no user code: no ``==`` (except of keys, as in every dict), no overridden method, no
 property, no ``__getattr__``.
 
-The restorers of an object depend on its type: a dict with attributes has two. Some types have none:
-enumerations do not change, objects of some packages are used by more than a region, and nothing is
-known of types that are written in C and not named here.
+The restorers of an object depend on its type: a dict with attributes has two. Enumerations, objects
+that other code uses at the same time, and unknown types written in C have none.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from copy import copy
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -67,13 +67,13 @@ class Restorer:
         *,
         holds_arguments: bool = True,
     ) -> None:
-        """``put`` raises if it is impossible; None: the contents cannot change.
+        """``put`` raises if it is impossible; None if the contents cannot change.
 
-        ``name``: the suffix that names an item, by its key or number; None: there are no items.
-        ``same``: whether an object still holds what was taken.
+        ``name``: the suffix that names an item, by its key or number; None if there are no items.
+        ``same``: whether the contents are still those that ``take`` returned.
         """
         self.take = take
-        self.put = put or _cannot_change
+        self.put: Any = put
         self.same = same or self._same_items
         self._name = name
         self.mutable = put is not None
@@ -98,10 +98,6 @@ class Restorer:
         pairs = held.items() if is_dict else enumerate(held)
         as_key = self._name.startswith("[") and is_dict
         return [(self._name.format(_short(k) if as_key else k), value) for k, value in pairs]
-
-
-def _cannot_change(thing: Any, _: Any) -> None:
-    raise TypeError(f"a {type(thing).__name__} cannot change")
 
 
 #: An object, one of its restorers, and what that took.
@@ -313,25 +309,19 @@ def _form_of(thing: Any) -> str:
     return f"shape {thing.shape}, dtype {thing.dtype}"
 
 
-def _bytes_of(thing: Any) -> Any:
-    return bytes(thing) if isinstance(thing, (bytearray, array)) else thing.tobytes()
+def _take_bytes(thing: Any) -> tuple[str, bytes]:
+    data = bytes(thing) if isinstance(thing, (bytearray, array)) else thing.tobytes()
+    return _form_of(thing), data
 
 
 def _take_checksum(thing: Any) -> tuple[str, int]:
-    return _form_of(thing), crc32(_bytes_of(thing))
+    form, data = _take_bytes(thing)
+    return form, crc32(data)
 
 
 def _refuse_array(thing: Any, held: tuple[str, int]) -> None:
     now = _form_of(thing)
     raise ValueError("it holds other values" if now == held[0] else f"{held[0]} -> {now}")
-
-
-def _take_copy(thing: Any) -> Any:
-    return thing[:] if isinstance(thing, (bytearray, array)) else thing.copy()
-
-
-def _same_copy(thing: Any, held: Any) -> bool:
-    return _form_of(thing) == _form_of(held) and bool(_bytes_of(thing) == _bytes_of(held))
 
 
 def _put_copy(thing: Any, held: Any) -> None:
@@ -348,7 +338,9 @@ def _put_copy(thing: Any, held: Any) -> None:
 ARRAY = Restorer(
     _take_checksum, _refuse_array, same=lambda thing, held: _take_checksum(thing) == held
 )
-ARRAY_COPY = Restorer(_take_copy, _put_copy, same=_same_copy)
+ARRAY_COPY = Restorer(
+    copy, _put_copy, same=lambda thing, held: _take_bytes(thing) == _take_bytes(held)
+)
 
 
 # --- which type has which restorers ---------------------------------------------------------------
@@ -373,8 +365,7 @@ _PLAIN_DATA = ("torch.distributions", "torch.nn")
 
 Restorers = tuple[Restorer, ...]
 
-#: In place of restorers, for types that are treated apart: tensors; what can be iterated over only
-#: once; modules and random generators.
+#: In place of restorers: for tensors, for iterators, for modules and random generators.
 TENSOR: Restorers = (Restorer(id, None),)
 ITERATOR: Restorers = (Restorer(id, None),)
 CAPTURED_ELSEWHERE: Restorers = (Restorer(id, None),)

@@ -1,12 +1,9 @@
 """The random streams that a region can draw from, read at the call and restored for a rerun.
 
-The default generators of torch, the streams of ``random`` and ``numpy.random``, and generators that
-are objects, where the function keeps them or is given them.
-
-Of torch's, those of all visible accelerators are read, not only of the arguments: a region may
-reach any device through a closure or a parameter. A CPU stream is 5 KB and a microsecond to read, a
-CUDA stream 16 bytes and less. They are kept for every region: one that leaves a stream where it
-found it may still have drawn from it (``torch.random.fork_rng`` inside).
+These are torch's default generators, the streams of ``random`` and ``numpy.random``, and generator
+objects that the function can reach. Of torch's, all visible accelerators count: a region may reach
+any device through a closure or a parameter. They are cheap to read, and kept for every region: one
+that leaves a stream where it was may still have drawn from it (``torch.random.fork_rng``).
 
 ``random.getstate()`` takes 13 microseconds and numpy's ``get_state()`` 60: too much for every
 region, of which few draw from either. Both streams are a Mersenne twister, 624 words and a
@@ -110,9 +107,8 @@ def _with_first_seeds(state: RngState) -> RngState:
 def reseed_recurrent_layers(device: torch.device) -> None:
     """Have recurrent layers of cuDNN seed the state of their dropout from torch's generator.
 
-    They do so whenever the state of the generator was set since their last call. A rerun sets it;
-    so that it draws the same, it must have been set before the call, too. No other generator is
-    touched: it may be in use.
+    They do so when the generator's state was set since their last call. A rerun sets it, so it must
+    be set before forward too. Other generators may be in use, and are not touched.
     """
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
@@ -123,8 +119,8 @@ def reseed_recurrent_layers(device: torch.device) -> None:
 
 #: 624 words and a position.
 _TWISTER_SIZE = 625 * 4
-#: Bytes by which the state of a twister is known: its position, and words that differ in all states
-#: but of one twist. A draw moves the position, or twists all words; so does a new seed.
+#: Bytes that tell whether a twister has changed: its position and some words. A draw moves the
+#: position or replaces all words; so does a new seed.
 _MARK_SIZE = 64
 #: Whether there is a second normal number (an int, padded), and the number.
 _GAUSS = struct.Struct("=iid")

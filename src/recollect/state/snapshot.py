@@ -108,7 +108,7 @@ class Snapshot:
     ) -> None:
         self._entries: list[Entry] = []
         self._variables: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        #: By address: what was found, and the address of the object that holds it.
+        #: By id: an object, and the id of the object that holds it.
         self._found: dict[int, tuple[Any, int | None]] = {}
         self._pending: list[tuple[Any, int | None]] = []
         #: The names that code uses; and functions of classes whose names it does not use.
@@ -161,7 +161,7 @@ class Snapshot:
         self._push(restorer.items(held), thing)
 
     def _visit(self, value: Any, cls: type) -> None:
-        # By type: to ask the value itself what it is may run code of the user's (weak references).
+        # By type: `isinstance` may run code of the user's (weak references).
         if issubclass(cls, _Tensor):
             self._visit_tensor(value)
         elif cls is FunctionType:
@@ -283,7 +283,7 @@ class Snapshot:
 
     @property
     def written(self) -> list[Written]:
-        """The storages that ops were seen to write to."""
+        """The storages that ops were seen to write to, for a later snapshot."""
         return self._tensor_snapshot.written
 
     def _replace_iterators(self) -> None:
@@ -314,7 +314,7 @@ class Snapshot:
             raise CheckpointError(_LOST.format(names=listed))
 
     def _put_back(self) -> Iterator[Any]:
-        """Put all contents back. Yields the things for which that is impossible."""
+        """Restore all contents. Yields the objects for which that is impossible."""
         for thing, restorer, held in self._entries:
             if restorer.mutable and not restorer.same(thing, held):
                 try:
@@ -330,7 +330,7 @@ class Snapshot:
     # --- names ------------------------------------------------------------------------------------
 
     def _name(self, thing: Any) -> str:
-        """The path to ``thing``, for the user."""
+        """The path to ``thing`` in an error."""
         parts: list[str] = []
         address: int | None = id(thing)
         while address is not None and address in self._found:

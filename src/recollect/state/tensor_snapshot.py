@@ -1,10 +1,9 @@
 """Restores tensors that a step may change: their memory byte by byte, and their autograd state.
 
-An optimizer, a hook or a moving average may write to them. Some storages are copied to the host
-before the step. The others (parameters without an optimizer or hook that trains them) are copied
-before the first op that writes to them (`WriteLog`), as are tensors that the search has missed.
-Storages that were never copied have a fingerprint: it detects a write that no op made, or that came
-after the first step.
+Storages that an optimizer or a hook may write to are copied to the host before the step. Others,
+and those that the search has missed, are copied before the first op that writes to them
+(`WriteLog`). A storage that was never copied has a fingerprint, which detects a write that no op
+made, or that came after the first step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from recollect._torch.autograd import set_version, view_base
 from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import DispatchMode, no_function_modes, unobserved
-from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import (
     finds_shapes,
     inner_tensors,
@@ -29,7 +27,7 @@ from recollect._torch.tensors import (
     write_tensor_hooks,
 )
 from recollect.checks.fingerprint import fingerprint
-from recollect.policy.op_info import op_info
+from recollect.policy.op_info import op_info, tensors_in
 
 _Tensor = torch.Tensor
 
@@ -40,7 +38,7 @@ class _StorageState:
     fingerprint: _Tensor
 
     def __init__(self, storage: Any) -> None:
-        self.storage = ref(storage)  # to hold it would keep what the step itself has made
+        self.storage = ref(storage)  # weakly: the step may have made it
         self.nbytes: int = storage.nbytes()
         self.copy: _Tensor | None = None
 
@@ -158,7 +156,7 @@ class TensorSnapshot:
                     self._written[key] = (reference, by), _version_of(tensor)
 
     def save_before_write(self, tensor: _Tensor, made: dict[int, Any]) -> None:
-        """Copy what an op is about to write to, unless it is in ``made``, by the step itself."""
+        """Copy ``tensor`` before an op writes to it, unless the step made it (``made``)."""
         for key, storage in _storages_of(tensor):
             state = self._storages.get(key)
             if state is None or state.storage() is None:  # another one has its place
@@ -171,7 +169,6 @@ class TensorSnapshot:
 
     @property
     def written(self) -> list[Written]:
-        """The storages that ops were seen to write to."""
         return [each for each, _ in self._written.values()]
 
     def restore(self) -> Iterator[_Tensor]:
@@ -219,13 +216,11 @@ class WriteLog(DispatchMode):
         if finds_shapes():
             return func(*args, **kwargs)
         with no_function_modes():
-            for position, name in op_info(func).written_arguments:
-                value = args[position] if position < len(args) else kwargs.get(name)
-                for tensor in _tensors_in(value):
-                    self._snapshot.save_before_write(tensor, self._made)
+            for tensor in op_info(func).written(args, kwargs):
+                self._snapshot.save_before_write(tensor, self._made)
             out = func(*args, **kwargs)
-            given = {memory_key(tensor) for tensor in _tensors_in((args, kwargs))}
-            for tensor in _tensors_in(out):
+            given = {memory_key(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
+            for tensor in tensors_in(out):
                 key = memory_key(tensor)
                 if key is not None and key not in given and key not in self._made:
                     storage = local_tensor(tensor).untyped_storage()
@@ -234,7 +229,3 @@ class WriteLog(DispatchMode):
 
     def _forget(self, key: int) -> Any:
         return lambda _: self._made.pop(key, None)
-
-
-def _tensors_in(values: Any) -> list[_Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)]

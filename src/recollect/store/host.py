@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recollect._torch.autograd import is_weight, view_base
 from recollect._torch.modes import raw_memory, unobserved
-from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
+from recollect._torch.tensors import is_plain_tensor, storage_key
 from recollect.store.links import CudaLink, cuda_links
 from recollect.store.pool import PinnedPool, memory_of_machine
 from recollect.store.protocol import Store
@@ -96,8 +96,7 @@ class HostStore(Store):
         self._dropped: deque[OnHost] = deque()
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self._options.items())
-        return f"HostStore({options})"
+        return f"HostStore({', '.join(f'{k}={v}' for k, v in self._options.items())})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """The store itself: copies of a module share it."""
@@ -244,18 +243,7 @@ class HostStore(Store):
     def _start_copy(self, tensor: Tensor, link: CudaLink, key: int, span: Span) -> HostCopy:
         transfers = self._transfers_over(link)
         buffer = self._pool.take(span.size, link.pin)
-        storage, source = tensor.untyped_storage(), tensor.detach()
-        copy = HostCopy(
-            link,
-            key,
-            weakref.ref(storage),
-            source,
-            version_of(source),
-            storage.nbytes(),
-            span,
-            buffer,
-            link.stream(),
-        )
+        copy = HostCopy(link, key, tensor, span, buffer)
         try:
             transfers.send(copy)
         except BaseException:
@@ -288,7 +276,7 @@ class HostStore(Store):
         if copy is None:
             return
         transfers = self._transfers[copy.link]
-        transfers.forget(handle)
+        transfers.wanted.pop(handle, None)
         copy.uses -= 1
         if copy.uses == 0:
             same_storage = self._copies[copy.key]

@@ -1,10 +1,8 @@
 """Copies between a device and the host: streams, events, memory.
 
-All device code of the host store is here, in a class small enough for tests to replace it by one
-whose "device" is the CPU and whose copies are late.
-
-Copies run on two streams of their own, one for each direction. The CPU never waits here: streams
-wait for events.
+All device code of the host store is here. Tests replace it by a class whose "device" is the CPU and
+whose copies are late. Copies run on two streams of their own, one for each direction. The CPU never
+waits here: streams wait for events.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ class CudaLink:
             target.copy_(source, non_blocking=host.is_pinned())
 
     def is_done(self, event: Any) -> bool:
-        """Whether ``event`` has happened."""
         return bool(event.query())
 
     def wait(self, stream: Any, event: Any) -> None:

@@ -54,7 +54,6 @@ class OffloadedTensor:
         return None if self.memory is None else self._address
 
     def get(self) -> torch.Tensor:
-        """The tensor."""
         with unobserved():
             tensor = self._store.get(self.handle)
         self._check_fits(tensor)
@@ -133,9 +132,8 @@ _latest = _Latest()
 class OffloadBatch:
     """The offloaded tensors of one region.
 
-    ``store``: the user's store, which gets everything that is kept. ``host``: the store to use if
-    there is none, by default the `host_store`. ``last_first``: the region is a whole model, and
-    backward needs the last tensor first.
+    ``store``: the user's store, which gets everything that is kept. ``host``: the store to use
+    without one, by default the `host_store`. ``last_first``: backward needs the last tensor first.
     """
 
     def __init__(
@@ -153,7 +151,6 @@ class OffloadBatch:
         self._previous = _latest.batch
 
     def put(self, tensor: torch.Tensor) -> OffloadedTensor:
-        """Put ``tensor`` into the store."""
         if self._store is None:
             self._store = host_store()
         if not self._tensors:
@@ -165,7 +162,7 @@ class OffloadBatch:
         return offloaded
 
     def release(self, count: int | None = None) -> None:
-        """Free on the device the next ``count`` tensors that were put, the oldest first; or all."""
+        """Free the next ``count`` tensors on the device, or all, the oldest first."""
         end = len(self._tensors) if count is None else self._released + count
         for offloaded in self._tensors[self._released : end]:
             alive = offloaded()

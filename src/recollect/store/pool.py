@@ -1,12 +1,9 @@
 """A pool of pinned host memory.
 
 Pinning memory takes milliseconds, so blocks are kept for the next step. Their sizes are powers of
-two up to `LARGEST`, and a buffer has several blocks. So any free block fits any tensor of about its
-size, large tensors leave no odd sizes behind, and torch, which rounds pinned allocations up to
-powers of two, wastes nothing.
-
-A block may return to the pool while a copy still reads it. It has the event of that copy, and the
-next writer waits for it.
+two up to `LARGEST`, and a buffer has several blocks: free blocks fit later tensors, and torch,
+which rounds pinned allocations up to powers of two, wastes nothing. A block may return to the pool
+while a copy still reads it. It has the event of that copy, and the next writer waits for it.
 """
 
 from __future__ import annotations
@@ -77,15 +74,13 @@ class HostBuffer:
 
     @property
     def size(self) -> int:
-        """The bytes of host memory that this takes."""
         return sum(block.memory.numel() for block in self.blocks)
 
     def after(self) -> list[Any]:
-        """The events after which the buffer may be written to."""
         return [block.after for block in self.blocks if block.after is not None]
 
     def parts(self, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """The memory for the bytes from ``start`` to ``end``, each part with where it starts."""
+        """The memory of the bytes from ``start`` to ``end``: each part with its offset."""
         begin = 0
         for block in self.blocks:
             stop = begin + block.memory.numel()

@@ -1,4 +1,4 @@
-"""The base class of stores, and the store that leaves tensors on their device."""
+"""The base class of stores, and the check of a user's own."""
 
 from __future__ import annotations
 
@@ -51,23 +51,6 @@ class Store:
 
     def count_version(self, handle: Any) -> None:
         """The version of the tensor has changed, but not its values."""
-
-
-class DeviceStore(Store):
-    """Keeps tensors on their device. The handle is the tensor itself."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "DeviceStore()"
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, its own handle."""
-        return tensor
-
-    def get(self, handle: Tensor) -> Tensor:
-        """The tensor that was put, itself and not a copy."""
-        return handle
 
 
 _EXAMPLE = """

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from recollect._torch.modes import raw_memory, unobserved
 from recollect._torch.tensors import is_plain_tensor
 
-#: Ranges start at a multiple of this, as allocations of a device do. So a copy is aligned for every
-#: dtype and kernel if the original was.
+#: Ranges start at a multiple of this, as allocations of a device do: copies are aligned alike.
 _ALIGNMENT = 512
 
 
@@ -29,7 +28,6 @@ class Span(NamedTuple):
         return self.end - self.start
 
     def covers(self, other: Span) -> bool:
-        """Whether every byte of ``other`` is in this range."""
         return self.start <= other.start and other.end <= self.end
 
 

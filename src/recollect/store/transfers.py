@@ -1,9 +1,9 @@
 """Handles of a host store, the bytes behind them, and the copies between one device and the host.
 
 A handle is a tensor that stays on its device (`OnDevice`), a tensor whose bytes are on the host
-(`OnHost`), or a tensor subclass with a handle for each inner tensor (`Composite`). Handles of views
-of one storage share a `HostCopy`. No handle refers to the autograd graph of its tensor, whose nodes
-may hold the handle.
+(`OnHost`), or a tensor subclass with a handle for each inner tensor (`Composite`). Views of one
+storage share a `HostCopy`. No handle refers to the autograd graph of its tensor, whose nodes may
+hold the handle.
 
 Two bounds limit the peak on the device. A tensor that is copied out stays in memory until its copy
 is complete: beyond ``in_flight`` bytes the computing stream waits for the oldest copy. A prefetched
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recollect._torch.modes import unobserved
@@ -69,12 +68,10 @@ class OnDevice:
         return tensor
 
     def drop(self) -> None:
-        """Release the tensor."""
         self._not_dropped()
         self.tensor = None
 
     def hold_copy(self) -> None:
-        """Hold a copy: the tensor is about to be written to."""
         self._hold(copy_of(self.get()))
 
     def count_version(self) -> None:
@@ -152,7 +149,6 @@ class Returned:
         )
 
     def view(self, layout: Layout) -> Tensor:
-        """The tensor of ``layout`` on the same memory."""
         tensor = self.tensor()
         assert tensor is not None
         offset = layout.offset - self.span.start // layout.dtype.itemsize
@@ -160,32 +156,34 @@ class Returned:
         return tensor.as_strided(layout.size, layout.stride, offset).detach()
 
 
-@dataclass(slots=True, eq=False)
 class HostCopy:
-    """The bytes ``span`` of a storage, on the host or being copied there."""
+    """The bytes ``span`` of the storage of ``tensor``, on the host or being copied there."""
 
-    link: CudaLink
-    #: The `storage_key` of the storage, and the storage while it lives.
-    key: int
-    origin: weakref.ReferenceType[torch.UntypedStorage]
-    #: An alias of the tensor, until the copy is complete.
-    source: Tensor | None
-    version: int | None
-    #: The bytes of device memory that the source holds.
-    source_bytes: int
-    span: Span
-    buffer: HostBuffer
-    #: The stream that the tensor was put on, and the event of the end of the copy.
-    stream: Any
-    done: Any = None
-    #: The event of the end of the last copy back.
-    last_read: Any = None
-    #: How many handles there are.
-    uses: int = 0
-    #: Whether the source was written to while it was copied.
-    is_modified: bool = False
-    prefetched: Fetched | None = None
-    returned: Returned | None = None
+    def __init__(
+        self, link: CudaLink, key: int, tensor: Tensor, span: Span, buffer: HostBuffer
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self.link = link
+        #: The `storage_key` of the storage, and the storage while it lives.
+        self.key = key
+        self.origin = weakref.ref(storage)
+        #: An alias of the tensor, until the copy is complete, and the device memory that it holds.
+        self.source: Tensor | None = tensor.detach()
+        self.source_bytes: int = storage.nbytes()
+        self.version = version_of(self.source)
+        self.span = span
+        self.buffer = buffer
+        #: The stream that the tensor was put on.
+        self.stream = link.stream()
+        #: The events at the end of the copy, and of the last copy back.
+        self.done: Any = None
+        self.last_read: Any = None
+        #: How many handles there are.
+        self.uses = 0
+        #: Whether the source was written to while it was copied.
+        self.is_modified = False
+        self.prefetched: Fetched | None = None
+        self.returned: Returned | None = None
 
     def count_version(self) -> None:
         """Accept the current version of the source: its values are unchanged."""
@@ -215,8 +213,8 @@ class HostCopy:
 class Transfers:
     """Copies over ``link``, with about ``in_flight`` and ``ahead`` bytes of device memory.
 
-    ``polls``: query which copies are complete, and release their sources. Without it, free memory
-    does not depend on the speed of the device.
+    ``polls``: release sources as soon as their copies are complete. Without it, free memory does
+    not depend on the speed of the device.
     """
 
     def __init__(self, link: CudaLink, in_flight: int, ahead: int, *, polls: bool = True) -> None:
@@ -229,7 +227,7 @@ class Transfers:
         self.outgoing_bytes = 0
         self.prefetched_bytes = 0
         #: The handles to prefetch when there is room, in this order.
-        self._wanted: dict[OnHost, None] = {}
+        self.wanted: dict[OnHost, None] = {}
 
     def send(self, copy: HostCopy) -> None:
         """Start to copy the bytes of ``copy`` to the host."""
@@ -253,10 +251,7 @@ class Transfers:
             self.release(copy)
 
     def drain(self) -> None:
-        """Release all sources but the newest: backward has begun, and needs the memory.
-
-        Their copies started long before, and are almost complete.
-        """
+        """Release all sources but the newest: backward needs the memory."""
         if self.link.usable():
             for copy in [*self.outgoing][:-1]:
                 self.wait_and_release(copy)
@@ -288,7 +283,7 @@ class Transfers:
         if not copy.is_intact():
             raise KeptTensorError(_MODIFIED)
         self.release_sources()
-        self.forget(handle)
+        self.wanted.pop(handle, None)
         if copy.returned is not None and copy.returned.serves(handle.layout, handle.span, stream):
             return copy.returned.view(handle.layout)
         fetched = self._take_prefetched(copy, handle.span) or self._fetch(handle, copy)
@@ -302,12 +297,8 @@ class Transfers:
 
     def prefetch(self, handles: Iterable[OnHost]) -> None:
         """Prefetch ``handles``, as many as ``ahead`` allows, and the others later."""
-        self._wanted.update(dict.fromkeys(handles))
+        self.wanted.update(dict.fromkeys(handles))
         self._prefetch_wanted()
-
-    def forget(self, handle: OnHost) -> None:
-        """Do not prefetch ``handle`` any more."""
-        self._wanted.pop(handle, None)
 
     def discard_prefetched(self, copy: HostCopy) -> None:
         """Free prefetched bytes that were not used."""
@@ -318,7 +309,7 @@ class Transfers:
             copy.prefetched = None
 
     def _prefetch_wanted(self) -> None:
-        for handle in [*self._wanted]:
+        for handle in [*self.wanted]:
             copy = handle.copy
             if copy is not None and self._is_to_fetch(handle, copy):
                 size = _span_to_fetch(handle, copy).size
@@ -326,10 +317,10 @@ class Transfers:
                     return
                 copy.prefetched = self._fetch(handle, copy)
                 self.prefetched_bytes += size
-            del self._wanted[handle]
+            del self.wanted[handle]
 
     def _is_to_fetch(self, handle: OnHost, copy: HostCopy) -> bool:
-        """Whether the bytes are as they were put, and not on the device again."""
+        """Whether the bytes are intact, and not on the device already."""
         if copy.prefetched is not None or not copy.is_intact():
             return False
         returned, stream = copy.returned, self.link.stream()

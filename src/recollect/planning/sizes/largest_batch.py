@@ -21,8 +21,7 @@ from recollect.planning.recording.step import Loss, device_of
 from recollect.planning.sizes.largest import LargestSearch, Limit
 from recollect.planning.sizes.sized_steps import SizedSteps
 from recollect.planning.trial import Progress
-from recollect.report.notebook import framed
-from recollect.report.page import sizes_page
+from recollect.report.page import framed, sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text
 

@@ -1,17 +1,14 @@
 """Selective checkpointing: keep the results of some ops, recompute the others.
 
-Two dispatch modes share a ledger. ``RecordMode`` runs in forward, applies the policy to each op and
-keeps the results that it says to keep. ``RecomputeMode`` runs in the recomputation, where the n-th
-call of an op finds the n-th entry: a kept result is handed out instead of running the op, and is
-then freed. If the op drew random numbers, the stream is moved to where the op left it.
+Two dispatch modes share a ledger. ``RecordMode`` runs in forward and keeps the results that the
+policy says to keep. ``RecomputeMode`` runs in the recomputation, where the n-th call of an op finds
+the n-th entry: a kept result is handed out instead of running the op, and is then freed. If the op
+drew random numbers, the stream is moved to where the op left it.
 
-Views and in-place ops are recomputed whatever the policy says. They return memory of another
-tensor, and in the recomputation that is another one. So are ops that write to an argument (the
-statistics of a batch norm), which a later op may read, and those that draw from a generator of the
-user's.
-
-Casts of parameters by autocast are not counted, and run when they come: autocast may have the
-result from an earlier region, in forward or in the recomputation.
+Whatever the policy says, some ops are recomputed: views and in-place ops, whose results are memory
+of another tensor; ops that write to an argument (the statistics of a batch norm), which a later op
+may read; and ops that draw from a generator of the user's. Casts of parameters by autocast are not
+counted, since autocast may have the result from an earlier region.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ def selective_contexts(
 ) -> tuple[RecordMode, RecomputeMode]:
     """The two modes for one region.
 
-    ``as_torch``: without our own defaults and warnings, and what was kept is given out once.
+    ``as_torch``: without our own defaults and warnings; a kept result is handed out once.
     """
     ledger = Ledger(OffloadBatch(store), allow_mutation=allow_mutation)
     return RecordMode(policy, ledger, as_torch=as_torch), RecomputeMode(ledger, once=as_torch)

@@ -1,18 +1,14 @@
 """Labels that tell where a tensor comes from, the same in forward and in a recomputation.
 
-The tensors of two runs are different objects. They have in common how they were computed: a label
-is a hash of the op and of the labels of its inputs. Tensors from outside of the region are labelled
-as they are met: arguments by position, others (weights, masks) by identity, since those are the
-same objects in both runs.
+The tensors of two runs are different objects, but computed in the same way: a label is a hash of
+the op and of the labels of its inputs. Arguments are labelled by position, other outside tensors
+(weights, masks) by identity, since those are the same objects in both runs. A kept result is handed
+out if the inputs have the same labels: two products that change places are noticed.
 
-A kept result is handed out if the inputs have the same labels: two products that change places are
-noticed.
-
-A detached tensor has the label of its source. So has a tensor that shares memory and layout with
-another although no op has made it, as ``.data`` does.
-
-In the recomputation a tensor may be of unknown origin: made by code that runs no ops, or a new
-object in each run. It has no label, and neither has what is computed from it.
+A detached tensor has the label of its source. So has one that shares memory and layout with another
+although no op has made it, as ``.data`` does. In the recomputation a tensor may be of unknown
+origin: made by code that runs no ops, or a new object in each run. It has no label, and neither has
+what is computed from it.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ _FIRST = -3
 #: Autocast may have converted a weight before the region or inside it, in either run.
 _CAST = "cast"
 
-#: The label of a weight that forward has not seen. It is none of those that it has.
+#: The label of a weight that forward has not seen.
 _STRANGER = 0
 
 
@@ -69,13 +65,12 @@ class Labels:
             self._given.append(self.outside[id(value)] if is_tensor else None)
 
     def note_results(self, out: Any, label: int | None) -> None:
-        """Label the tensors among the results of an op."""
         for number, result in enumerate(out if isinstance(out, _CONTAINERS) else (out,)):
             if isinstance(result, _Tensor):
                 self.made[id(result)] = ref(result), None if label is None else label + number
 
     def for_rerun(self, values: Iterable[Any]) -> Labels:
-        """The same, but for the arguments, which a recomputation may have as other objects."""
+        """Labels for a recomputation, whose arguments ``values`` may be other objects."""
         labels = Labels()
         labels._learns = False
         labels.outside = self.outside.copy()
@@ -86,7 +81,6 @@ class Labels:
         return labels
 
     def label_alias(self, alias: _Tensor, value: Any) -> None:
-        """Give ``alias`` the label of ``value``, if that has one."""
         known = self.made.get(id(value)) or self.outside.get(id(value))
         if known is not None and known[0]() is value:
             self.made[id(alias)] = ref(alias), known[1]
@@ -108,7 +102,7 @@ class Labels:
             elif kind is int:
                 found.append(value if value != -1 else _MINUS_ONE)
             elif kind is float or kind is bool:
-                # To write it takes its time; but 0.0 is not -0.0, nan is nan, and for -1 see below.
+                # Formatting is slow; but 0.0 is not -0.0, nan is nan, and for -1 see below.
                 found.append((kind, value) if value > 0 else str(value))
             elif value is None:
                 found.append(_NO_VALUE)
@@ -147,7 +141,7 @@ class Labels:
         return _STRANGER if is_weight else None
 
     def _learn(self, tensor: _Tensor) -> int | None:
-        """The label of ``tensor``, which comes from outside."""
+        """The label of an outside tensor."""
         known = self.outside.get(id(tensor))
         if known is None or known[0]() is not tensor:
             known = self.outside[id(tensor)] = ref(tensor), self._next

@@ -25,10 +25,7 @@ from recollect.store.spans import laid_out
 
 
 def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
-    """``function`` applied to each of ``kinds`` in the results of an op.
-
-    Ops usually return a tensor or a tuple, for which `tree_map_only` is slow.
-    """
+    """`tree_map_only`, but fast for a tensor or a tuple, which most ops return."""
     if isinstance(results, kinds):
         return function(results)
     if type(results) is tuple:
@@ -47,7 +44,6 @@ class Kept:
 
     @property
     def memory(self) -> int | None:
-        """The key of its storage."""
         return storage_key(self.val)
 
     def before_write(self) -> None:
@@ -82,7 +78,7 @@ class KeptCall:
     changes: tuple[int, ...] = ()
 
     def __init__(self, results: Any, inputs: tuple[Any, ...], rng: RngState | None) -> None:
-        #: What the op returned, with `Kept` or `OffloadedTensor` in place of tensors.
+        #: The results of the op, with `Kept` or `OffloadedTensor` in place of tensors.
         self.results = results
         #: The op and its inputs, in labels.
         self.inputs = inputs
@@ -100,11 +96,10 @@ class KeptCall:
         return bool(written)
 
     def read(self) -> Any:
-        """What the op returned."""
         return map_only(_PLACES, lambda place: place.get(), self.results)
 
     def take(self) -> Any:
-        """What the op returned, handed out for good."""
+        """The results, handed out once."""
         out = self.read()
         self.results, self.is_consumed = None, True
         return out
@@ -128,19 +123,18 @@ class Ledger:
         self.is_complete = False
         #: Where kept tensors go that are offloaded.
         self.offload_batch = offload_batch
-        #: How many recomputations are under way. One that runs while forward is not over yet (the
-        #: function goes backward inside) is seen by the mode of forward, which must not record it.
+        #: How many recomputations are running. The mode of forward sees one that runs before
+        #: forward is over (the function goes backward inside), and must not record it.
         self.recomputations = 0
         self._lock = threading.Lock()
 
     def begin_recompute(self) -> bool:
-        """A recomputation begins: whether it is the only one, and may have what was kept."""
+        """Whether the recomputation that begins is the only one: it may use kept results."""
         with self._lock:
             self.recomputations += 1
             return self.recomputations == 1
 
     def end_recompute(self) -> None:
-        """A recomputation ends."""
         with self._lock:
             self.recomputations -= 1
 
@@ -174,15 +168,13 @@ class Ledger:
         return (self.op_at(n) for n, key in enumerate(self.sequence) if key is not None)
 
     def op_at(self, step: int) -> Any:
-        """The op that was called."""
         key = self.sequence[step]
         return key[0] if type(key) is tuple else key
 
     def end_forward(self, *, stops_early: bool) -> None:
         """Forward is over. ``stops_early``: a recomputation ends with the last saved tensor.
 
-        So it does not get to results after that, such as the last product of a block. They are
-        dropped; a recomputation that does get there runs their ops.
+        Kept results after that, such as the last product of a block, are dropped.
         """
         self.end = self.steps if stops_early else len(self.sequence)
         for step in [step for step in self.entries if step >= self.end]:

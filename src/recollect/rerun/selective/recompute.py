@@ -1,9 +1,9 @@
 """The mode under which a recomputation runs: hands out the kept results.
 
-It does so as long as the region runs the ops of forward, one by one, and each kept op gets the same
-inputs (see ``labels``). Other inputs are an error. If another op runs, since forward had to fill a
-cache, the rest of the region is recomputed. Results that were handed out on the condition that all
-ops are the same are then computed, and compared.
+It does so while the region runs the ops of forward, one by one, and each kept op gets the same
+inputs (see ``labels``). Other inputs are an error. If another op runs (forward filled a cache), the
+rest of the region is recomputed. Results that were handed out on the condition that all ops are the
+same are then computed and compared.
 """
 
 from __future__ import annotations
@@ -50,16 +50,13 @@ class RecomputeMode(DispatchMode):
         super().__init__()
         self.ledger = ledger
         self._once = once
-        #: Whether the streams are those of forward, and to be moved past what is not run again.
+        #: Whether the streams are those of forward, to be moved past random ops that do not run.
         self._restores_rng = False
         #: Present in a recomputation whose arguments are known.
         self._labels: Labels | None = None
 
     def for_rerun(self, values: Iterable[Any], *, restores_rng: bool) -> RecomputeMode:
-        """A mode of its own for one recomputation: several may run at once, in threads.
-
-        ``values``: the arguments of the region.
-        """
+        """The mode for one recomputation with the arguments ``values``."""
         mode = RecomputeMode(self.ledger, once=self._once)
         mode._restores_rng = restores_rng
         mode._labels = self.ledger.labels.for_rerun(values)
@@ -126,9 +123,9 @@ class RecomputeMode(DispatchMode):
     # --- which call of forward is it? -------------------------------------------------------------
 
     def _find(self, func: Any, args: _Args) -> int:
-        """The step in which forward made the call that is about to run, if it is not plainly next.
+        """The step of forward that made this call, where that is not simply the next step.
 
-        It is the next of the calls of the same op.
+        It is the next call of the same op.
         """
         key, step = self.ledger.key_of(func, args), self._steps
         was_in_step = self._is_in_step
@@ -157,7 +154,7 @@ class RecomputeMode(DispatchMode):
         """Whether forward must have run the op that is running: it is not of a backward inside."""
         return self.ledger.is_complete and current_graph_task() == self._backward
 
-    # --- may it have what was kept? ---------------------------------------------------------------
+    # --- may it get the kept result? --------------------------------------------------------------
 
     def _fits(self, info: OpInfo, entry: KeptCall, inputs: _Args, args: _Args, kwargs: Any) -> bool:
         """Whether ``entry`` is to be handed out; otherwise the op has to be run."""
@@ -169,7 +166,7 @@ class RecomputeMode(DispatchMode):
             return True
         if info.is_random:
             return False
-        # The inputs may be the same all the same, computed in another way. And a choice stands,
+        # The values may still be the same, computed in another way. And a discrete choice stands,
         # however its scores come out now.
         is_same = _same(info.call(*args, **(kwargs or {})), entry.read())
         if is_same or (info.kept_by_default is not None and not self._is_another(entry, inputs)):
@@ -202,7 +199,7 @@ class RecomputeMode(DispatchMode):
     # --- did it run what forward ran? -------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Refuse a recomputation that ran fewer ops than what was handed out relies on."""
+        """Raise if fewer ops ran than in forward, and results were handed out that rely on them."""
         is_short = self._is_in_step and self._steps < self.ledger.steps
         if is_short and not self._guessed_right():
             raise KeptTensorError(
@@ -218,13 +215,12 @@ class RecomputeMode(DispatchMode):
                 )
 
     def _has_run(self, step: int) -> bool:
-        """Whether the op that ran in this step of forward has run again."""
         if self._is_in_step:
             return step < self._steps
         return step not in self._left.get(self._sequence[step], ())
 
     def _guessed_right(self) -> bool:
-        """Whether all that was handed out on a condition is what would have been computed."""
+        """Whether the ops of results that were handed out on a condition compute the same."""
         guesses, self._guesses = self._guesses, []
         return all(_holds(info, call) for info, call in guesses)
 
@@ -247,7 +243,7 @@ class _Weak:
 
 
 def _holds(info: OpInfo, call: Any) -> bool:
-    """Whether an op returns what was handed out; False if that cannot be found out."""
+    """Whether an op returns the result that was handed out; False if that is unknown."""
     if info.is_random:
         return False
     try:

@@ -1,11 +1,10 @@
 """The mode under which forward runs: keeps the results that the policy says to keep (R4).
 
-For each op it writes into the ledger which op was called and, if it is kept, what it returned.
+It logs each op in the ledger, with what it returned if that is kept.
 
-A tensor gets its name after the op has run, and often by way of a view: ``recollect.tag(linear(x),
-"q")`` names a view of a product, and the product itself is gone. Its storage is not. So where there
-are rules about names, each call is remembered by the storages of its results until the region ends,
-with what it takes to keep it after all.
+A tensor gets its name after the op has run, and often through a view: ``recollect.tag(linear(x),
+"q")`` names a view of a product, and only the storage of the product is left. So where there are
+rules about names, each call is remembered by the storages of its results until the region ends.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class RecordMode(DispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        """Free what is needed during forward only."""
+        """Free what only forward needs."""
         self._policy.function, self._policy.values = None, ()
         self.ledger.labels.made = {}
         #: Present if there are rules about names. By key of a storage: that, weakly, and the call
@@ -86,9 +85,9 @@ class RecordMode(DispatchMode):
     def bind(
         self, function: Callable[..., Any], values: tuple[Any, ...], *, stops_early: bool
     ) -> None:
-        """Say what will run. The hook from `noting` is then called for each saved tensor.
+        """Say what will run, with the arguments ``values``.
 
-        ``values``: the arguments. ``stops_early``: a recomputation ends with the last of them.
+        The hook from `noting` sees each saved tensor. ``stops_early``: see `Ledger.end_forward`.
         """
         self._policy.function = function
         self._policy.values = values
@@ -139,7 +138,6 @@ class RecordMode(DispatchMode):
             self._forget()
 
     def _check_rules(self) -> None:
-        """Report rules that match nothing."""
         if self._tracer is not None and not self._tracer.traces:
             return
         if self._rulebook.unmatched or self._rulebook.names:
@@ -284,11 +282,7 @@ class RecordMode(DispatchMode):
 
 
 class _Nameable:
-    """A call whose results may get a name, and do not live longer for it.
-
-    Only the largest result counts: the others are usually small (a mean, a variance, the logarithm
-    of a sum), and are held.
-    """
+    """A call whose results may get a name: the largest is held weakly, small others strongly."""
 
     __slots__ = ("_layout", "_results", "_storage", "inputs", "rank", "rng", "step")
 
@@ -299,7 +293,7 @@ class _Nameable:
         #: The rank of the rule by which the results are not kept.
         self.rank = rank
         largest: Any = out
-        #: If there are several results: all, with `_LARGEST` in place of the largest.
+        #: All results, with `_LARGEST` in place of the largest; None if that is the only one.
         self._results: Any = None
         if not isinstance(out, _Tensor):
             plain = [x for x in tree_leaves(out) if isinstance(x, _Tensor) and is_plain_tensor(x)]
@@ -315,7 +309,7 @@ class _Nameable:
             self._layout = largest.dtype, largest.device, layout
 
     def out(self) -> Any:
-        """What the op returned; None if it is gone."""
+        """The results of the op; None if the largest was freed."""
         storage = None if self._storage is None else self._storage()
         if storage is None:
             return None

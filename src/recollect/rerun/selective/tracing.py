@@ -1,8 +1,8 @@
 """Policies under a compiler, which places the recomputation itself.
 
-The ops of a region are traced into a graph. Each node is tagged with the policy's decision, every
-result is kept for the time of the trace, and the compiler's partitioner does the rest. The compiler
-has noted the modules that an op was called in, and the names of tensors.
+The ops of a region are traced into a graph. Each node is tagged with the policy's decision for the
+compiler's partitioner; every result is kept during the trace. The compiler has noted the modules
+that an op was called in, and the names of tensors.
 """
 
 from __future__ import annotations
