@@ -28,7 +28,7 @@ IDS = [f"{name}={str(value)[:30]}" for name, value in BAD_OPTIONS]
 
 CONFLICTS = {
     "use_reentrant against engine": ({"use_reentrant": True, "engine": "rerun"}, "use_reentrant"),
-    "store with nothing to keep": ({"store": recollect.store.DeviceStore()}, "store"),
+    "store with nothing to keep": ({"store": recollect.store.HostStore()}, "store"),
     "policy and context_fn": ({"policy": [], "context_fn": lambda: None}, "policy"),
     "policy when reentrant": ({"policy": [], "engine": "reentrant"}, "policy"),
     "policy function when reentrant": ({"policy": len, "use_reentrant": True}, "policy"),
