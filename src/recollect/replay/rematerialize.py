@@ -140,7 +140,7 @@ class Rematerializer(HeldValues):
                 working.given.add(number)  # as `WorkingSet.give`
                 uses[number] -= 1
                 if uses[number] <= 0:
-                    del here[number]
+                    here.pop(number, None)  # another thread may have been faster
                 return tensor if view.is_own else (view.maker or view.find_maker())(tensor)
         return self._recompute(backward, view)
 
