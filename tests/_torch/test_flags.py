@@ -16,11 +16,11 @@ def test_a_flag_takes_back_what_it_gives(flag):
 
 def test_denormal_numbers_are_seen_to_be_flushed():
     flags = dict(FLAGS)
-    (read,) = [each for each in flags if each.__name__ == "_flushes_denormals"]
-    assert not read()
+    (read,) = [each for each in flags if each.__name__ == "keeps_denormals"]
+    assert read()
     try:
         assert torch.set_flush_denormal(True)
-        assert read()
+        assert not read()
     finally:
         torch.set_flush_denormal(False)
 

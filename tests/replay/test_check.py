@@ -100,6 +100,22 @@ def test_a_story_without_changes_is_recorded_once() -> None:
     assert recorded == [True] + [False] * 5
 
 
+def test_a_constant_that_is_not_a_number_is_the_same_in_every_call() -> None:
+    recorded = tell(lambda m, x: (x @ m.w).sin().nan_to_num(float("nan")).exp(), [0] * 4)
+    assert recorded == [True] + [False] * 3
+
+
+@pytest.mark.parametrize("kind", ["a parameter", "a tensor"])
+def test_a_weight_of_another_type_is_the_same_tensor(kind: str) -> None:
+    """The fast test of a function is learned from the types of a call: others fit as well."""
+
+    def pick(m: Any, x: Tensor) -> Tensor:
+        w = m.w.detach().requires_grad_() if m.setting == (kind == "a tensor") else m.w
+        return (x @ w).sin() * m.w
+
+    assert tell(pick, STORY)[1:3] == [False, False]
+
+
 # --- the function does something else -------------------------------------------------------------
 
 

@@ -142,9 +142,9 @@ def count_reruns(monkeypatch):
     ran = []
     run = recall.Rematerializer._run
 
-    def counted(self, passed, op):
-        ran.append(str(op.op))
-        run(self, passed, op)
+    def counted(self, passed, ops):
+        ran.extend(str(op.op) for op in ops)
+        run(self, passed, ops)
 
     monkeypatch.setattr(recall.Rematerializer, "_run", counted)
     return ran

@@ -329,6 +329,7 @@ CALLS: dict[str, tuple[Setting, ...]] = {
     "branch": (Setting(), Setting(), Setting(branch=False)),
     "branch_at_once": (Setting(branch=False), Setting(), Setting()),
     "shared": (Setting(), Setting(shared=True), Setting(shared=True), Setting()),
+    "shared_later": (Setting(), Setting(), Setting(shared=True), Setting(shared=True), Setting()),
     "no_longer_shared": (Setting(shared=True), Setting(shared=True), Setting()),
     "moved": (Setting(), Setting(), Setting(start=3), Setting(start=3), Setting(start=1)),
     "switch": (Setting(), Setting(), Setting(switch=False), Setting(switch=False)),

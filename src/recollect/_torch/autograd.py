@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -213,18 +214,21 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     # the lock that this needs: a deadlock.
     if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
         return tensor
-    return _detached(tensor)
+    return _detached(tensor) if dispatch_mode_count() else tensor.detach()
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a detached alias if it leads to a graph: its own, or that of its base."""
-    if tensor._is_view() or (tensor.requires_grad and not tensor.is_leaf):
-        return _detached(tensor)
-    return tensor
+    base = view_base(tensor)
+    # Autograd lets nobody write to a view of a leaf that requires grad, so that leads nowhere.
+    if tensor.is_leaf if base is None else base.is_leaf and base.requires_grad:
+        return tensor
+    return _detached(tensor) if dispatch_mode_count() else tensor.detach()
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    if not dispatch_mode_count() or overrides_torch(type(tensor)):
+    """A detached alias, where dispatch modes are active."""
+    if overrides_torch(type(tensor)):
         return tensor.detach()
     with no_dispatch_modes():  # a user's mode may return something else
         return tensor.detach()
@@ -245,6 +249,5 @@ def is_in_custom_function(frame: FrameType | None) -> bool:
     return False
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that ``tensor`` is a view of, if autograd knows one."""
-    return tensor._base
+#: The tensor that a tensor is a view of, if autograd knows one.
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")

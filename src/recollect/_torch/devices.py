@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,10 +35,11 @@ def stderr_hushed() -> Iterator[None]:
         os.close(sink)
 
 
-#: None without CUDA.
-_get_device = getattr(torch._C, "_cuda_getDevice", None)
+#: The current device, and the stream of a device on which this thread launches kernels: the two
+#: parts of a `StreamKey`. None without CUDA.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
-_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
@@ -65,17 +67,15 @@ StreamKey = tuple[int, int]
 
 def current_stream_key() -> StreamKey | None:
     """Where kernels are launched now; None without CUDA."""
-    if _get_raw_stream is None or _get_device is None or not torch.cuda.is_initialized():
+    if current_raw_stream is None or current_device is None or not torch.cuda.is_initialized():
         return None
-    device = _get_device()
-    return device, _get_raw_stream(device)
+    device = current_device()
+    return device, current_raw_stream(device)
 
 
 def is_current_stream(key: StreamKey) -> bool:
     """Whether ``key`` is where kernels are launched now; faster than a comparison of keys."""
-    assert _get_raw_stream is not None
-    assert _get_device is not None
-    return bool(_get_device() == key[0] and _get_raw_stream(key[0]) == key[1])
+    return bool(current_device() == key[0] and current_raw_stream(key[0]) == key[1])
 
 
 def is_capturing() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -40,13 +41,18 @@ def _sdp_priority_order() -> tuple[int, ...]:
     return tuple(_C._get_sdp_priority_order())  # which gives a list
 
 
+def _without_frame(name: str, get: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """A getter without a Python frame: it is called at many functions of every region."""
+    getter = partial(get, *args)
+    vars(getter)["__name__"] = name
+    return getter
+
+
 #: The smallest positive number that is not denormal.
 _NORMAL = sys.float_info.min
 
-
-def _flushes_denormals() -> bool:
-    """Whether this thread flushes denormal numbers to zero. torch does not say."""
-    return _NORMAL / 2 == 0.0
+#: 1.0, or 0.0 if this thread flushes denormal numbers to zero. torch does not say.
+_keeps_denormals = _without_frame("keeps_denormals", math.prod, (_NORMAL, 0.5, 2.0 / _NORMAL))
 
 
 def _set_num_threads(count: int) -> None:
@@ -70,9 +76,8 @@ def _in_new_thread(function: Callable[[], Any]) -> Any:
 
 def _precision(backend: str, op: str) -> _Flag:
     """The float32 precision of ops that the older switches do not cover."""
-    # No function of ours around it: it is called twice for each region.
-    get = partial(_C._get_fp32_precision_getter, backend, op)
-    vars(get)["__name__"] = f"fp32_precision_{backend}_{op}"
+    name = f"fp32_precision_{backend}_{op}"
+    get = _without_frame(name, _C._get_fp32_precision_getter, backend, op)
     return get, partial(_C._set_fp32_precision_setter, backend, op)
 
 
@@ -95,7 +100,7 @@ _COMMON_FLAGS: tuple[_Flag, ...] = (
     _precision("mkldnn", "rnn"),
     # The number of threads decides how a sum is split.
     (torch.get_num_threads, _set_num_threads),
-    (_flushes_denormals, torch.set_flush_denormal),
+    (_keeps_denormals, lambda keeps: torch.set_flush_denormal(not keeps)),
 )
 
 _ACCELERATOR_FLAGS: tuple[_Flag, ...] = (

@@ -160,14 +160,3 @@ class WorkingSet(Generic[T]):
         for value, result in results:
             if uses[value] > 0:
                 here[value] = result
-
-    def end_one(self, reads: Sequence[int], value: int, result: T) -> None:
-        """As `end_op`, for the usual op: it has one result."""
-        uses, here = self.uses, self.here
-        for read in reads:
-            left = uses[read] - 1
-            uses[read] = left
-            if left <= 0:
-                here.pop(read, None)
-        if uses[value] > 0:
-            here[value] = result

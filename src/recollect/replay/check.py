@@ -14,21 +14,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import repeat
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import is_grad_enabled as grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from recollect._torch.autograd import (
     is_in_custom_function,
     unpacks_by,
+    view_base,
     without_graph,
     without_history,
 )
-from recollect._torch.devices import current_stream_key, is_current_stream
+from recollect._torch.devices import (
+    current_device,
+    current_raw_stream,
+    current_stream_key,
+    is_current_stream,
+)
 from recollect._torch.dtensors import is_on_parts, local_tensor
 from recollect._torch.modes import (
     DispatchMode,
@@ -37,9 +41,8 @@ from recollect._torch.modes import (
     pop_function_mode,
     push_function_mode,
 )
-from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import storage_key, version_of
+from recollect._torch.tensors import storage_key
 from recollect.policy.op_info import op_info
 from recollect.replay.function_call import (
     EXPOSING,
@@ -52,13 +55,14 @@ from recollect.replay.function_call import (
     locals_in,
     metadata_of,
     rounds_differently_in_modes,
-    same_constant,
+    same_constants,
 )
 from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
 from recollect.replay.memory_tracker import start_of
 from recollect.replay.record import Recorder
 from recollect.replay.recording import ExpectedCall, Recording
 from recollect.replay.rematerialize import Rematerializer
+from recollect.state.flags import call_it
 
 _Tensor = torch.Tensor
 #: Starts recording the rest of a call after so many ops; see `engine._Call.record_rest`.
@@ -80,6 +84,9 @@ class Checker:
         self._next = recording.expected
         self._remat = remat
         self._offload_inputs = offload_inputs
+        #: The outside tensors to keep, and whether it matters which memory they share.
+        self._wanted = recording.schedule.outsides
+        self._places_matter = recording.places_matter
         self._numbers = TensorNumbers()
         #: Whether a function is running, and the tickets of the tensors saved in it.
         self._is_inside = False
@@ -160,25 +167,13 @@ class Checker:
             if func in METADATA:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._run_unchecked(func, args, kwargs or {})
-        if self._written:
-            self._count_versions()
         values = (*args, *kwargs.values()) if kwargs else args
-        is_usual = grad_enabled() is expected.call_mode and not autocast_enabled()
-        if not (
-            (is_usual or call_mode(func) == expected.call_mode)
-            and (expected.keys is None if not kwargs else [*kwargs] == expected.keys)
-            and dispatch_mode_count() == self._modes
-            and (self._stream is None or is_current_stream(self._stream))
-            and (expected.flags is None or expected.read_flags() == expected.flags)
-            and len(values) == expected.arity
-            and self._fits(expected, values)
+        if (expected.keys is not None if not kwargs else [*kwargs] != expected.keys) or not (
+            self._fits(expected, values)
         ):
             return self._run_unchecked(func, args, kwargs or {})
-        for op, generator in expected.draws:
-            self._remat.states[op] = generator.get_state()
-        if expected.call.changes_metadata:
-            for tensor in locals_in(values):
-                self._written += self._remat.before_metadata_change(tensor)
+        if expected.has_preparations:
+            self._prepare(expected, values)
         self._is_inside = True
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -187,10 +182,41 @@ class Checker:
             self._give_up(f"{func} raised")
             raise
         self._is_inside = False
-        self._end(expected, out)
+        # As `_end_with_care` ends it, for the usual function: it returns one new tensor.
+        numbers, tickets, only, key = self._numbers, self._tickets, expected.only, id(out)
+        known, by_id = numbers.tensors, numbers.by_id
+        if (
+            only < 0
+            or type(out) is not _Tensor
+            or len(tickets) != expected.count
+            or (key in by_id and known[by_id[key]]() is out)
+            # It follows from the arguments and the default dtype, which is one of the flags.
+            or (expected.flags is None and out.dtype is not expected.dtype)
+        ):
+            self._end_with_care(expected, locals_in(out))
+        else:
+            by_id[key] = only
+            known.append(ref(out))
+            try:
+                numbers.versions.append(out._version)
+            except RuntimeError:  # an inference tensor
+                numbers.versions.append(None)
+            self._next = expected.following
+            for _, value, layout, away in expected.caught_returns:
+                self._remat.keep(value, without_history(out), layout, away=away)
+            if tickets:
+                self._drop_or_hold(expected, tickets)
         if expected.written and self.difference is None:
             self._note_writes(expected, values)
         return out
+
+    def _prepare(self, expected: ExpectedCall, values: tuple[Any, ...]) -> None:
+        """Save the state of generators, and the versions that a change of metadata will raise."""
+        for op, generator in expected.draws:
+            self._remat.states[op] = generator.get_state()
+        if expected.call.changes_metadata:
+            for tensor in locals_in(values):
+                self._written += self._remat.before_metadata_change(tensor)
 
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is not the next one of the recording."""
@@ -233,36 +259,79 @@ class Checker:
         self._rest = record_rest(self.done, self._end_rest)
         self.is_unrecorded = self._rest is None
 
-    def _fits(self, expected: ExpectedCall, values: Any) -> bool:
-        """Whether the arguments match the recording."""
+    def _fits(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
+        """Whether the arguments and the call mode match the recording.
+
+        The usual case; all others are left to `_fits_with_care`.
+        """
+        if self._written:
+            self._count_versions()
+        numbers = self._numbers
+        known: list[Any] = numbers.tensors
+        versions: list[Any] = numbers.versions
+        stream = self._stream
+        try:
+            if [*map(call_it, expected.getters), *map(type, values)] != expected.state or (
+                stream is not None
+                and (current_device() != stream[0] or current_raw_stream(stream[0]) != stream[1])
+            ):
+                return self._fits_with_care(expected, values)
+            for place, number, writes in expected.seen:
+                value = values[place]
+                if known[number]() is not value or value._version - versions[number] != writes:
+                    return False
+        except RuntimeError:  # an inference tensor, or a flag that torch refuses to read
+            return self._fits_with_care(expected, values)
+        if expected.pick(values) != expected.picked or (
+            expected.others and not same_constants(values, expected.others)
+        ):
+            return False
+        for place, outside in expected.new:
+            value = values[place]
+            if (
+                self._places_matter
+                or not outside.quick_test(value)
+                or numbers.number_of(value) is not None
+            ):
+                if not self._bind(value, outside.number, None):
+                    return False
+                continue
+            numbers.add(value)
+            if outside.number in self._wanted:
+                self._keep_outside(value, outside)
+        return True
+
+    def _fits_with_care(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
+        """The same, in any call mode and with arguments of any types."""
+        if (
+            call_mode(expected.function) != expected.call_mode
+            or dispatch_mode_count() != self._modes
+            or (self._stream is not None and not is_current_stream(self._stream))
+            or (expected.flags is not None and expected.read_flags() != expected.flags)
+            or len(values) != expected.arity
+        ):
+            return False
+        leaves: Any = values
+        wrappers = None
         if expected.form is not None:
-            values, form = flatten_all(values)
+            leaves, form = flatten_all(values)
             if form != expected.form:
                 return False
-            wrappers = values.wrappers
-        else:
-            wrappers = None
-        known, versions = self._numbers.tensors, self._numbers.versions
+            wrappers = leaves.wrappers
+        numbers = self._numbers
         for place, number, writes in expected.tensors:
-            value = values[place]
-            if number >= len(known):
+            value = leaves[place]
+            if number >= len(numbers.tensors):
                 wrapper = wrappers.get(place) if wrappers else None
                 if not self._bind(value, number, wrapper):
                     return False
-                continue
-            before = versions[number]
-            if (
-                known[number]() is not value
-                or value is None
-                # An unseen write. Torch does not count writes to inference tensors.
-                or (None if before is None else value._version - before) != writes
-            ):
+            # Unseen writes. Torch does not count those to inference tensors.
+            elif numbers.number_of(value) != number or numbers.writes_to(value, number) != writes:
                 return False
-        for place, constant, kind in expected.constants:
-            value = values[place]
-            is_same = value is constant or (type(value) is kind and value == constant)
-            if not is_same and not same_constant(value, constant):
-                return False
+        if not same_constants(leaves, expected.constants):
+            return False
+        if not self._modes:
+            expected.learn(values)
         return True
 
     def _bind(self, tensor: Any, number: int, wrapper: _Tensor | None) -> bool:
@@ -277,17 +346,24 @@ class Checker:
             or number != len(numbers.tensors)
             or not (outside.quick_test(tensor) or outside.is_like(tensor))
             or numbers.number_of(tensor) is not None
-            or not self._is_at_place(tensor, outside)
+            or (self._places_matter and not self._is_at_place(tensor, outside))
         ):
             return False
         numbers.add(tensor)
+        if number in self._wanted:
+            self._keep_outside(tensor, outside, wrapper)
+        return True
+
+    def _keep_outside(
+        self, tensor: _Tensor, outside: OutsideTensor, wrapper: _Tensor | None = None
+    ) -> None:
+        """Keep an outside tensor, if it is the first on its storage."""
         value = outside.value
-        if value is not None and number in self._recording.schedule.outsides:
+        if value is not None:
             away = self._offload_inputs and tensor.requires_grad and not tensor.is_leaf
             held = self._remat.keep(value, without_history(tensor), value.layout, away=away)
             if wrapper is not None:
                 held.count_by(wrapper)
-        return True
 
     def _is_at_place(self, tensor: _Tensor, outside: OutsideTensor) -> bool:
         """Whether ``tensor`` shares memory with the recorded tensors, if that matters."""
@@ -338,36 +414,11 @@ class Checker:
         self._next = expected.following
         self._drop_or_hold(expected, [ticket])
 
-    def _end(self, expected: ExpectedCall, out: Any) -> None:
-        """The function has returned: if it ended as recorded, drop or hold its saved tensors."""
-        tickets = self._tickets
-        numbers = self._numbers
-        known = numbers.tensors
-        number = len(known)
-        if expected.only is None or number != expected.first_out or type(out) is not _Tensor:
-            self._end_with_care(expected, locals_in(out))
-            return
-        key = id(out)
-        other = numbers.by_id.get(key)
-        # The dtype follows from the function, its arguments and the default dtype. The default
-        # dtype is a flag, so no comparison is needed if the flags were compared.
-        if (
-            (other is not None and known[other]() is out)
-            or len(tickets) != expected.count
-            or (expected.flags is None and out.dtype is not expected.only)
-        ):
-            self._give_up(f"another result of {expected.function}")
-            return
-        known.append(ref(out))
-        numbers.versions.append(version_of(out))
-        numbers.by_id[key] = number
-        self._next = expected.following
-        if expected.caught_returns:
-            self._catch(expected, (out,))
-        if tickets:
-            self._drop_or_hold(expected, tickets)
-
     def _end_with_care(self, expected: ExpectedCall, returned: list[_Tensor]) -> None:
+        """The function has returned: if it ended as recorded, drop or hold its saved tensors.
+
+        Of any function: the usual ones end in `__torch_function__`.
+        """
         tickets, call = self._tickets, expected.call
         if (
             len(returned) != len(expected.dtypes)
@@ -378,7 +429,8 @@ class Checker:
             self._give_up(f"another result of {expected.function}")
             return
         self._next = expected.following
-        self._catch(expected, returned)
+        for place, value, layout, away in expected.caught_returns:
+            self._remat.keep(value, without_history(returned[place]), layout, away=away)
         if tickets:
             self._drop_or_hold(expected, tickets)
         if expected.arrivals:
@@ -396,11 +448,6 @@ class Checker:
         for ticket in self._tickets:
             hold_for_good(ticket)
         self._tickets = []
-
-    def _catch(self, expected: ExpectedCall, returned: Any) -> None:
-        """Keep the returned tensors that the schedule holds."""
-        for place, value, layout, away in expected.caught_returns:
-            self._remat.keep(value, without_history(returned[place]), layout, away=away)
 
     def _note_writes(self, expected: ExpectedCall, values: tuple[Any, ...]) -> None:
         """Keep the written tensors that the schedule holds, and count the writes to held ones."""
@@ -428,15 +475,17 @@ class Checker:
             hold_for_good(tickets[place])
             self._remat.keep(value, local_tensor(tickets[place][0]), layout, away=away)
         dropped = self._remat.tickets
-        # An opaque function may save more or fewer tensors than when it was recorded.
-        saved = repeat(None) if expected.call.is_opaque else expected.saved
-        for ticket, view in zip(tickets, saved, strict=False):
-            if view is None:
-                ticket[0] = without_graph(ticket[0])  # as in `hold_for_good`
-            else:
+        for ticket, view in zip(tickets, expected.saved, strict=False):
+            if view is not None:
                 ticket[0] = None
                 ticket[2] = view
                 dropped.append(ticket)
+                continue
+            tensor = ticket[0]
+            base = view_base(tensor)
+            # `hold_for_good` without a call for most of them, which it would not change.
+            if not (tensor.is_leaf if base is None else base.is_leaf and base.requires_grad):
+                ticket[0] = without_graph(tensor)
         tickets.clear()
 
 

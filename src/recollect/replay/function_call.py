@@ -9,9 +9,10 @@ autograd saved are those of the recording.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, EllipsisType, MethodDescriptorType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -21,7 +22,11 @@ import torch.nn.functional as F
 from torch.backends import opt_einsum
 
 from recollect._torch.dtensors import USUAL_TENSORS, is_wrapper, local_tensor, spec_of
-from recollect._torch.modes import any_autocast_enabled, set_grad_enabled
+from recollect._torch.modes import (
+    any_autocast_enabled,
+    dispatch_mode_count,
+    set_grad_enabled,
+)
 from recollect._torch.tensors import is_plain_tensor, metadata_test, version_of
 from recollect.policy.op_info import tensors_in
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, View
@@ -53,6 +58,19 @@ def call_mode(function: Any) -> Any:
     return mode
 
 
+_MODE = (torch.is_grad_enabled, any_autocast_enabled, dispatch_mode_count)
+_CASTS = tuple(
+    partial(get, device)
+    for device in DEVICES
+    for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)
+)
+
+
+def mode_getters(mode: Any) -> tuple[Callable[[], Any], ...]:
+    """What reads a `call_mode` like ``mode``, and how many dispatch modes are active."""
+    return _MODE if type(mode) is bool else (*_MODE, *_CASTS)
+
+
 class Leaves(list[Any]):
     """The tensors and constants among the arguments of a function.
 
@@ -74,6 +92,8 @@ def locals_in(value: Any) -> list[_Tensor]:
     """The tensors in ``value``, in lists and tuples too; instead of a ``DTensor`` the local one."""
     if type(value) is _Tensor:
         return [value]
+    if type(value) in (tuple, list) and USUAL_TENSORS.issuperset(map(type, value)):
+        return [*value]
     return [local_tensor(tensor) for tensor in tensors_in(value)]
 
 
@@ -253,10 +273,12 @@ class TensorNumbers:
 
     def add(self, tensor: _Tensor) -> int:
         """Give ``tensor`` the next number."""
-        number = len(self.tensors)
+        number = self.by_id[id(tensor)] = len(self.tensors)
         self.tensors.append(ref(tensor))
-        self.versions.append(version_of(tensor))
-        self.by_id[id(tensor)] = number
+        try:
+            self.versions.append(tensor._version)
+        except RuntimeError:  # an inference tensor
+            self.versions.append(None)
         return number
 
     def writes_to(self, tensor: _Tensor, number: int) -> int | None:
@@ -305,15 +327,20 @@ def same_constant(a: Any, b: Any) -> bool:
     return type(a) in _EQUAL and bool(a == b)
 
 
-class _NoType:
-    """The type of no value."""
+def same_constants(values: Sequence[Any], constants: Iterable[tuple[int, Any]]) -> bool:
+    """Whether each of the ``constants``, given with its place, is that among ``values``."""
+    for place, constant in constants:
+        value = values[place]
+        if value is not constant and not same_constant(value, constant):
+            return False
+    return True
 
 
-def equal_type(value: Any) -> type:
-    """The type under which ``==`` implies the same constant as ``value``."""
-    kind = type(value)
-    is_enough = kind in _EQUAL or (kind is float and value != 0.0)  # there are two zeros
-    return kind if is_enough else _NoType
+def has_equality(value: Any) -> bool:
+    """Whether ``==`` and the same type imply the same constant as ``value``."""
+    if type(value) is float:
+        return value != 0.0 and not math.isnan(value)  # there are two zeros
+    return type(value) in _EQUAL
 
 
 def _getters(*names: str) -> set[Any]:

@@ -101,8 +101,10 @@ class HeldTensor:
         if self.away is not None:
             return view_of(self.away.get(), self.layout, own)
         tensor = self.tensor
-        if is_guarded and self._version() != self.version:
-            raise source_changed(tensor)
+        if is_guarded and self.version is not None:  # torch counts writes to it
+            version = tensor._version if self.counter is None else self._version()
+            if version != self.version:
+                raise source_changed(tensor)
         return tensor if self.layout is own else view_of(tensor, self.layout, own)
 
 
@@ -130,7 +132,11 @@ class HeldValues:
 
         The tensor must be detached: its graph would lead back to this object.
         """
-        held = self.kept[value.number] = HeldTensor(tensor, layout, version_of(tensor))
+        try:
+            version: int | None = tensor._version
+        except RuntimeError:  # an inference tensor
+            version = None
+        held = self.kept[value.number] = HeldTensor(tensor, layout, version)
         self._order.append((value.number, len(self.tickets)))
         if away:
             self.send(value)

@@ -8,10 +8,15 @@ for ops that it does not know, values are chosen in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from copy import copy
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import itemgetter
+from typing import Any
+
+import torch
 
 from recollect.graph.flow import FOREVER, minimum_cut
 from recollect.graph.release import find_needs
@@ -20,11 +25,18 @@ from recollect.replay.function_call import (
     USUAL,
     FunctionCall,
     OutsideTensor,
-    equal_type,
+    has_equality,
+    mode_getters,
 )
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import Layout, RecordedGraph, RecordedOp, RecordedValue, View
-from recollect.state.flags import read_flags, read_usual_flags, usual_flags
+from recollect.state.flags import (
+    call_it,
+    flag_getters,
+    read_flags,
+    read_usual_flags,
+    usual_flags,
+)
 
 #: The ops that recompute a value, by its number and the values that have been recomputed before.
 Chains = dict[tuple[int, ...], list[RecordedOp]]
@@ -60,6 +72,10 @@ class Recording:
         self._stores_all = stores_all
         #: Whether it matters which outside tensors share a storage.
         self.shares_memory = writes_outside or any(o.twin for o in outsides.values())
+        #: The same, or whether one shares the storage of a tensor that a function returned.
+        self.places_matter = self.shares_memory or any(
+            o.host is not None for o in outsides.values()
+        )
         #: The metadata that depends on data.
         self.shapes = [call.metadata for call in calls if call.depends_on_data]
         self.reason = reason
@@ -92,7 +108,10 @@ class Recording:
     def expected(self) -> ExpectedCall | None:
         """The first function of a later call, linked to the next ones; None if there is none."""
         caught: set[int] = set()
-        calls = [ExpectedCall(self, call, caught) for call in self.calls]
+        calls, known = [], 0
+        for each in self.calls:
+            calls.append(ExpectedCall(self, each, caught, known))
+            known = max((known - 1, *each.tensors.values(), *each.outs)) + 1
         for call, following in pairwise(calls):
             call.following = following
         return calls[0] if calls else None
@@ -103,12 +122,15 @@ class ExpectedCall:
 
     __slots__ = (
         *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
-        *("caught_returns", "constants", "count", "draws", "dtypes", "first_out", "flags"),
-        *("following", "form", "function", "keys", "only", "read_flags", "saved"),
+        *("caught_returns", "constants", "count", "draws", "dtype", "dtypes", "flags"),
+        *("following", "form", "function", "getters", "has_preparations", "keys", "new", "only"),
+        *("_is_simple", "others", "pick", "picked", "read_flags", "saved", "seen", "state"),
         *("tensors", "written"),
     )
 
-    def __init__(self, recording: Recording, call: FunctionCall, caught: set[int]) -> None:
+    def __init__(
+        self, recording: Recording, call: FunctionCall, caught: set[int], known: int
+    ) -> None:
         self.call = call
         #: The next one.
         self.following: ExpectedCall | None = None
@@ -117,15 +139,38 @@ class ExpectedCall:
         self.keys, self.arity, self.form = call.keys, call.arity, call.form
         #: Of each tensor: its place, its number, and how often it was written to.
         self.tensors = [(place, n, call.writes[place]) for place, n in call.tensors.items()]
-        #: Of each constant: its place, its value, and the type under which ``==`` implies the same.
-        self.constants = [(place, each, equal_type(each)) for place, each in call.constants.items()]
+        #: Of each constant: its place and its value.
+        self.constants = [*call.constants.items()]
+        #: The call mode, the flags and the types of the arguments of a call that fit, and what
+        #: reads the first two. In such a call: the tensors that are known, and the new ones; the
+        #: constants for which ``==`` implies the same, what picks them, and the other constants.
+        self.state: list[Any] | None = None
+        self.getters = mode_getters(call.call_mode)
+        self.seen = [each for each in self.tensors if each[1] < known]
+        outsides = recording.outsides
+        self.new = [(place, outsides[n]) for place, n, _ in self.tensors if n >= known]
+        usual = {place: each for place, each in self.constants if has_equality(each)}
+        self.others = [each for each in self.constants if each[0] not in usual]
+        self.pick: Callable[[Any], Any] = itemgetter(*usual) if usual else len
+        self.picked = self.pick(usual) if usual else self.arity
+        self._is_simple = (
+            call.form is None
+            and call.function is not torch.einsum  # see `call_mode`
+            and None not in call.writes.values()  # torch counts writes to all of the tensors
+            and len({each.number for _, each in self.new}) == len(self.new)
+        )
         schedule = recording.schedule
         here = schedule.kept - schedule.away
         views = [pack.view for pack in call.packed]
         #: How many tensors autograd saves in it. For each, the view to recompute it by; None if
         #: held.
         self.count = len(views)
-        self.saved = [None if view is None or view.value.number in here else view for view in views]
+        self.saved: Iterable[View | None] = (
+            # Another call of an opaque function may save more tensors, or fewer.
+            repeat(None)
+            if call.is_opaque
+            else [None if view is None or view.value.number in here else view for view in views]
+        )
         #: The values to keep, found among saved tensors, returned tensors and written arguments.
         #: ``caught``: those that an earlier function has given.
         self.caught_packed = _catch(enumerate(views), schedule, caught)
@@ -142,19 +187,29 @@ class ExpectedCall:
         self.read_flags = read_flags
         if self.flags is not None and call.function in USUAL:
             self.flags, self.read_flags = usual_flags(self.flags), read_usual_flags
+        if self.flags is not None:
+            self.getters += flag_getters(self.read_flags)
         #: How many offloaded tensors are freed after it.
         self.arrivals = sum(op.arrivals for op in ops)
-        #: The ops that draw again in backward, each with its generator.
+        #: The ops that draw again in backward, each with its generator. Whether anything has to be
+        #: done before it runs.
         self.draws = [
             (op.number, op.generator)
             for op in call.draws
             if op.generator is not None and op.number in schedule.draws
         ]
-        #: The dtype, if it returns one tensor and only keeps or drops tensors when it ends; else
-        #: None. The number of the first returned tensor.
+        self.has_preparations = bool(self.draws) or call.changes_metadata
+        #: The number and the dtype of its result, if it returns one tensor and only keeps or drops
+        #: tensors when it ends; else -1 and None.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
-        self.only = self.dtypes[0] if is_usual and len(call.outs) == 1 else None
-        self.first_out = call.outs[0] if call.outs else -1
+        self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
+        self.only = call.outs[0] if is_usual and self.dtype is not None else -1
+
+    def learn(self, values: tuple[Any, ...]) -> None:
+        """Learn the state and types of a call that fits, where no dispatch mode is active."""
+        if self._is_simple:
+            with suppress(RuntimeError):  # a flag that torch refuses to read
+                self.state = [*map(call_it, self.getters), *map(type, values)]
 
 
 def _heeds_flags(graph: RecordedGraph, op: RecordedOp) -> bool:

@@ -105,7 +105,7 @@ class Rematerializer(HeldValues):
     def _release_held(self) -> None:
         """Free held values that only freed parts of the autograd graph needed."""
         tickets, before = self.tickets, len(self.tickets)
-        while tickets and _references_to_last(tickets) <= _OF_THE_DEAD_LAST:
+        while tickets and getrefcount(tickets[-1]) <= _OF_THE_DEAD:
             tickets.pop()
         if len(tickets) == before:
             return
@@ -118,7 +118,7 @@ class Rematerializer(HeldValues):
 
         To be asked after the call. The object is alive as long as one of them is.
         """
-        return sum(count > _OF_THE_DEAD for count in _reference_counts(self.tickets))
+        return sum(count > _OF_THE_DEAD for count in map(getrefcount, self.tickets))
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -126,26 +126,30 @@ class Rematerializer(HeldValues):
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """The saved-tensor hook: autograd unpacks a tensor."""
         tensor: torch.Tensor | None = ticket[0]
-        if tensor is None:
-            return self._recompute(ticket[2])
-        if tensor._version != ticket[1]:
-            raise saved_tensor_changed(tensor)
-        return tensor
+        if tensor is not None:
+            if tensor._version != ticket[1]:
+                raise saved_tensor_changed(tensor)
+            return tensor
+        view: View = ticket[2]
+        value, backward = view.value, current_graph_task()
+        working = self.passes.get(backward)
+        if working is not None and not value.is_stale and self.pause is None:
+            here, uses, number = working.here, working.uses, value.number
+            tensor = here.get(number)
+            if tensor is not None:  # the usual case: recomputed on the way to an earlier one
+                working.given.add(number)  # as `WorkingSet.give`
+                uses[number] -= 1
+                if uses[number] <= 0:
+                    here.pop(number, None)  # another thread may have been faster
+                return tensor if view.is_own else (view.maker or view.find_maker())(tensor)
+        return self._recompute(backward, view)
 
-    def _recompute(self, view: View) -> torch.Tensor:
-        value = view.value
-        backward = current_graph_task()
+    def _recompute(self, backward: int, view: View) -> torch.Tensor:
         if self.pause is not None:
             with self._lock, below_autograd(), self.pause():
                 return self._recompute_now(backward, view)
-        if value.is_stale and self.is_complete:
+        if view.value.is_stale and self.is_complete:
             raise saved_tensor_changed(view.layout[0])
-        working = self.passes.get(backward)
-        if working is not None:
-            tensor = working.here.get(value.number)
-            if tensor is not None:  # the usual case: recomputed on the way to an earlier one
-                working.give(value.number)
-                return view.of(tensor)
         # Two threads of one backward may get here at once.
         if autocast_enabled():
             with self._lock, below_autograd():
@@ -187,7 +191,7 @@ class Rematerializer(HeldValues):
 
     def _count(self) -> tuple[list[int], Chains | None]:
         """How often backward will use each value, and the cache of chains if it is valid."""
-        counts = _reference_counts(self.tickets)
+        counts = [*map(getrefcount, self.tickets)]
         if self._uses is not None and min(counts, default=0) > _OF_THE_DEAD:
             schedule = self._schedule
             return self._uses.copy(), None if schedule is None else schedule.chains
@@ -197,25 +201,29 @@ class Rematerializer(HeldValues):
 
     def _tensor(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
         """The tensor of the value's own layout."""
-        number, here, uses = value.number, working.here, working.uses
-        tensor = here.get(number)
+        number = value.number
+        tensor = working.here.get(number)
         if tensor is not None:
             return tensor
         held = self.kept.get(number)
-        if held is not None:
-            tensor = held.get(value.layout, self._is_guarded or value.outside is None)
-            if uses[number] > 1:
-                here[number] = tensor
-            return tensor
+        if held is None:
+            return self._made_again(working, number)
+        tensor = held.get(value.layout, self._is_guarded or value.outside is None)
+        if working.uses[number] > 1:
+            working.here[number] = tensor
+        return tensor
+
+    def _made_again(self, working: _Pass, number: int) -> torch.Tensor:
+        """The same, of a value that ops have to make again."""
+        uses = working.uses
         ops = self._missing(working, number)
         if uses[number] <= 0:  # not counted: a second unpack of a tensor
             for op in ops:
                 for read in op.reads:
                     uses[read] += 1
         uses[number] += 1  # not to be released before it is returned
-        for op in ops:
-            self._run(working, op)
-        tensor = here[number]
+        self._run(working, ops)
+        tensor = working.here[number]
         working.use(number)
         return tensor
 
@@ -236,29 +244,39 @@ class Rematerializer(HeldValues):
                 chains[key] = ops
         return ops
 
-    def _run(self, working: _Pass, op: RecordedOp) -> None:
-        """Rerun ``op``."""
-        if grad_enabled() is not op.grad_enabled:
-            set_grad_enabled(op.grad_enabled)
-        fills = op.fills
-        if fills is None:
-            fills = op.prepare()
-        if fills is NEEDS_CARE:
-            self._run_with_care(working, op)
-            return
-        here, old = working.here, op.old
-        base = None if old < 0 else self._writable(working, op, old)
-        args = op.args.copy()
-        for place, number, make in fills:
-            tensor = here.get(number) if number != old else base
-            if tensor is None:
-                tensor = self._tensor(working, self.graph.values[number])
-            args[place] = tensor if make is None else make(tensor)
-        out = op.call(*args, **op.kwargs)
-        if op.only >= 0:
-            working.end_one(op.others, op.only, out if base is None else base)
-        else:
-            working.end_op(op.reads, _results(op, out))
+    def _run(self, working: _Pass, ops: list[RecordedOp]) -> None:
+        """Rerun ``ops``."""
+        here, uses, values = working.here, working.uses, self.graph.values
+        for op in ops:
+            if grad_enabled() is not op.grad_enabled:
+                set_grad_enabled(op.grad_enabled)
+            fills = op.fills
+            if fills is None:
+                fills = op.prepare()
+            if fills is NEEDS_CARE:
+                self._run_with_care(working, op)
+                continue
+            old = op.old
+            base = None if old < 0 else self._writable(working, op, old)
+            args: Any = op.args.copy()
+            for place, number, make in fills:
+                tensor = here.get(number) if number != old else base
+                if tensor is None:
+                    tensor = self._tensor(working, values[number])
+                args[place] = tensor if make is None else make(tensor)
+            out = op.call(*args, **op.kwargs)
+            args = tensor = None  # what follows frees them
+            if op.only < 0:
+                working.end_op(op.reads, _results(op, out))
+            else:  # the same, for the usual op: it has one result
+                for read in op.others:
+                    left = uses[read] - 1
+                    uses[read] = left
+                    if left <= 0:
+                        here.pop(read, None)
+                if uses[op.only] > 0:
+                    here[op.only] = out if base is None else base
+            base = out = None
 
     def _run_with_care(self, working: _Pass, op: RecordedOp) -> None:
         """Rerun an op that writes to several tensors, draws, takes tensor lists, or has flags."""
@@ -302,17 +320,9 @@ class Rematerializer(HeldValues):
             generator.set_state(now)
 
 
-def _reference_counts(tickets: list[Ticket]) -> list[int]:
-    return [getrefcount(ticket) for ticket in tickets]
-
-
-def _references_to_last(tickets: list[Ticket]) -> int:
-    return getrefcount(tickets[-1])
-
-
 #: The reference count of a ticket that only a list holds.
-(_OF_THE_DEAD,) = _reference_counts([[object()]])
-_OF_THE_DEAD_LAST = _references_to_last([[object()]])
+_LIST = [[object()]]
+_OF_THE_DEAD = getrefcount(_LIST[-1])
 
 
 @contextmanager

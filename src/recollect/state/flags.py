@@ -6,18 +6,22 @@ Reading them all takes about a microsecond. A rerun sets only those that are not
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from recollect._torch.flags import FLAGS, SPECIAL_FLAGS, read_precisions, write_precisions
 
 if sys.version_info >= (3, 11):
-    from operator import call as _call
+    from operator import call
 else:
 
-    def _call(get: Any) -> Any:
+    def call(get: Any) -> Any:
+        """Call ``get``."""
         return get()
 
 
+#: Calls a getter.
+call_it: Callable[[Callable[[], Any]], Any] = call
 #: The value of each flag; then, if one could not be read, the precisions that prevent it.
 Flags = tuple[Any, ...]
 
@@ -29,7 +33,7 @@ _UNREADABLE = object()
 def read_flags() -> Flags:
     """The switches now."""
     try:
-        return (*map(_call, _GETTERS),)
+        return (*map(call_it, _GETTERS),)
     except RuntimeError:
         # torch refuses to read an older switch after a newer one was used for the same setting.
         return *map(_try, _GETTERS), read_precisions()
@@ -38,9 +42,14 @@ def read_flags() -> Flags:
 def read_usual_flags() -> Flags:
     """The switches now, without those that only a few special ops depend on."""
     try:
-        return (*map(_call, _USUAL_GETTERS),)
+        return (*map(call_it, _USUAL_GETTERS),)
     except RuntimeError:
         return read_flags()
+
+
+def flag_getters(read: Callable[[], Flags]) -> tuple[Callable[[], Any], ...]:
+    """What ``read`` reads, one of the two functions above. Each may raise a `RuntimeError`."""
+    return _USUAL_GETTERS if read is read_usual_flags else _GETTERS
 
 
 def usual_flags(flags: Flags) -> Flags:
