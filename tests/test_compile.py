@@ -600,3 +600,22 @@ def test_a_region_elsewhere_causes_no_recompilation_of_llama():
     expected = compilations(transformers.LlamaForCausalLM(config), run)
     region_elsewhere()
     assert compilations(transformers.LlamaForCausalLM(config), run) == expected
+
+
+def test_the_reentrant_engine_adds_no_graphs_to_a_compiled_backward():
+    from torch._dynamo import compiled_autograd
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    x = torch.rand(4, 4, requires_grad=True)
+    torch.compiler.reset()
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend=backend)):
+        recollect.checkpoint(lambda x: x.sin().sum(), x, use_reentrant=True).backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    ops = [[node.target for node in g.graph.find_nodes(op="call_method")] for g in graphs]
+    assert ["sin", "sum"] in ops
+    assert ["detach"] not in ops

@@ -1,5 +1,7 @@
 """Compiled steps within budgets: peaks as measured, results bit for bit those without a plan."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -34,6 +36,21 @@ def test_budgets_are_kept_and_nothing_else_changes(case: str, fractions: tuple[f
             assert_identical(compiled.outcome(), expected)
             assert compiled.peak() <= budget
     assert_identical(compiled.outcome(), expected)
+
+
+def test_checkpointed_regions_in_compiled_code_leave_the_choice_to_the_plan():
+    def with_regions(model: torch.nn.Module) -> torch.nn.Module:
+        for layer in model.layers:
+            layer.forward = partial(recollect.checkpoint, layer.forward)
+        return as_it_is(model)
+
+    compiled = Compiled("decoder_dropout", with_regions)
+    expected = compiled.outcome()
+    frontier = recollect.frontier(compiled.model, compiled.batch, loss=compiled.loss)
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    with plan.applied(compiled.model):
+        assert_identical(compiled.outcome(), expected)
+        assert compiled.peak() <= plan.budget < plan.plain_peak
 
 
 def test_the_simulation_is_exact_where_ops_run_as_they_are():

@@ -10,10 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: The function that splits a joint graph: into the graph of forward and that of backward.
 Split = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -202,8 +204,12 @@ def aot_arguments(backend: Any) -> dict[str, Any] | None:
 
     function = getattr(backend, "compiler_fn", backend)
     if function is debugging.aot_eager:
-        nop = debugging.boxed_nop
-        return {"fw_compiler": nop, "bw_compiler": nop, "keep_inference_input_mutations": True}
+        return {
+            "fw_compiler": debugging.boxed_nop,
+            "bw_compiler": debugging.boxed_nop,
+            "partition_fn": min_cut,
+            "keep_inference_input_mutations": True,
+        }
     return dict(function.kwargs) if isinstance(function, common.AotAutograd) else None
 
 
@@ -236,6 +242,23 @@ def run_as_it_is(
             graph, inputs
         )
     return compiled
+
+
+def takes_list(function: F) -> F:
+    """Have AOTAutograd call ``function`` with a list of arguments, which it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def backend_of(name: str, compile_graph: Callable[..., Any], split: Split) -> Any:
+    """A backend of torch.compile: ``split`` splits joint graphs, ``compile_graph`` compiles."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, partition_fn=split, keep_inference_input_mutations=True
+    )
+    backend.__name__ = name
+    return backend
 
 
 def partitioner(split: Split, uuid: Callable[[], str]) -> Any:
@@ -292,6 +315,15 @@ def min_cut(
     return min_cut_rematerialization_partition(graph, inputs, **kwargs)
 
 
+def default_partition(
+    graph: fx.GraphModule, inputs: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph so that forward saves what eager code would, and nothing runs again."""
+    from torch._functorch import partitioners
+
+    return partitioners.default_partition(graph, inputs, **kwargs)
+
+
 def fuses() -> Callable[[fx.Node], bool]:
     """A function: whether Inductor computes a node in the kernel of those that read it."""
     from torch._functorch.partitioners import get_default_op_list
@@ -313,6 +345,19 @@ def known_size(number: Any) -> int:
         if not getattr(size, "free_symbols", ()):
             return int(size)
     return int(node.hint) if node.has_hint() else 0
+
+
+def is_same_size(first: Any, second: Any) -> bool:
+    """Whether two sizes, or two tuples of values with sizes, are the same for all dynamic sizes.
+
+    Unlike ``==``, this does not have the compiler check the answer at each call.
+    """
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(is_same_size, first, second))
+    if isinstance(first, torch.SymInt) and isinstance(second, torch.SymInt):
+        return bool(first.node.expr == second.node.expr)
+    are_numbers = not isinstance(first, torch.SymInt) and not isinstance(second, torch.SymInt)
+    return are_numbers and bool(first == second)
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:

@@ -14,4 +14,7 @@ which tensors forward saves for backward. The path through the package:
    where it is split, and `watch` warns of steps that do not run by the plan.
 6. Without a batch, `lazy` has the loop's own steps take the place of those that the planner runs:
    `loop` measures them, and `loop_planner` makes and corrects the plan.
+
+`registered` is a backend of our own, which runs the ops of a graph as they are: `views` folds views
+in its joint graph, and `straight` writes its halves as Python.
 """

@@ -16,6 +16,7 @@ from recollect._torch.inductor import (
     assumed_shapes,
     backend_name,
     compile_by_inductor,
+    default_partition,
     graph_inputs,
     inductor_options,
     known_size,
@@ -25,6 +26,7 @@ from recollect._torch.inductor import (
 )
 from recollect._torch.tensors import storage_key
 from recollect.compiled.split import Observer, Player, SeenGraph
+from recollect.compiled.views import fold_views
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
 _PLANNED = {"allow_buffer_reuse": False}
@@ -63,7 +65,13 @@ class Compiler:
         """Compile a graph of dynamo."""
         if self.options is None:
             assert self.arguments is not None
-            return run_as_it_is(graph, inputs, self.arguments, split)
+            plain = self.arguments.get("partition_fn", default_partition)
+
+            def folded(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+                fold_views(joint, kwargs["num_fwd_outputs"])
+                return split(joint, joint_inputs, plain, **kwargs)
+
+            return run_as_it_is(graph, inputs, self.arguments, folded)
         planned = _PLANNED if split.decides else {}
         ours = partitioner(split, split.uuid)
         return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)

@@ -55,6 +55,12 @@ def key_of(graph: fx.GraphModule) -> str:
     return digest.hexdigest()
 
 
+def returned_by(graph: fx.GraphModule) -> list[Any]:
+    """What a graph returns: nodes, and other values."""
+    (output,) = graph.graph.find_nodes(op="output")
+    return tree_leaves(output.args)
+
+
 class Joint:
     """A joint graph.
 
@@ -65,8 +71,7 @@ class Joint:
 
     def __init__(self, graph: fx.GraphModule, outputs: int) -> None:
         self.nodes: list[fx.Node] = [node for node in graph.graph.nodes if node.op != "output"]
-        (output,) = graph.graph.find_nodes(op="output")
-        returned = tree_leaves(output.args)
+        returned = returned_by(graph)
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.tangents = [node for node in self.placeholders if "tangents" in str(node.target)]
         #: What forward returns, and backward: tensors, each by its position.

@@ -79,7 +79,7 @@ def find_sites(model: nn.Module) -> list[Site]:
                 raise ValueError(
                     f"model: {_named(path)} is compiled with backend="
                     f"{backend_name(backend)!r}, which does not support plans. Compile it with "
-                    "backend='inductor' (the default) or 'aot_eager'"
+                    "backend='inductor' (the default), 'recollect' or 'aot_eager'"
                 )
             found.append(Site(path, module, compiler))
         else:

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from recollect._torch.dynamo import tag_recompute_nodes
-from recollect._torch.inductor import copied, min_cut, simplify
+from recollect._torch.inductor import Split, copied, min_cut, simplify
 from recollect._torch.pytree import tree_leaves
-from recollect.compiled.joint import Joint, key_of
+from recollect.compiled.joint import Joint, key_of, returned_by
 from recollect.errors import CheckpointError
 
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
@@ -54,17 +54,20 @@ class Observer:
         self._count += 1
         return f"recollect-observer-{id(self)}-{time.time_ns()}-{self._count}"
 
-    def __call__(self, graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> _Halves:
-        """Split a graph."""
+    def __call__(
+        self, graph: fx.GraphModule, inputs: Any, plain: Split = min_cut, **kwargs: Any
+    ) -> _Halves:
+        """Split a graph. ``plain``: how the user's backend does."""
         simplify(graph)
         key, outputs = key_of(graph), kwargs["num_fwd_outputs"]
         joint = Joint(graph, outputs)
         torch_saves: Sequence[fx.Node] | None = None
         if self._solve is not None:
-            torchs = min_cut(copied(graph), inputs, **kwargs)[0]
+            torchs = plain(copied(graph), inputs, **kwargs)[0]
             torch_saves = _saved(joint, torchs, outputs)
             tag(joint, self._solve(key, joint))
-        halves = min_cut(graph, inputs, **kwargs)
+            plain = min_cut
+        halves = plain(graph, inputs, **kwargs)
         saved = _saved(joint, halves[0], outputs)
         torch_saves = saved if torch_saves is None else torch_saves
         self.seen.append(SeenGraph(key, joint, saved, torch_saves))
@@ -109,8 +112,10 @@ class Player:
         self._count += 1
         return f"{self._uuid}-{id(self)}-{time.time_ns()}-{self._count}"
 
-    def __call__(self, graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> _Halves:
-        """Split a graph."""
+    def __call__(
+        self, graph: fx.GraphModule, inputs: Any, plain: Split = min_cut, **kwargs: Any
+    ) -> _Halves:
+        """Split a graph. ``plain``: how the user's backend does."""
         simplify(graph)
         key = key_of(graph)
         joint = Joint(graph, kwargs["num_fwd_outputs"])
@@ -124,16 +129,20 @@ class Player:
                 "chance, or on what earlier steps left behind, and cannot be planned compiled: "
                 "plan for the model without torch.compile"
             )
-        if kept is not None:
-            tag(joint, kept)
+        if kept is None:
+            return plain(graph, inputs, **kwargs)
+        tag(joint, kept)
         return min_cut(graph, inputs, **kwargs)
 
 
 def tag(joint: Joint, kept: Collection[str]) -> None:
     """Say of every node that backward needs whether it is saved or recomputed.
 
-    The partitioner is left with nothing to choose.
+    The partitioner is left with nothing to choose. What checkpointed regions in the compiled code
+    say is taken back: it may contradict.
     """
+    for node in joint.nodes:
+        node.meta.pop("recompute", None)
     keep = {node for node in joint.makers if node.name in set(kept)}
     saved: dict[fx.Node, None] = {}
     recomputed: dict[fx.Node, None] = {}
@@ -164,7 +173,6 @@ def _is_tensor(node: fx.Node) -> bool:
 def _saved(joint: Joint, forward: fx.GraphModule, outputs: int) -> list[fx.Node]:
     """The results that forward returns for backward."""
     nodes = {node.name: node for node in joint.nodes}
-    (output,) = forward.graph.find_nodes(op="output")
-    names = [each.name for each in tree_leaves(output.args)[outputs:] if isinstance(each, fx.Node)]
+    names = [each.name for each in returned_by(forward)[outputs:] if isinstance(each, fx.Node)]
     bases = dict.fromkeys(joint.base(nodes[name]) for name in names if name in nodes)
     return [base for base in bases if base.op == "call_function"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import backward_allows_reentrant
+from recollect._torch.dynamo import hide_from_dynamo
 from recollect._torch.modes import set_grad_enabled
 from recollect.checks.changed_input import argument_changed
 from recollect.errors import InputChanged
@@ -33,6 +34,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_detached(x) if isinstance(x, torch.Tensor) else x for x in inputs)
 
 
+@hide_from_dynamo
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     alias.requires_grad = tensor.requires_grad
@@ -89,6 +91,7 @@ class CheckpointFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @hide_from_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
         if not backward_allows_reentrant():
             raise RuntimeError(
@@ -132,6 +135,7 @@ def _changed_inside(
     return None
 
 
+@hide_from_dynamo
 def _rerun(ctx: Any, inputs: list[Any]) -> Any:
     changes = ctx.region_state.changes()
     grad_was_enabled = torch.is_grad_enabled()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from recollect._torch.dynamo import is_nonstrict_tracing, nested_trace_policy
+from recollect._torch.dynamo import hide_from_dynamo, is_nonstrict_tracing, nested_trace_policy
 from recollect._torch.modes import (
     DispatchMode,
     any_autocast_enabled,
@@ -104,6 +104,7 @@ class RegionState:
         changes = None if self._guards is None else self._guards.changes()
         return None if changes is None else UseOfChanged(changes)
 
+    @hide_from_dynamo
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -114,6 +115,7 @@ class RegionState:
         with swapped:
             return self._run_restored(function, args, kwargs)
 
+    @hide_from_dynamo
     def _run_restored(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -136,6 +138,7 @@ class RegionState:
                 self._ambient.enter(stack)
             return self._run(function, args, kwargs)
 
+    @hide_from_dynamo
     def _run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
 from recollect.state.tensors import same_values
@@ -299,6 +300,7 @@ def settle_streams(streams: Streams) -> Streams:
     return defaults, None if libraries == read_libraries() else libraries, generators
 
 
+@hide_with_calls
 def read_same_streams(streams: Streams) -> Streams:
     """The present states of the streams in ``streams``."""
     (_, devices), libraries, generators = streams
@@ -309,6 +311,7 @@ def read_same_streams(streams: Streams) -> Streams:
     )
 
 
+@hide_with_calls
 def write_streams(streams: Streams) -> None:
     """Restore the streams."""
     (cpu, devices), libraries, generators = streams
