@@ -145,6 +145,29 @@ _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
+_LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+
+def with_lazy_keys(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` for calls from a dispatch mode, for an op whose kernel makes conjugate views.
+
+    A mode runs with the keys switched off by which the ops inside of that kernel resolve such
+    views, and some of them would ignore the conjugation. They are switched on here.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keys = [key for key in _LAZY_KEYS if _key_excluded(key)]
+        for key in keys:
+            _set_key_excluded(key, False)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            for key in keys:
+                _set_key_excluded(key, True)
+
+    return call
+
+
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias of ``tensor`` that shares its version counter.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch.modes import with_lazy_keys
 from recollect._torch.ops import (
     CAST,
     OpOverload,
@@ -127,6 +128,8 @@ _ABSOLUTE = _aten("as_strided as_strided_")
 _RECURRENT = _aten("_cudnn_rnn miopen_rnn")
 #: Attention on the CPU. It has no dropout, so it draws nothing, whatever its tag says.
 _NEVER_RANDOM = "aten::_scaled_dot_product_flash_attention_for_cpu"
+#: Ops whose kernels make conjugate views of complex tensors.
+_CONJUGATING = _aten("linalg_lstsq linalg_pinv")
 #: Ops, besides pointwise ones, that no global flag affects.
 _FLAGLESS = _aten("_to_copy cat clone copy_")
 #: Pointwise ops that libraries compute in their own way.
@@ -139,8 +142,8 @@ class OpInfo:
     def __init__(self, op: Any) -> None:
         self.op = op
         self.name = name = op_name(op)
-        #: How to call it.
-        self.call = bare_op(op)
+        #: How to call it, from a dispatch mode too.
+        self.call = with_lazy_keys(bare_op(op)) if name in _CONJUGATING else bare_op(op)
         #: Whether it takes and returns nothing but tensors and plain values.
         self.is_overload = type(op) is OpOverload
         self._read_effects(op, name)
