@@ -165,6 +165,48 @@ def test_kernels_conjugate_under_a_mode_as_without(
     assert_transparent(train, run)
 
 
+def lists_of_views(x: Tensor) -> Tensor:
+    """Autograd has to notice that the other views have changed."""
+    whole = x * 2
+    square, start = whole.view(2, 2), whole[:2]
+    torch._foreach_mul_([square], 3.0)
+    torch._foreach_add_([start, x * 1], [start.detach().sin(), x])
+    return whole.sin() * square.view(-1) * start.sum()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_writes_to_lists_of_views(run: Run) -> None:
+    """torch forgets to count them under a mode."""
+
+    def train(run: Run) -> Any:
+        x, outputs = leaf(4), []
+        for _ in range(3):
+            out = run(lists_of_views, x)
+            out.sum().backward()
+            outputs += [out, x.grad.clone()]
+        return outputs
+
+    assert_transparent(train, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [rerun, partial(rerun, early_stop=False), reentrant],
+    ids=["rerun", "to the end", "reentrant"],
+)
+def test_writes_to_lists_of_views_while_another_tensor_has_changed(run: Run) -> None:
+    """A rerun is watched then, for whether it uses that tensor."""
+
+    def train(run: Run) -> Any:
+        x, other = leaf(4), torch.zeros(5000)
+        out = run(lambda x: lists_of_views(x) if x.numel() else other, x)
+        other.add_(1)
+        out.sum().backward()
+        return out, x.grad
+
+    assert_transparent(train, run)
+
+
 @pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])
 def test_nothing_is_recorded_without_grad_mode(run: Run) -> None:
     block = mlp(0.5)
