@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect import policy
 from tests._support import Run, assert_transparent, compat_rerun, leaf, reentrant, rerun
 
 
@@ -127,6 +129,82 @@ def test_fused_lstm_trains_the_same() -> None:
         return outputs, hidden, x.grad, [p.grad for p in lstm.parameters()]
 
     assert_transparent(train, rerun)
+
+
+MODES = {
+    "everything": partial(rerun, policy=policy.everything()),
+    "nothing": partial(rerun, policy=policy.nothing()),
+    "debug": partial(rerun, debug=True),
+    "values": partial(rerun, determinism_check="values"),
+    "replay": partial(rerun, engine="replay"),
+    "replay, everything": partial(rerun, engine="replay", policy=policy.everything()),
+}
+
+
+def residuals(x: Tensor, y: Tensor) -> Tensor:
+    solved = torch.linalg.lstsq(x[:, :2].detach(), y.detach(), driver="gels")
+    return solved.residuals * y.abs() * x.abs()
+
+
+@pytest.mark.parametrize("function", [residuals, lambda x, y: (torch.linalg.pinv(x) @ y).abs()])
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_kernels_conjugate_under_a_mode_as_without(
+    run: Run, function: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """torch forgets it there: its residuals are negative."""
+
+    def train(run: Run) -> Any:
+        x, y = leaf(5, 5, dtype=torch.complex64), leaf(5, 5, dtype=torch.complex64)
+        outputs = []
+        for _ in range(3):
+            out = run(lambda x, y: function(x * 2, y * 2).sin().exp(), x, y)
+            out.sum().backward()
+            outputs += [out, x.grad.clone(), y.grad.clone()]
+        return outputs
+
+    assert_transparent(train, run)
+
+
+def lists_of_views(x: Tensor) -> Tensor:
+    """Autograd has to notice that the other views have changed."""
+    whole = x * 2
+    square, start = whole.view(2, 2), whole[:2]
+    torch._foreach_mul_([square], 3.0)
+    torch._foreach_add_([start, x * 1], [start.detach().sin(), x])
+    return whole.sin() * square.view(-1) * start.sum()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_writes_to_lists_of_views(run: Run) -> None:
+    """torch forgets to count them under a mode."""
+
+    def train(run: Run) -> Any:
+        x, outputs = leaf(4), []
+        for _ in range(3):
+            out = run(lists_of_views, x)
+            out.sum().backward()
+            outputs += [out, x.grad.clone()]
+        return outputs
+
+    assert_transparent(train, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [rerun, partial(rerun, early_stop=False), reentrant],
+    ids=["rerun", "to the end", "reentrant"],
+)
+def test_writes_to_lists_of_views_while_another_tensor_has_changed(run: Run) -> None:
+    """A rerun is watched then, for whether it uses that tensor."""
+
+    def train(run: Run) -> Any:
+        x, other = leaf(4), torch.zeros(5000)
+        out = run(lambda x: lists_of_views(x) if x.numel() else other, x)
+        other.add_(1)
+        out.sum().backward()
+        return out, x.grad
+
+    assert_transparent(train, run)
 
 
 @pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])

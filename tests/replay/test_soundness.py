@@ -727,6 +727,17 @@ def test_a_buffer_is_written_to_as_one_of_a_list() -> None:
     check(Counter(lambda buffer: torch._foreach_mul_([buffer], 2.0)), (4,))
 
 
+def test_writes_to_lists_are_recorded() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        torch._foreach_mul_([h[:2], h[2:]], 3.0)
+        return h.sin().exp()
+
+    explanation = recollect.explain(lambda: replay(function, leaf(4)).sum())
+    assert explanation.calls[0].notes == ()
+    check(function, (4,))
+
+
 def test_an_argument_is_written_to_in_place() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         x = x * 1

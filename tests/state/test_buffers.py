@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +128,66 @@ def test_a_counter_in_a_closure_counts_once(run: Run) -> None:
         return out, x.grad, counter
 
     assert_transparent(train, run)
+
+
+class Counts(nn.Module):
+    """Counts in a tensor that is no buffer, and that torch does not know of."""
+
+    def __init__(self, size: int, hold: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.holder = hold(torch.zeros(size))
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        (counter,) = tensors_in(self.holder)
+        counter.add_(1)
+        return (x * counter.clone()[:3]).sin()
+
+
+def tensors_in(holder: Any) -> list[Tensor]:
+    if isinstance(holder, Tensor):
+        return [holder]
+    held = vars(holder) if isinstance(holder, SimpleNamespace) else holder
+    items = held.values() if isinstance(held, dict) else held
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "attribute": lambda tensor: tensor,
+    "list": lambda tensor: [tensor],
+    "dict": lambda tensor: {"counts": tensor},
+    "object": lambda tensor: SimpleNamespace(counts=tensor),
+    "nested": lambda tensor: {"layers": [SimpleNamespace(counts=(tensor,))]},
+}
+
+
+@ALL
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_counter_among_attributes_counts_once(run: Run, hold: Callable[[Tensor], Any]) -> None:
+    def train(run: Run) -> Any:
+        module, x = nn.Sequential(Counts(3, hold)), leaf(3)
+        out = run(module, run(module, x))
+        out.sum().backward()
+        return out, x.grad, tensors_in(module[0].holder)
+
+    assert_transparent(train, run)
+
+
+@ALL
+def test_a_large_tensor_in_a_list_of_a_module_that_the_region_changes(run: Run) -> None:
+    out = run(Counts(50_000, HOLDERS["list"]), leaf(3))
+    with pytest.raises(recollect.CheckpointError, match="since the region began"):
+        out.sum().backward()
+
+
+def test_outputs_in_a_list_of_a_module_are_not_held() -> None:
+    module, x = Counts(3, HOLDERS["list"]), leaf(3)
+    module.outputs = [x * 2]
+    output = weakref.ref(module.outputs[0])
+    out = rerun(module, x)
+    module.outputs.clear()
+    assert output() is None
+    out.sum().backward()
 
 
 def test_a_large_buffer_that_changes_for_the_first_time_is_loud() -> None:

@@ -145,6 +145,40 @@ _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
+_LAZY_VIEWS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+
+def with_lazy_views(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` for calls from a dispatch mode, for an op whose kernel makes conjugate views.
+
+    A mode runs with the keys switched off by which the ops inside of that kernel resolve such
+    views, and some of them would ignore the conjugation. They are switched on here.
+    """
+    return _with_keys(op, _LAZY_VIEWS)
+
+
+def with_counted_writes(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` for calls from a dispatch mode, for an op whose writes are counted inside of it.
+
+    A mode runs with that switched off, and autograd would not notice that views have changed.
+    """
+    return _with_keys(op, (_VERSIONS_OF_VIEWS,))
+
+
+def _with_keys(op: Callable[..., Any], keys: tuple[Any, ...]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        excluded = [key for key in keys if _key_excluded(key)]
+        for key in excluded:
+            _set_key_excluded(key, False)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            for key in excluded:
+                _set_key_excluded(key, True)
+
+    return call
+
+
 def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias of ``tensor`` that shares its version counter.
 

@@ -62,7 +62,7 @@ class OpLog(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = op_info(func).call(*args, **kwargs)
         if not self.recording:
             return out
         inputs = [_brief(a) for a in args] + [f"{k}={_brief(v)}" for k, v in kwargs.items()]

@@ -30,6 +30,7 @@ from recollect.explaining.regions import (
 )
 from recollect.explaining.replay import ReplayRegion
 from recollect.observer import observing
+from recollect.policy.op_info import op_info
 from recollect.policy.op_info import tensors_in as op_tensors
 from recollect.policy.rulings import Ruling
 from recollect.replay.recording_cache import recordings_preserved
@@ -148,7 +149,7 @@ class Watcher(DispatchMode):
         if op_name(func) != _FRESH:
             # Before the op, which may give a tensor another storage.
             self.storages.add_foreign(op_tensors([*args, *(kwargs or {}).values()]))
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = op_info(func).call(*args, **(kwargs or {}))
         # Results of a rerun inside forward belong to no region: they are freed with the rerun.
         regions = [] if is_recomputing() else self._running
         for region in regions:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from recollect._torch.modes import with_counted_writes, with_lazy_views
 from recollect._torch.ops import (
     CAST,
     OpOverload,
@@ -127,6 +129,10 @@ _ABSOLUTE = _aten("as_strided as_strided_")
 _RECURRENT = _aten("_cudnn_rnn miopen_rnn")
 #: Attention on the CPU. It has no dropout, so it draws nothing, whatever its tag says.
 _NEVER_RANDOM = "aten::_scaled_dot_product_flash_attention_for_cpu"
+#: Ops whose kernels make conjugate views of complex tensors.
+_CONJUGATING = _aten("linalg_lstsq linalg_pinv")
+#: Ops on lists of tensors. Those that write, whose names end so, run ops that count the writes.
+_WRITES_INSIDE = "aten::_foreach_"
 #: Ops, besides pointwise ones, that no global flag affects.
 _FLAGLESS = _aten("_to_copy cat clone copy_")
 #: Pointwise ops that libraries compute in their own way.
@@ -139,8 +145,8 @@ class OpInfo:
     def __init__(self, op: Any) -> None:
         self.op = op
         self.name = name = op_name(op)
-        #: How to call it.
-        self.call = bare_op(op)
+        #: How to call it, from a dispatch mode too.
+        self.call = _callable_from_modes(op, name)
         #: Whether it takes and returns nothing but tensors and plain values.
         self.is_overload = type(op) is OpOverload
         self._read_effects(op, name)
@@ -288,6 +294,16 @@ class OpInfo:
             return args
         state = self._library_rng[2]
         return *args[:state], None, *args[state + 1 :]
+
+
+def _callable_from_modes(op: Any, name: str) -> Callable[..., Any]:
+    """The function to call ``op`` by, which does the same in a dispatch mode as outside."""
+    call = bare_op(op)
+    if name in _CONJUGATING:
+        return with_lazy_views(call)
+    if name.startswith(_WRITES_INSIDE) and name.endswith("_"):
+        return with_counted_writes(call)
+    return call
 
 
 def _find(op: Any, *names: str) -> _Place | None:

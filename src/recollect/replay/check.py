@@ -47,7 +47,6 @@ from recollect.policy.op_info import op_info
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
-    WRONG_IN_MODES,
     OutsideTensor,
     TensorNumbers,
     call_mode,
@@ -229,7 +228,7 @@ class Checker:
         if self._rest is not None:
             return func(*args, **kwargs)
         values = (*args, *kwargs.values())
-        is_other = func in WRONG_IN_MODES or rounds_differently_in_modes(func, values)
+        is_other = rounds_differently_in_modes(func, values)
         if not is_other and func not in EXPOSING:
             with _CopyOnWrite(self._remat):
                 return func(*args, **kwargs)

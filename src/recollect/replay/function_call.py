@@ -414,14 +414,6 @@ USUAL: frozenset[Any] = frozenset(
     }
 )
 
-#: Functions that write to lists of tensors. For views among them, torch computes wrong gradients
-#: under any dispatch mode.
-WRONG_IN_MODES: frozenset[Any] = frozenset(
-    function
-    for name, function in vars(torch).items()
-    if name.startswith("_foreach_") and name.endswith("_")
-)
-
 #: Functions with kernels whose own ops autocast casts, but not under a dispatch mode.
 _CASTING_INSIDE: frozenset[Any] = frozenset(
     {torch.bilinear, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse}

@@ -224,12 +224,13 @@ class OpRecorder(DispatchMode):
         """Make the next value of each storage that was written to."""
         tracker = self._tracker
         tracker.written.update(written)
-        for storage, tensor in written.items():
-            old = storage.value
+        for old in [storage.value for storage in written]:
             lost = tracker.graph.maker_of(old) if old.number not in tracker.remat.kept else None
             if op.keep is None and lost is not None and lost.keep and old.number not in op.fresh:
-                # The old value was held, and is gone now.
+                # The old value was held, and is gone now. So hold all that is written.
                 op.never_again(lost.keep, lost.ruling)
+        for storage, tensor in written.items():
+            old = storage.value
             new = storage.value = tracker.graph.after(old)
             old.is_stale |= storage.has_data or info.writes_uncounted
             new.op = op.number

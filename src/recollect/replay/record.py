@@ -33,7 +33,6 @@ from recollect.replay.function_call import (
     UNREADABLE,
     UNREADABLE_IF_PACKED,
     UNSUPPORTED,
-    WRONG_IN_MODES,
     FunctionCall,
     Leaves,
     PackedTensor,
@@ -156,7 +155,7 @@ class Recorder(TorchFunctionMode):
         tracker.find_lost_values()  # ops that ran outside of functions
         values = (*args, *kwargs.values())
         rounds_otherwise = rounds_differently_in_modes(func, values)
-        if func in WRONG_IN_MODES or (rounds_otherwise and "out" in kwargs):
+        if rounds_otherwise and "out" in kwargs:
             for tensor in locals_in(values):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")

@@ -31,6 +31,7 @@ from recollect._torch.modes import DispatchMode, unobserved
 from recollect._torch.tensors import copy_tensors
 from recollect.checks.changed_input import used_tensor_changed
 from recollect.errors import InputChanged
+from recollect.policy.op_info import op_info
 from recollect.state.module_state import Writes
 from recollect.state.reachable import BufferPlace
 from recollect.state.tensors import (
@@ -258,4 +259,4 @@ class UseOfChanged(DispatchMode):
                     changed, difference = self._changes[id(tensor)]
                     self.error = used_tensor_changed(changed, func, difference)
                     raise self.error
-        return func(*args, **(kwargs or {}))
+        return op_info(func).call(*args, **(kwargs or {}))

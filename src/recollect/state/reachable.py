@@ -232,7 +232,7 @@ def _lead_nowhere(values: Iterable[Any]) -> bool:
 
 
 def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
-    """The tensors among attributes of modules, and modules and generators that they lead to.
+    """The tensors, modules and generators among attributes of modules, and that they lead to.
 
     Of modules that are not torch's layers; ``attributes``: those of the root of ``index``.
     """
@@ -247,7 +247,9 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
     if not leading:
         return []
     found = Reachable(None, leading, into_modules=False)
-    tensors = [value for value in leading if issubclass(type(value), torch.Tensor)]
+    # A list of outputs would hold the graph of the step before.
+    attributes_themselves = {*map(id, leading)}
+    tensors = [t for t in found.tensors if t.is_leaf or id(t) in attributes_themselves]
     return [*tensors, *found.generators, *found.modules]
 
 

@@ -216,9 +216,10 @@ class WriteLog(DispatchMode):
         if finds_shapes():
             return func(*args, **kwargs)
         with no_function_modes():
-            for tensor in op_info(func).written(args, kwargs):
+            info = op_info(func)
+            for tensor in info.written(args, kwargs):
                 self._snapshot.save_before_write(tensor, self._made)
-            out = func(*args, **kwargs)
+            out = info.call(*args, **kwargs)
             given = {memory_key(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
             for tensor in tensors_in(out):
                 key = memory_key(tensor)

@@ -53,6 +53,12 @@ class OffloadedTensor:
         """The `memory_key` of the tensor that was put; None once that is freed."""
         return None if self.memory is None else self._address
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether others may write unseen to the tensor that was put: the store may hold it."""
+        storage = None if self._storage is None else self._storage()
+        return storage is not None and not storage.resizable()
+
     def get(self) -> torch.Tensor:
         with unobserved():
             tensor = self._store.get(self.handle)

@@ -67,6 +67,14 @@ def autocast_and_cache(cache, x):
         return F.linear(x, weight).sin() * F.linear(x, weight * 2).cos() + cache[0]
 
 
+def shared_with_an_array(x):
+    y = (x * 2).detach().mul(1)
+    array = y.numpy()
+    before = (x * y).sin()
+    array *= 3
+    return before * (x * y).cos() * F.dropout(x) * y.argmax()
+
+
 CASES = {
     "two dropouts": (lambda x: F.dropout(x).sin() * F.dropout(x).cos(), aten.mul),
     "two draws": (lambda x: (x * torch.rand(4)).sin() * (x * torch.rand(4)).cos(), aten.rand),
@@ -76,6 +84,7 @@ CASES = {
     "softmax": (lambda x: x.softmax(-1) * x.softmax(-2).cos(), aten._softmax),
     "factors": (lambda x: (x * -1).sin() * (x * -2).cos(), aten.mul),
     "hidden write": (hidden_write, aten.clone),
+    "array": (shared_with_an_array, aten.mul),
     "zeros": (lambda x: Accumulates.apply(x).sin(), aten.zeros_like),
     "nan": (lambda x: (x @ x).masked_fill(x > 0, float("nan")).nan_to_num().sin(), aten.mm),
     "nested vmap": (
@@ -190,6 +199,13 @@ def test_choices_that_change_places_are_an_error():
 
     with pytest.raises(KeptTensorError, match="gets other inputs now"):
         gradient(function, with_policy([aten.topk]))
+
+
+@pytest.mark.parametrize("given", [policy.everything(), policy.offload_ops(aten.mul, aten.argmax)])
+def test_what_shares_memory_with_an_array_is_computed_again(given):
+    """The region writes to it through the array, which nobody sees."""
+    expected = gradient(shared_with_an_array)
+    assert torch.equal(gradient(shared_with_an_array, with_policy(given)), expected)
 
 
 def test_a_recomputation_that_fails_and_is_repeated():

@@ -121,16 +121,16 @@ class Prices:
         """Run an op. Returns its price, None if it only makes a view, and its result."""
         info = op_info(func)
         if (info.runs_no_kernel and not info.writes) or info.sets_storage:
-            return None, func(*args, **kwargs)
+            return None, info.call(*args, **kwargs)
         key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._priced(key, info, func, args, kwargs)
         if price.runs is None:
-            result = func(*args, **kwargs)
+            result = info.call(*args, **kwargs)
         else:
             with no_dispatch_modes():
-                result = self._timed_run(price, func, args, kwargs)
+                result = self._timed_run(price, info.call, args, kwargs)
         self._ran.append(price)
         return price, result
 

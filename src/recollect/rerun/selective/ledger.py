@@ -46,6 +46,11 @@ class Kept:
     def memory(self) -> int | None:
         return storage_key(self.val)
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether others may write to its memory unseen: an array of numpy, another process."""
+        return is_plain_tensor(self.val) and not self.val.untyped_storage().resizable()
+
     def before_write(self) -> None:
         """Copy the tensor: its memory is about to be changed in place."""
         # With its strides, which ``clone`` does not always keep.
@@ -94,6 +99,12 @@ class KeptCall:
         for place in written:
             place.before_write()
         return bool(written)
+
+    def is_exposed(self) -> bool:
+        """Whether others may have written to a result unseen."""
+        places: list[Any] = []
+        map_only(_PLACES, places.append, self.results)
+        return any(place.is_exposed for place in places)
 
     def read(self) -> Any:
         return map_only(_PLACES, lambda place: place.get(), self.results)

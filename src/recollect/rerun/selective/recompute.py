@@ -160,7 +160,7 @@ class RecomputeMode(DispatchMode):
         """Whether ``entry`` is to be handed out; otherwise the op has to be run."""
         if entry.is_consumed or self._labels is None:
             return self._once or not entry.is_consumed
-        if not self._is_in_step:
+        if not self._is_in_step or (entry.is_exposed() and not info.communicates):
             return False
         if entry.inputs == inputs or (None in inputs and not differ(entry.inputs, inputs)):
             return True
