@@ -172,7 +172,8 @@ class Runner:
             live = forwards.live = self._live_step(model, plan.base + kind.more, plan.link, end)
         if live is not None:
             forwards.traced = step
-            result, waiting = live.forward(function, args, kwargs, schedule)
+            blocks = find_blocks(model) if variant.keeps_blocks else ()
+            result, waiting = live.forward(function, args, kwargs, schedule, blocks)
             forwards.add(kind, waiting)
             return result
         since = current_operation()
@@ -217,7 +218,10 @@ class Runner:
     ) -> tuple[Any, CallReport]:
         report, schedule, known = CallReport(), variant.schedule, variant.recording
         if schedule is None:
-            return function(*args, **kwargs), report
+            since = current_operation()
+            result = function(*args, **kwargs)
+            variant.ran_plain(current_operation() - since)
+            return result, report
         result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
         if variant.contest is not None:
             variant.contest.watch(result)
