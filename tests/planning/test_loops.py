@@ -313,6 +313,12 @@ def autocast(trainer: Trainer) -> None:
 
 
 @loop
+def a_custom_function(trainer: Trainer) -> None:
+    """It saves tensors outside of all functions of torch."""
+    _train(trainer, lambda n: squares(trainer.model(batch(seed=n))))
+
+
+@loop
 def another_dtype_later(trainer: Trainer) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         trainer.model.to(dtype)
@@ -634,7 +640,29 @@ class Recurrent(Net):
         return F.gelu(self.head(F.gelu(x)))
 
 
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Exponents(Net):
+    """Has a custom function between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(_Exp.apply(0.1 * x))
+        return self.head(x)
+
+
 NETS = {
+    "a_custom_function": Exponents,
     "part_of_the_outputs": TwoHeads,
     "a_backward_for_each_block": Greedy,
     "a_state_between_backwards": Recurrent,

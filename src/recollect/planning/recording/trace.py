@@ -270,11 +270,12 @@ class TraceMode(DispatchMode):
         """The hook that autograd calls to save a tensor."""
         trace, number = self._trace, len(self._trace.saved)
         packed = pack(tensor)
-        if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
-            # Held by the schedule, as an alias: else nothing would tell when others drop it.
-            packed[0] = without_history(tensor)
+        with no_function_modes():  # a custom function saves outside of all functions of torch
+            if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
+                # Held by the schedule, as an alias: else nothing would tell when others drop it.
+                packed[0] = without_history(tensor)
+            trace.saved.append(self._storage_of(tensor))
         handle = SavedHandle(number, packed)
-        trace.saved.append(self._storage_of(tensor))
         self._saved[number] = ref(handle, lambda _: trace.released.append(number))
         return handle
 
