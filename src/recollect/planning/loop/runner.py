@@ -21,6 +21,7 @@ from recollect._torch.autograd import after_each_backward, current_operation
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
+    is_exporting,
     never_traced,
     run_without_dynamo,
 )
@@ -122,7 +123,7 @@ class Runner:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not torch.is_grad_enabled() or _is_exported():
+        if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _run_uncompiled(self, function, args, kwargs)
@@ -427,11 +428,6 @@ def _run_uncompiled(
 ) -> Any:
     """Run by the plan from within code that is compiled."""
     return runner(_bound(function), args, kwargs)
-
-
-def _is_exported() -> bool:
-    """Whether the forward is traced for a program without a backward."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
