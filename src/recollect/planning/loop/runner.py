@@ -372,6 +372,8 @@ class Runner:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
+        if live.has_other_hooks:
+            notices.of_hooks(self._warnings)
         if live.is_split:
             self._is_split = True
             self._warnings.warn("split", SPLIT)
