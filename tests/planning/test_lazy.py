@@ -846,6 +846,23 @@ def _split_step(model: nn.Module, step: int) -> None:
             p.grad = g
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_exporting_is_no_step(has_plan: bool) -> None:
+    loop = Loop(nn.Sequential(*(Block(32, 0.0) for _ in range(6))), 0.7)
+    if has_plan:
+        loop.run(steps=2)
+    x = batch()
+    for program in (
+        torch.export.export(loop.model, (x,)).module(),
+        torch.export.export(loop.model, (x,), strict=True).module(),
+        torch.jit.trace(loop.model, x),
+    ):
+        assert_identical(program(x), loop.plain(x))
+    loop.run()
+    loop.assert_kept()
+
+
 class Skipping(Net):
     """Runs its first blocks alone."""
 

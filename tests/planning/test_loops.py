@@ -30,7 +30,7 @@ from recollect.planning.plan import Plan
 from recollect.planning.recording import prices
 from tests._support import assert_identical, measure
 from tests.planning._models import squares, static_bytes
-from tests.planning.test_lazy import Net, batch, net
+from tests.planning.test_lazy import Net, Skipping, batch, net
 
 pytestmark = pytest.mark.usefixtures("no_bound")
 
@@ -310,6 +310,12 @@ def autocast(trainer: Trainer) -> None:
         trainer.step(lambda n=number: run(n))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@loop
+def a_custom_function(trainer: Trainer) -> None:
+    """It saves tensors outside of all functions of torch."""
+    _train(trainer, lambda n: squares(trainer.model(batch(seed=n))))
 
 
 @loop
@@ -634,7 +640,29 @@ class Recurrent(Net):
         return F.gelu(self.head(F.gelu(x)))
 
 
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Exponents(Net):
+    """Has a custom function between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(_Exp.apply(0.1 * x))
+        return self.head(x)
+
+
 NETS = {
+    "a_custom_function": Exponents,
     "part_of_the_outputs": TwoHeads,
     "a_backward_for_each_block": Greedy,
     "a_state_between_backwards": Recurrent,
@@ -786,3 +814,55 @@ def test_batches_that_are_objects(kind: Any) -> None:
         models.append(model)
     assert_identical(_weights(models[1]), _weights(models[0]))
     assert max(trainer.peaks) <= _plan(models[1]).budget
+
+
+def test_blocks_that_are_unfrozen_one_after_the_other() -> None:
+    """As in fine-tuning from the head down. The first step with more of them is no surprise."""
+    budget = 2_400_000
+    models = []
+    for part in (None, budget):
+        model: Any = net()
+        if part is not None:
+            recollect.fit(model, budget=part)
+        trainer = Trainer(model, measured=1)
+        optimizer = trainer.optimizer()
+        with _silence():
+            for number in range(10):
+                for depth, block in enumerate(model.blocks):
+                    block.requires_grad_(depth >= 5 - number // 3 * 2)
+                trainer.step(lambda n=number, model=model: squares(model(batch(384, seed=n))))
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append((model, trainer))
+    (plain, before), (fitted, after) = models
+    assert_identical(_weights(fitted), _weights(plain))
+    assert max(before.peaks) > 1.3 * budget
+    assert 0.85 * budget < max(after.peaks) <= budget
+
+
+def test_layers_that_were_skipped_in_a_step_that_fits_plain() -> None:
+    """Nothing watches a plain forward but the number of nodes that it makes."""
+    budget = 2_800_000
+    depths = [3, 3, 6, 6, 2, 6, 5, 6, 4, 3, 6, 6]
+    models = []
+    for part in (None, budget):
+        torch.manual_seed(0)
+        model: Any = Skipping()
+        if part is not None:
+            recollect.fit(model, budget=part)
+        trainer = Trainer(model, measured=1)
+        optimizer = trainer.optimizer()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for number, model.depth in enumerate(depths):
+                trainer.step(lambda n=number, model=model: squares(model(batch(384, seed=n))))
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append((model, trainer))
+    (plain, before), (fitted, after) = models
+    assert_identical(_weights(fitted), _weights(plain))
+    assert max(before.peaks[:1]) < budget < before.peaks[1]
+    assert after.peaks[1] > budget
+    assert "nodes of autograd's graph" in str(told[0].message)
+    assert len(told) == 1
+    assert max(after.peaks[2:]) <= budget

@@ -165,6 +165,14 @@ is_nonstrict_tracing: Callable[[], bool] = getattr(
 )
 
 
+_is_scripting: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` or `torch.jit.trace` makes a program of what runs."""
+    return torch.compiler.is_exporting() or _is_scripting()
+
+
 def is_tracing() -> bool:
     """Whether a compiler is tracing ops into a graph, and will place recomputation itself."""
     proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)

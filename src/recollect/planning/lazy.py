@@ -34,12 +34,16 @@ from recollect.planning.progress import tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.record import Profile, bytes_by_module, simulated_profile
+from recollect.planning.recording.record import (
+    Profile,
+    bytes_by_module,
+    schedule_of,
+    simulated_profile,
+)
 from recollect.planning.recording.sampling import now
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed
-from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
@@ -82,12 +86,14 @@ class LazyPlan:
             self.budget,
             talks,
             live.has_messages,
-            partial(self._plan, model, local, _ran_by(recordings)),
+            partial(self._plan, model, local, schedule_of(recordings)),
         )
         if plan is None:
             return None
         first = replace(graph, base=live.first_base(model))
-        _compare_first((first, with_gradients(first, live.accumulated)), _ran_by(recordings), plan)
+        _compare_first(
+            (first, with_gradients(first, live.accumulated)), schedule_of(recordings), plan
+        )
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
@@ -143,12 +149,6 @@ class LazyPlan:
 def _is_launched_by_host(device: torch.device) -> bool:
     """Whether the host launches what the device runs, and this process does so by itself."""
     return device.type == "cuda" and not has_peers()
-
-
-def _ran_by(recordings: list[Recording]) -> Schedule:
-    """What the step was traced by."""
-    ops = [op for recording in recordings for op in recording.graph.ops]
-    return Schedule(frozenset(number for number, op in enumerate(ops) if op.planned is not None))
 
 
 def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recollect._torch.autograd import (
+    current_operation,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_active,
@@ -228,6 +229,7 @@ def observe_region(
     remat = Rematerializer(offload_batch, read_flags(), begin=by.begin)
     call = _Call(function, args, kwargs, by, False, remat)
     recorder = call.recorder()
+    since = current_operation()
     _running.is_running = True
     try:
         with _outputs_kept(recorder, blocks):
@@ -235,6 +237,7 @@ def observe_region(
     finally:
         _running.is_running = False
     recording = recorder.finish(out)
+    recording.nodes = current_operation() - since
     if by.away:
         remat.offload_batch.release()
     return out, recording

@@ -79,6 +79,8 @@ class Recording:
         #: The metadata that depends on data.
         self.shapes = [call.metadata for call in calls if call.depends_on_data]
         self.reason = reason
+        #: How many nodes of the graph of autograd the call made, if they were counted.
+        self.nodes: int | None = None
 
     def is_like(self, other: Recording) -> bool:
         """Whether both called the same functions."""

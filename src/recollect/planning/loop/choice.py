@@ -178,7 +178,8 @@ def choose(choices: Sequence[Choice]) -> list[Schedules]:
     """
     if len(choices) == 1:
         return [choices[0].best()]
-    options = choices[0].options
+    may_be_plain = all(choice.may_be_plain for choice in choices)
+    options = [each for each in choices[0].options if may_be_plain or each is not None]
     fitting = [e for e in options if all(choice.fits(choice.alike(e)) for choice in choices)]
     if fitting:
         best = min(

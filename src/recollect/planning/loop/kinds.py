@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
+from recollect.graph.simulate import simulate
 from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
@@ -33,6 +35,7 @@ from recollect.planning.recording.model_state import (
     scripted_parts,
     with_state,
 )
+from recollect.planning.recording.record import schedule_of
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
@@ -188,7 +191,7 @@ class Kinds:
         choice = Choice(
             plan,
             found.graph,
-            may_be_plain=found.is_covered,
+            may_be_plain=found.is_covered and not self._differ,
             is_predicted=True,
             more=self._solved,
             can_solve=not any(other.is_within(kind) for other in self._too_large),
@@ -218,9 +221,14 @@ class Kinds:
         if variant.is_predicted:
             variant.is_predicted = False
             self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
-            if is_right and not self._choices[step].may_be_plain:
+            if is_right and not self._choices[step].may_be_plain and not self._differ:
                 self._choices[step].may_be_plain = True
                 self._choose(variant)
+
+    @property
+    def _differ(self) -> bool:
+        """Whether forwards of one kind have ever done more than those before."""
+        return any(each.differs for each in [*self._known.values()])
 
     def is_surprise(self, step: Step) -> bool:
         """Whether the last forward follows others that it never followed before."""
@@ -264,6 +272,7 @@ class Kinds:
         variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
         if self._recordings:
             variant.recording = self._recordings[count - 1]
+            variant.nodes = variant.recording.nodes
         return variant
 
     def has_room(self, step: Step) -> bool:
@@ -301,12 +310,10 @@ class Kinds:
         first = forwards[0]
         is_whole = not graph.units
         made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
-        ran_by = tuple(each.ran_by for each in forwards)
         before = self._choice_of(step)
         # What differs from step to step is always recorded or checked, and the largest step counts.
-        differs = any(each.differs for each in forwards)
-        choice = traced = Choice(self._plan, graph, may_be_plain=not differs)
-        if differs and before is not None and before.plain_peak > choice.plain_peak:
+        choice = traced = Choice(self._plan, graph, may_be_plain=not self._differ)
+        if self._differ and before is not None and before.plain_peak > choice.plain_peak:
             choice, before.may_be_plain = before, False
         self._choices[step] = choice
         if first.expects > 1 and len(step) == 1:
@@ -315,14 +322,27 @@ class Kinds:
             self._choose(first)
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
-        # Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
-        ran = traced.simulate(graph, ran_by) or later
+        ran = self._peak_of_run(step, graph, traced, recordings) or later
         if max(later, ran) > self._plan.budget:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
         if len(step) == 1:
             self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
+
+    def _peak_of_run(
+        self, step: Step, graph: Graph, choice: Choice, recordings: Sequence[Recording]
+    ) -> int | None:
+        """The peak of the step that was traced, or of one that led to it; None if unknown.
+
+        Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
+        """
+        forwards = self._forwards(step)
+        if any(each.has_outgrown for each in forwards):
+            return choice.simulate(graph, tuple(each.ran_by for each in forwards))
+        differences = step[0].differences
+        early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
+        return simulate(graph, schedule_of(recordings)).peak - early
 
     def failed(self, step: Step) -> None:
         """The trace of a step failed: there was no backward."""
@@ -394,16 +414,15 @@ def _numbers_in(kind: Kind) -> int:
 
 def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
     """Say how a call differs from the planned ones, and how to plan for it."""
-    signature, other, more = kind
-    texts = [] if other is None else [*other.texts]
-    cures = [] if other is None else [*other.cures]
+    signature, other, more = kind.signature, kind.differences or Differences(), kind.more
+    texts, cures = [*other.texts], [*other.cures]
     if not is_alike(signature, plan.signature):
         texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
         cures.append("recollect.plan(...) with this batch")
     elif not is_smaller(signature, plan.signature):
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
-    gradients = more - (0 if other is None else other.nbytes)
+    gradients = more - other.nbytes
     if gradients:
         texts.append(
             f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
@@ -413,4 +432,4 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
             "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
             "to None before each forward"
         )
-    return Differences(tuple(texts), tuple(cures), more)
+    return replace(other, texts=tuple(texts), cures=tuple(cures), nbytes=more)

@@ -291,6 +291,11 @@ class LiveStep:
         return self.later_base(model) - self.updates.made_bytes()
 
     @property
+    def has_other_hooks(self) -> bool:
+        """Whether parts of its forwards save tensors by hooks of their own."""
+        return self._trace.has_other_hooks
+
+    @property
     def accumulated(self) -> int:
         """The bytes of gradients with which the forwards began that followed before an update."""
         return max(0, self.updates.gradients - self.gradients) if self.is_followed else 0

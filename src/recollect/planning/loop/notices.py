@@ -54,6 +54,16 @@ def of_compiled_parts(warnings: WarnOnce, name: str, unplanned: str) -> None:
     )
 
 
+def of_hooks(warnings: WarnOnce) -> None:
+    """Parts of the model save tensors by hooks of their own."""
+    warnings.warn(
+        "hooks",
+        "a part of forward runs inside of saved-tensor hooks such as those of "
+        "torch.utils.checkpoint. The plan does not decide about what it saves, and steps may "
+        "exceed the budget: leave checkpointing of parts of the model to the plan",
+    )
+
+
 def of_backwards(warnings: WarnOnce) -> None:
     """A step has more backwards than were planned."""
     warnings.warn(

@@ -21,6 +21,7 @@ from recollect._torch.autograd import after_each_backward, current_operation
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
+    is_exporting,
     never_traced,
     run_without_dynamo,
 )
@@ -122,7 +123,7 @@ class Runner:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _run_uncompiled(self, function, args, kwargs)
@@ -172,7 +173,8 @@ class Runner:
             live = forwards.live = self._live_step(model, plan.base + kind.more, plan.link, end)
         if live is not None:
             forwards.traced = step
-            result, waiting = live.forward(function, args, kwargs, schedule)
+            blocks = find_blocks(model) if variant.keeps_blocks else ()
+            result, waiting = live.forward(function, args, kwargs, schedule, blocks)
             forwards.add(kind, waiting)
             return result
         since = current_operation()
@@ -217,7 +219,10 @@ class Runner:
     ) -> tuple[Any, CallReport]:
         report, schedule, known = CallReport(), variant.schedule, variant.recording
         if schedule is None:
-            return function(*args, **kwargs), report
+            since = current_operation()
+            result = function(*args, **kwargs)
+            variant.ran_plain(current_operation() - since)
+            return result, report
         result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
         if variant.contest is not None:
             variant.contest.watch(result)
@@ -367,6 +372,8 @@ class Runner:
             return  # gradients accumulate: the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
+        if live.has_other_hooks:
+            notices.of_hooks(self._warnings)
         if live.is_split:
             self._is_split = True
             self._warnings.warn("split", SPLIT)

@@ -21,6 +21,8 @@ from recollect.report.units import bytes_text
 
 #: A forward that makes this fraction more bytes than the known one still counts as that one.
 _TOLERANCE = 0.01
+#: The nodes of the graph that are new may keep so many times as much as the others.
+_UNEVEN = 2
 #: A kind that runs by the schedule of a larger one is traced when it has come this often.
 _RECURS = 3
 #: How often the trace of a kind may fail. Also: after a step had more forwards than expected, more
@@ -57,6 +59,9 @@ class Variant:
         self._made = made
         #: A recording of such a forward, under this schedule or another one.
         self.recording: Recording | None = None
+        #: Whether to keep what blocks return, too, until it is known: where parameters are trained
+        #: that were not, no schedule of the plan divides what is recomputed.
+        self.keeps_blocks = differences is not None and differences.for_optimizer > 0
         #: The peak to expect of the step.
         self.peak = plan.predicted_peak
         #: Whether it is a kind of its own, for which a schedule was chosen.
@@ -67,12 +72,14 @@ class Variant:
         #: For how many more steps further forwards are expected, and how often some came
         #: unexpectedly.
         self.expects = self._surprises = 0
-        #: The schedule of a forward that made more bytes than expected.
+        #: Whether a forward has made more bytes than expected, and its schedule.
+        self.has_outgrown = False
         self._outgrown: NamedSchedule | None = None
-        self._has_outgrown = False
         #: Whether it has ever: what it does differs from step to step.
         self.differs = False
         self._uses = 0
+        #: The most nodes that a forward is known to make in the graph of autograd.
+        self.nodes: int | None = None
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
         #: Whether its step was predicted, not traced; the version of `Shapes` when it was tried.
@@ -121,7 +128,7 @@ class Variant:
     @property
     def ran_by(self) -> NamedSchedule | None:
         """The schedule of the last forward that was not run with less memory to be traced."""
-        return self._outgrown if self._has_outgrown else self.schedule
+        return self._outgrown if self.has_outgrown else self.schedule
 
     def judge(self, report: CallReport) -> bool:
         """Compare the bytes of a call that was recorded, whole or from some op on, with the known.
@@ -150,10 +157,27 @@ class Variant:
             self.warn(round(peak), made)
         elif recording.shapes:
             return True  # the margin is there for that
-        self._has_outgrown, self._outgrown, self.differs = True, self.schedule, True
-        self.contest = None
-        self.schedule, self.first.wants_trace = self._plan.least, True
+        self.has_outgrown, self._outgrown = True, self.schedule
+        self._run_with_least()
         return False
+
+    def ran_plain(self, nodes: int) -> None:
+        """A forward ran without the engine, and made so many nodes in the graph of autograd.
+
+        More of them than known are more work, as that of a layer which was skipped before.
+        """
+        known = self.nodes = self.nodes or nodes
+        more = (self.peak - self._plan.base) * (nodes - known) / max(1, known)
+        if more > 0 and self.peak + more > self._plan.budget:
+            self.warn(round(self.peak + more), nodes=nodes)
+        # How much each node keeps is not known: the trace of the next step will tell.
+        if more > 0 and self.peak + _UNEVEN * more > self._plan.budget:
+            self._run_with_least()
+
+    def _run_with_least(self) -> None:
+        """What forwards do differs: the next step is traced, and takes little memory."""
+        self.differs, self.contest = True, None
+        self.schedule, self.first.wants_trace = self._plan.least, True
 
     def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module.
@@ -161,6 +185,7 @@ class Variant:
         ``is_whole``: whether it is recorded as a whole, and not merged from its units.
         """
         self.recording = recording if is_whole else None
+        self.nodes = recording.nodes
         if recording.reason is not None:
             self._warn_unrecorded(str(recording.reason))
         return bytes_by_module(recording)
@@ -168,8 +193,8 @@ class Variant:
     def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
         """Run by ``schedule`` from now on, in steps that are expected to take ``peak`` bytes."""
         self.schedule, self.peak, self.contest = schedule, peak, None
-        self.is_known, self.wants_trace, self._has_outgrown = True, False, False
-        self.expects = 0
+        self.is_known, self.wants_trace, self.has_outgrown = True, False, False
+        self.keeps_blocks, self.expects = False, 0
 
     def learn(self, made: Mapping[str, int]) -> None:
         """Remember the most bytes that a forward has made, by module."""
@@ -189,10 +214,18 @@ class Variant:
             "autograd saves after it stays in memory",
         )
 
-    def warn(self, peak: int, made: Mapping[str, int], later: int = 0, forwards: int = 1) -> None:
+    def warn(
+        self,
+        peak: int,
+        made: Mapping[str, int] | None = None,
+        later: int = 0,
+        forwards: int = 1,
+        nodes: int = 0,
+    ) -> None:
         """Warn of a step that takes ``peak`` bytes; later ones take ``later``.
 
-        ``made``: the bytes that this forward made; ``forwards``: how many the step has.
+        ``made``: the bytes that this forward made, by module, or ``nodes``: the nodes of autograd's
+        graph; ``forwards``: how many the step has.
         """
         plan = self._plan
         texts: list[str] = []
@@ -204,8 +237,14 @@ class Variant:
             cures = ("smaller batches, or a budget with room for all forwards",)
         if plan.from_loop:  # there was no batch to plan with
             cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
-        grown = _growth(self._made or dict(plan.made), made)
+        grown = _growth(self._made or dict(plan.made), made or {})
         cause = "; ".join(texts)
+        if nodes:
+            cause = cause or "nodes"
+            texts.append(
+                f"forward makes {nodes} nodes of autograd's graph, and made {self.nodes} when it "
+                "was planned"
+            )
         if grown:
             path, now, before = grown[0]
             cause = cause or re.sub(r"\d+", "*", path)

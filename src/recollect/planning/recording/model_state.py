@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -199,11 +199,13 @@ def newly_compiled(planned: ModelState, model: nn.Module) -> str | None:
 class Differences:
     """How a step differs from the planned one."""
 
-    texts: tuple[str, ...]  #: the differences
-    cures: tuple[str, ...]  #: how to make a plan for such steps
+    texts: tuple[str, ...] = ()  #: the differences
+    cures: tuple[str, ...] = ()  #: how to make a plan for such steps
     nbytes: int = 0  #: bytes that are allocated throughout because of them
     #: Those of them that an optimizer will have, if it is like most.
     for_optimizer: int = 0
+    #: Those that it has yet to make, in its next step.
+    yet_to_come: int = field(default=0, compare=False)
 
 
 def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
@@ -242,15 +244,22 @@ def with_state(found: Differences | None, grown: int, unit: int) -> Differences 
     What is beyond those that were expected is rounded up to an eighth or to ``unit``: close numbers
     are one case. A few bytes, such as counts of steps, are none.
     """
-    texts, cures, nbytes, guessed = ((), (), 0, 0) if found is None else vars(found).values()
+    guessed = 0 if found is None else found.for_optimizer
     more = grown - guessed
     if more <= unit // 32:
-        return found
+        return found and replace(found, yet_to_come=max(0, -more))
+    found = found or Differences()
     unit = max(1, unit, 1 << max(0, more.bit_length() - 4))
     more = -(-more // unit) * unit
     text = f"optimizers have {bytes_text(guessed + more)} more of state"
     cure = "recollect.plan(...) once all parameters have been updated"
-    return Differences((*texts, text), (*cures, cure), nbytes + more, guessed + more)
+    return replace(
+        found,
+        texts=(*found.texts, text),
+        cures=(*found.cures, cure),
+        nbytes=found.nbytes + more,
+        for_optimizer=guessed + more,
+    )
 
 
 def scripted_parts(model: nn.Module) -> str | None:

@@ -98,5 +98,6 @@ class _ForwardObserver:
     def _hooks(self, recorder: Recorder, remat: Rematerializer) -> Hooks:
         """The saved-tensor hooks of a recorded call, which the trace sees too."""
         trace, self.remat = self._trace, remat
-        trace.begin_region(recorder.count_ops)
-        return partial(trace.pack, recorder.pack), partial(trace.unpack, self._unpack_of(remat))
+        unpack = partial(trace.unpack, self._unpack_of(remat))
+        trace.begin_region(recorder.count_ops, unpack)
+        return partial(trace.pack, recorder.pack), unpack

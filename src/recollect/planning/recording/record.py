@@ -20,6 +20,7 @@ from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
+from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.budget import capacity
@@ -306,6 +307,12 @@ def bytes_made(report: CallReport, known: Mapping[str, int]) -> dict[str, int]:
         return made
     graphs = [] if report.difference is None else [report.before]
     return _made_in([*graphs, *([] if report.recording is None else [report.recording.graph])])
+
+
+def schedule_of(recordings: Iterable[Recording]) -> Schedule:
+    """The schedule by which the forwards of a step ran."""
+    ops = [op for recording in recordings for op in recording.graph.ops]
+    return Schedule(frozenset(number for number, op in enumerate(ops) if op.planned is not None))
 
 
 def bytes_by_module(recording: Recording) -> dict[str, int]:

@@ -29,7 +29,7 @@ from recollect._torch.autograd import (
 from recollect._torch.dtensors import is_on_parts, local_tensor
 from recollect._torch.fsdp import Shards
 from recollect._torch.groups import MESSAGES
-from recollect._torch.modes import DispatchMode, no_function_modes
+from recollect._torch.modes import DispatchMode, active_saved_tensor_hooks, no_function_modes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import finds_shapes, storage_key
 from recollect.checks.place import source_line
@@ -138,6 +138,9 @@ class TraceMode(DispatchMode):
         #: counts those of the region that is running.
         self._begun = self._first = 0
         self._count_ops: Callable[[], int] | None = None
+        #: Its hook for saved tensors; and whether ops of a region have run inside of other hooks.
+        self._unpack: Callable[..., Any] | None = None
+        self.has_other_hooks = False
         #: By key of a storage that the step allocated, and by saved tensor: a weak reference to it
         #: or to its handle, and the number of the storage.
         self._storages: dict[int, tuple[Any, int]] = {}
@@ -146,9 +149,12 @@ class TraceMode(DispatchMode):
         #: with the saved tensor.
         self._held: list[tuple[Any, int]] = []
 
-    def begin_region(self, count_ops: Callable[[], int]) -> None:
-        """A forward, or a unit of one, begins, whose ops ``count_ops`` counts."""
-        self._count_ops = count_ops
+    def begin_region(self, count_ops: Callable[[], int], unpack: Callable[..., Any]) -> None:
+        """A forward, or a unit of one, begins, whose ops ``count_ops`` counts.
+
+        ``unpack``: the hook by which backward gets what autograd saves in it.
+        """
+        self._count_ops, self._unpack = count_ops, unpack
 
     def end_region(self) -> None:
         """The region has ended or failed."""
@@ -185,6 +191,8 @@ class TraceMode(DispatchMode):
         number = -1
         if self._count_ops is not None and self._first + self._count_ops() > self._begun:
             number, self._begun = self._begun, self._first + self._count_ops()
+            hooks = active_saved_tensor_hooks()
+            self.has_other_hooks |= hooks is not None and hooks[1] is not self._unpack
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, _Tensor)]
         if self._passes_meta and any(map(_is_meta, leaves)):
@@ -270,11 +278,12 @@ class TraceMode(DispatchMode):
         """The hook that autograd calls to save a tensor."""
         trace, number = self._trace, len(self._trace.saved)
         packed = pack(tensor)
-        if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
-            # Held by the schedule, as an alias: else nothing would tell when others drop it.
-            packed[0] = without_history(tensor)
+        with no_function_modes():  # a custom function saves outside of all functions of torch
+            if type(packed) is list and packed[0] is tensor and not tensor.requires_grad:
+                # Held by the schedule, as an alias: else nothing would tell when others drop it.
+                packed[0] = without_history(tensor)
+            trace.saved.append(self._storage_of(tensor))
         handle = SavedHandle(number, packed)
-        trace.saved.append(self._storage_of(tensor))
         self._saved[number] = ref(handle, lambda _: trace.released.append(number))
         return handle
 
