@@ -153,6 +153,7 @@ class ExpectedCall:
         #: The dtype, if it returns one tensor and only keeps or drops tensors when it ends; else
         #: None. The number of the first returned tensor.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
+        is_usual &= not (call.in_flight or call.arrived)
         self.only = self.dtypes[0] if is_usual and len(call.outs) == 1 else None
         self.first_out = call.outs[0] if call.outs else -1
 
