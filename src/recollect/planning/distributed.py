@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.dtensors import ranks_of_parts
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import shards_of
 from recollect._torch.groups import collectives_begun, has_peers, is_in_stage
 from recollect._torch.modes import DispatchMode
 from recollect._torch.modules import known_class
@@ -59,12 +59,6 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
     obstacle = None if shards is None else shards.obstacle()
     if obstacle is not None:
         raise ValueError(f"model: it is sharded by fully_shard, and {obstacle}")
-    if not runs_steps and is_parallel(model):
-        raise ValueError(
-            "model: it has DTensor parameters, and a plan from a step that the loop runs may "
-            "exceed its budget. Pass the batch: recollect.fit(model, batch, budget, loss=..., "
-            "optimizer=...)"
-        )
     for wrapper in _wrappers_of(model) if runs_steps else ():
         _check_not_static(wrapper)
 

@@ -199,6 +199,8 @@ class OpInfo:
         self.communicates = name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
         #: Whether its results are there only after a wait.
         self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
+        #: Whether it waits for them.
+        self.is_wait = name == _WAITS[0]
         is_in_place = name.startswith(_IN_PLACE_COLLECTIVES)
         #: Whether autograd does not count its writes, and would use the changed tensor.
         self.writes_uncounted = is_in_place and name not in _WRITING_NOTHING

@@ -47,6 +47,7 @@ from recollect.policy.op_info import op_info
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
+    FunctionCall,
     OutsideTensor,
     TensorNumbers,
     call_mode,
@@ -430,10 +431,20 @@ class Checker:
         self._next = expected.following
         for place, value, layout, away in expected.caught_returns:
             self._remat.keep(value, without_history(returned[place]), layout, away=away)
+        if call.in_flight or call.arrived:
+            self._follow_collectives(call)
         if tickets:
             self._drop_or_hold(expected, tickets)
         if expected.arrivals:
             self._remat.offload_batch.release(expected.arrivals)
+
+    def _follow_collectives(self, call: FunctionCall) -> None:
+        """Count writes to the results of collectives only once they are there."""
+        self._numbers.follow_collectives(call)
+        for number in call.arrived:
+            tensor = self._numbers.tensors[number]()
+            for held in () if tensor is None else self._remat.held_of(tensor):
+                held.count_version()
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
         number = self._numbers.number_of(tensor)

@@ -192,9 +192,10 @@ class FunctionCall:
     """
 
     __slots__ = (
-        *("arity", "call_mode", "changed", "changes_metadata", "constants", "depends_on_data"),
-        *("draws", "first_value", "flags", "form", "function", "is_on_parts", "is_opaque", "keys"),
-        *("metadata", "ops", "outs", "own", "packed", "returns", "tensors", "writes"),
+        *("arity", "arrived", "call_mode", "changed", "changes_metadata", "constants"),
+        *("depends_on_data", "draws", "first_value", "flags", "form", "function", "in_flight"),
+        *("is_on_parts", "is_opaque", "keys", "metadata", "ops", "outs", "own", "packed"),
+        *("returns", "tensors", "writes"),
     )
 
     def __init__(
@@ -236,6 +237,10 @@ class FunctionCall:
         self.is_on_parts = False
         #: The ops that draw random numbers.
         self.draws: list[RecordedOp] = []
+        #: The returned tensors that a collective still writes to, and the tensors whose collective
+        #: it waits for, by number.
+        self.in_flight: list[int] = []
+        self.arrived: list[int] = []
 
     def is_like(self, other: FunctionCall) -> bool:
         """Whether both are the same call."""
@@ -280,6 +285,18 @@ class TensorNumbers:
         except RuntimeError:  # an inference tensor
             self.versions.append(None)
         return number
+
+    def follow_collectives(self, call: FunctionCall) -> None:
+        """After ``call``: count writes to the results of a collective from the wait for it on.
+
+        Until then a thread of the backend writes to them. It counts that at any time, or never if
+        the collective began under a dispatch mode.
+        """
+        for number in call.in_flight:
+            self.versions[number] = None
+        for number in call.arrived:
+            tensor = self.tensors[number]()
+            self.versions[number] = None if tensor is None else version_of(tensor)
 
     def writes_to(self, tensor: _Tensor, number: int) -> int | None:
         """How often ``tensor`` was written to since it got this number; None if not counted."""

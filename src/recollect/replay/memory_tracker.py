@@ -65,6 +65,8 @@ class RecordedStorage:
     is_exposed: bool = False
     #: Whether a running custom function will count its last write once more.
     counts_late: bool = False
+    #: Whether a collective may still write to it, in a thread of the backend.
+    is_in_flight: bool = False
     #: The view of its value that has the value's own layout, as most have; made at first use.
     own: View | None = None
 
@@ -394,6 +396,12 @@ class MemoryTracker:
             tensor = self.numbers.tensors[number]()
             if tensor is not None:
                 self._seen[number] = version_of(tensor)
+
+    def note_arrival(self, storage: RecordedStorage) -> None:
+        """The region waits for the collective that writes to ``storage``."""
+        if storage.is_in_flight and self.call is not None:
+            storage.is_in_flight = False
+            self.call.arrived += storage.tensors
 
     def note_place(self, tensor: _Tensor) -> None:
         """A view with an absolute storage offset is made of ``tensor``."""

@@ -248,6 +248,8 @@ class OpRecorder(DispatchMode):
         tracker = self._tracker
         for path, tensor in tensors_of(out):
             known = tracker.storage(tensor)
+            if info.is_wait and known is not None:
+                tracker.note_arrival(known)
             if known is not None:  # an argument, a view of one, or a view of another result
                 if op.keep == FOREIGN and not info.is_alias:
                     # The library's own storage, which it has written to.
@@ -257,6 +259,7 @@ class OpRecorder(DispatchMode):
                 tracker.stop_at(tensor)
                 return
             storage = tracker.add(tensor)
+            storage.is_in_flight = info.is_asynchronous
             op.make(path, storage.value)
             storage.is_placed = storage.start == 0 and op.keep not in (OPAQUE, FOREIGN)
             if tracker.call is not None and tracker.call.is_opaque:

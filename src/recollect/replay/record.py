@@ -246,7 +246,11 @@ class Recorder(TorchFunctionMode):
             storage = tracker.locate(tensor)
             call.returns.append(None if storage is None else self._returned(tensor, storage, call))
             number = tracker.numbers.number_of(tensor)
-            call.outs.append(tracker.number(tensor, storage) if number is None else number)
+            number = tracker.number(tensor, storage) if number is None else number
+            call.outs.append(number)
+            if storage is not None and storage.is_in_flight:
+                call.in_flight.append(number)
+        tracker.numbers.follow_collectives(call)
         if call.depends_on_data or call.is_opaque:
             call.metadata = [metadata_of(tensor) for tensor in returned]
         tickets, self._tickets = self._tickets, []

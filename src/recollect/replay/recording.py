@@ -204,6 +204,7 @@ class ExpectedCall:
         #: The number and the dtype of its result, if it returns one tensor and only keeps or drops
         #: tensors when it ends; else -1 and None.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
+        is_usual &= not (call.in_flight or call.arrived)
         self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
         self.only = call.outs[0] if is_usual and self.dtype is not None else -1
 
