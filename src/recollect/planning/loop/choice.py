@@ -100,15 +100,11 @@ class Choice:
         outcome = self._outcomes.get(schedules)
         return None if outcome is None else math.ceil(outcome.peak * self._scale)
 
-    def simulated(self, schedules: Schedules) -> int | None:
-        """The simulated peak; None if that is not known."""
-        outcome = self._outcomes.get(schedules)
-        return None if outcome is None else outcome.peak
-
     def simulate(self, graph: Graph, schedules: Schedules) -> int | None:
         """The simulated peak of forwards by any schedules; None if that is not known."""
         if None in schedules or schedules in self._outcomes:
-            return self.simulated(schedules)
+            outcome = self._outcomes.get(schedules)
+            return None if outcome is None else outcome.peak
         parts = [each.schedule_in(graph, [n]) for n, each in enumerate(schedules) if each]
         kept = frozenset().union(*(part.kept | part.away for part in parts))
         return simulate(graph, Schedule(kept)).peak

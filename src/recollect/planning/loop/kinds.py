@@ -162,7 +162,7 @@ class Kinds:
     def find(self, step: Step) -> Variant:
         """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
-        if variant is None or self._is_told_better(variant):
+        if variant is None or self._is_worth_predicting(variant):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
                 self._choices.clear()
@@ -175,7 +175,7 @@ class Kinds:
             variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
 
-    def _is_told_better(self, variant: Variant) -> bool:
+    def _is_worth_predicting(self, variant: Variant) -> bool:
         """Whether an unknown forward may be predicted now, from steps traced since."""
         return not variant.is_known and variant.version != self._shapes.version
 

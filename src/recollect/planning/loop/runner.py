@@ -44,10 +44,7 @@ from recollect.planning.recording.step import is_out_of_memory
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import units_of
 from recollect.planning.warn_once import WarnOnce
-from recollect.replay.engine import (
-    CallReport,
-    obstacle_around,
-)
+from recollect.replay.engine import CallReport, obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
