@@ -182,6 +182,25 @@ def test_state_of_the_optimizer_counts(make: Any) -> None:
     loop.assert_kept(0.8)
 
 
+@pytest.mark.parametrize(("accumulates", "forwards"), [(False, 9), (True, 65)])
+def test_updates_by_hand(accumulates: bool, forwards: int) -> None:
+    model, plain = net(), net()
+    recollect.fit(model, budget=0.7)
+    for number in range(forwards):
+        assert vars(model)[OPTIONS].plan is None
+        for each in (plain, model):
+            torch.manual_seed(number)
+            usual(each, number).backward()
+            if not accumulates:
+                with torch.no_grad():
+                    for parameter in each.parameters():
+                        parameter.sub_(parameter.grad, alpha=0.01)
+                        parameter.grad = None
+    assert vars(model)[OPTIONS].plan is not None
+    assert_identical(gradients(model), gradients(plain))
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def test_a_run_that_is_resumed() -> None:
     loop = Loop(net(), 0.7)
     for optimizer, model in zip(loop.optimizers, (loop.model, loop.plain), strict=True):

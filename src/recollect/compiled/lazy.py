@@ -56,8 +56,6 @@ from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
-#: How many steps may come before the first step of an optimizer.
-_UPDATE = 64
 #: After how many steps that could not be measured there is no plan, or it is not corrected.
 _FUTILE = 8
 #: How many steps are measured while there is no plan, if there is no reason for more.
@@ -252,7 +250,7 @@ class LazyFit(Installed):
         else:
             self._largest = max(self._largest, _size_of(self._notes.calls))
             is_largest = self._size == self._largest or self._measured >= _FUTILE
-            is_updated = steps.updates.are_there or steps.count >= _UPDATE
+            is_updated = not steps.updates.are_awaited(steps.count, model)
             if self._timeline is not None and is_largest and is_updated:
                 self._make_plan()
             elif self._timeline is None and steps.missed >= _FUTILE:

@@ -68,8 +68,6 @@ class MakePlan(Protocol):
         """
 
 
-#: How many forwards to wait for the first step of an optimizer.
-_UPDATE = 64
 #: The number of forwards without a plan after which a warning says so.
 _FUTILE = 8
 #: The number of steps in which to check whether the loop holds the output of the model.
@@ -365,8 +363,8 @@ class Runner:
             live.close()
             forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
             return
-        if is_first and live.is_over and not live.updates.are_there and forwards.waited < _UPDATE:
-            return  # gradients accumulate: the optimizer may have no state yet, which counts
+        if is_first and live.is_over and live.updates.are_awaited(forwards.waited, model):
+            return  # the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
         if live.has_other_hooks:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,10 +16,14 @@ from torch.optim.optimizer import (
 from recollect._torch.dtensors import count_writes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
+from recollect.planning.recording.model_state import gradients_of
 from recollect.planning.recording.step import storage_sizes
 
 #: After this many steps of other optimizers, none of its own is expected.
 _OTHERS = 8
+#: How many forwards to wait for the first step: while gradients accumulate; and if they are cleared
+#: without one.
+_ACCUMULATED, _CLEARED = 64, 8
 
 
 class Updates:
@@ -47,6 +52,17 @@ class Updates:
         None is expected where only other parameters are updated, as with `functional_call`.
         """
         return self._is_any or self.others >= _OTHERS
+
+    def are_awaited(self, forwards: int, model: nn.Module | None) -> bool:
+        """Whether to wait for the first step, after so many forwards of ``model``.
+
+        If gradients are cleared without a step, a `GradScaler` has skipped it, or the optimizer is
+        not one of torch's.
+        """
+        if self.are_there:
+            return False
+        accumulate = model is not None and bool(gradients_of(model))
+        return forwards < (_ACCUMULATED if accumulate else _CLEARED)
 
     def state_bytes(self) -> int:
         """The bytes of all state of optimizers that have made a step."""
