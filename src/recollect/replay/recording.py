@@ -201,12 +201,14 @@ class ExpectedCall:
             if op.generator is not None and op.number in schedule.draws
         ]
         self.has_preparations = bool(self.draws) or call.changes_metadata
-        #: The number and the dtype of its result, if it returns one tensor and only keeps or drops
-        #: tensors when it ends; else -1 and None.
+        #: The dtype of its result, if it returns one tensor; else None. The number of that tensor,
+        #: if it is new and the function only keeps or drops tensors when it ends; else -1.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
         is_usual &= not (call.in_flight or call.arrived)
         self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
         self.only = call.outs[0] if is_usual and self.dtype is not None else -1
+        if self.only <= max((known - 1, *call.tensors.values())):
+            self.only = -1  # not a new tensor
 
     def learn(self, values: tuple[Any, ...]) -> None:
         """Learn the state and types of a call that fits, where no dispatch mode is active."""
