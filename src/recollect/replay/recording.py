@@ -125,9 +125,9 @@ class ExpectedCall:
     __slots__ = (
         *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
         *("caught_returns", "constants", "count", "draws", "dtype", "dtypes", "flags"),
-        *("following", "form", "function", "getters", "has_preparations", "keys", "new", "only"),
-        *("_is_simple", "others", "pick", "picked", "read_flags", "saved", "seen", "state"),
-        *("tensors", "written"),
+        *("following", "form", "function", "getters", "has_preparations", "is_of_torch", "keys"),
+        *("new", "only", "_is_simple", "others", "pick", "picked", "read_flags", "saved"),
+        *("seen", "state", "tensors", "written"),
     )
 
     def __init__(
@@ -137,6 +137,8 @@ class ExpectedCall:
         #: The next one.
         self.following: ExpectedCall | None = None
         self.function = call.function
+        #: Whether no custom function of the user saves tensors in it.
+        self.is_of_torch = call.function is not None and call.own is None
         self.call_mode = call.call_mode
         self.keys, self.arity, self.form = call.keys, call.arity, call.form
         #: Of each tensor: its place, its number, and how often it was written to.
