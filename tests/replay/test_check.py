@@ -536,6 +536,25 @@ def test_other_tensors_in_the_place_of_those_of_the_recording(change: Any, fits:
         assert watched.recorded[3:] == [False] * 6
 
 
+def test_a_function_returns_another_tensor_than_one_that_was_known() -> None:
+    """The tensors after it would have each other's numbers."""
+    a, b, gradient = torch.randn(4), torch.randn(4), torch.randn(4)
+
+    def function(holder: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        h = (x * gradient + a + b).sin()
+        found = holder.grad
+        product = a * b
+        taken = product if found is gradient else found
+        return (taken * c).sin() + h
+
+    for step in range(6):
+        holder, x, c = leaf(4), leaf(4), leaf(4)
+        holder.grad = gradient if step < 3 else torch.randn(4)
+        expected = torch.autograd.grad(function(holder, x, c).sum(), [x, c])
+        actual = torch.autograd.grad(replay(function, holder, x, c).sum(), [x, c])
+        assert_identical(actual, expected)
+
+
 def test_the_whole_holder_in_training_and_evaluation() -> None:
     def scenario(run: Any) -> Any:
         module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Tanh())

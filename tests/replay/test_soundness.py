@@ -1497,6 +1497,37 @@ def test_everything_dies_by_reference_counts_alone(policy: Any) -> None:
             block.zero_grad()
 
 
+class SavedView(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        out = w.t()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.t() * ctx.saved_tensors[0].t()
+
+
+def test_a_custom_function_that_saves_the_view_of_a_parameter_that_it_returns() -> None:
+    """The view leads to the node that saves it."""
+    w = leaf(4, 4)
+    nodes: list[weakref.ref[Any]] = []
+
+    def function(x: Tensor) -> Tensor:
+        view = SavedView.apply(w)
+        nodes.append(weakref.ref(view.grad_fn))
+        return (x @ view).sin()
+
+    with collector_off():
+        for step in range(6):
+            out = replay(function, leaf(4, 4))
+            if step % 2:
+                out.sum().backward()
+            del out
+    assert [node() for node in nodes] == [None] * 6
+
+
 @pytest.mark.parametrize("policy", [None, matmuls], ids=str)
 def test_no_tensor_is_left_after_a_hundred_steps(policy: Any) -> None:
     block = Block()

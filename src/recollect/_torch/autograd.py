@@ -219,9 +219,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a detached alias if it leads to a graph: its own, or that of its base."""
-    base = view_base(tensor)
-    # Autograd lets nobody write to a view of a leaf that requires grad, so that leads nowhere.
-    if tensor.is_leaf if base is None else base.is_leaf and base.requires_grad:
+    if not tensor._is_view() and tensor.is_leaf:
         return tensor
     return _detached(tensor) if dispatch_mode_count() else tensor.detach()
 

@@ -484,7 +484,7 @@ class Checker:
         for place, value, layout, away in expected.caught_packed:
             hold_for_good(tickets[place])
             self._remat.keep(value, local_tensor(tickets[place][0]), layout, away=away)
-        dropped = self._remat.tickets
+        dropped, is_of_torch = self._remat.tickets, expected.is_of_torch
         for ticket, view in zip(tickets, expected.saved, strict=False):
             if view is not None:
                 ticket[0] = None
@@ -493,8 +493,10 @@ class Checker:
                 continue
             tensor = ticket[0]
             base = view_base(tensor)
-            # `hold_for_good` without a call for most of them, which it would not change.
-            if not (tensor.is_leaf if base is None else base.is_leaf and base.requires_grad):
+            # `hold_for_good` without a call for most of them. A view of a parameter leads to the
+            # parameter alone, unless it is the result of a custom function that saves it.
+            is_free = is_of_torch and base is not None and base.is_leaf and base.requires_grad
+            if not (is_free or (base is None and tensor.is_leaf)):
                 ticket[0] = without_graph(tensor)
         tickets.clear()
 

@@ -125,9 +125,9 @@ class ExpectedCall:
     __slots__ = (
         *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
         *("caught_returns", "constants", "count", "draws", "dtype", "dtypes", "flags"),
-        *("following", "form", "function", "getters", "has_preparations", "keys", "new", "only"),
-        *("_is_simple", "others", "pick", "picked", "read_flags", "saved", "seen", "state"),
-        *("tensors", "written"),
+        *("following", "form", "function", "getters", "has_preparations", "is_of_torch", "keys"),
+        *("new", "only", "_is_simple", "others", "pick", "picked", "read_flags", "saved"),
+        *("seen", "state", "tensors", "written"),
     )
 
     def __init__(
@@ -137,6 +137,8 @@ class ExpectedCall:
         #: The next one.
         self.following: ExpectedCall | None = None
         self.function = call.function
+        #: Whether no custom function of the user saves tensors in it.
+        self.is_of_torch = call.function is not None and call.own is None
         self.call_mode = call.call_mode
         self.keys, self.arity, self.form = call.keys, call.arity, call.form
         #: Of each tensor: its place, its number, and how often it was written to.
@@ -201,12 +203,14 @@ class ExpectedCall:
             if op.generator is not None and op.number in schedule.draws
         ]
         self.has_preparations = bool(self.draws) or call.changes_metadata
-        #: The number and the dtype of its result, if it returns one tensor and only keeps or drops
-        #: tensors when it ends; else -1 and None.
+        #: The dtype of its result, if it returns one tensor; else None. The number of that tensor,
+        #: if it is new and the function only keeps or drops tensors when it ends; else -1.
         is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
         is_usual &= not (call.in_flight or call.arrived)
         self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
         self.only = call.outs[0] if is_usual and self.dtype is not None else -1
+        if self.only <= max((known - 1, *call.tensors.values())):
+            self.only = -1  # not a new tensor
 
     def learn(self, values: tuple[Any, ...]) -> None:
         """Learn the state and types of a call that fits, where no dispatch mode is active."""
