@@ -16,6 +16,8 @@ from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from recollect._torch.dynamo import hide_with_calls
+
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -94,8 +96,7 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode without torch's overhead.
 
     torch wraps the ``__torch_dispatch__`` of every mode so that dynamo never compiles it: a
-    microsecond and a half for each op. Regions run with dynamo switched off altogether (see
-    ``run_without_dynamo``), so the wrapper has nothing to protect here.
+    microsecond and a half for each op. Ours are hidden from dynamo by their code, which is free.
 
     torch also keeps the kinds of active modes in globals, which each mode saves and restores. Two
     overlapping modes of two threads restore each other's: after that, compiled code called under a
@@ -117,6 +118,11 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *exc: object) -> None:
         torch._C._pop_torch_dispatch_stack(None)
         _python_dispatch._is_in_torch_dispatch_mode = dispatch_modes_active()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in vars(cls):
+            hide_with_calls(vars(cls)["__torch_dispatch__"])
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
