@@ -391,6 +391,29 @@ def test_no_second_collective(run: Run, alone: None) -> None:
     assert identical(x.grad, expected)
 
 
+class ListOfViews(nn.SyncBatchNorm):
+    """May communicate, so that a mode looks for collectives; and writes to a list of views."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * 2
+        square = whole.view(2, 2)
+        torch._foreach_mul_([square], 3.0)
+        return whole.sin() * square.view(-1)
+
+
+@ENGINES
+def test_writes_to_lists_of_views_beside_collectives(run: Run) -> None:
+    """torch forgets to count them under a mode."""
+
+    def train(run: Run) -> Any:
+        x = leaf(4)
+        out = run(ListOfViews(4), x)
+        out.sum().backward()
+        return out, x.grad
+
+    assert_transparent(train, run)
+
+
 def test_a_recomputation_that_communicates_more_is_loud(alone: None) -> None:
     layer, x, more = Gather(3), leaf(4, 3), []
 

@@ -32,7 +32,7 @@ from recollect._torch.modes import (
 )
 from recollect._torch.ops import OpOverload
 from recollect.errors import CheckpointError
-from recollect.policy.op_info import tensors_in
+from recollect.policy.op_info import op_info, tensors_in
 from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.flags import read_flags, write_flags
@@ -293,7 +293,7 @@ class CollectiveRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = op_info(func).call(*args, **(kwargs or {}))
         if _is_collective(func):
             # Let the current stream wait for the results of the collective.
             for item in out if isinstance(out, tuple) else (out,):
@@ -314,7 +314,7 @@ class CollectivePlayer(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not _is_collective(func):
-            return func(*args, **(kwargs or {}))
+            return op_info(func).call(*args, **(kwargs or {}))
         recorded, written, out = next(self._entries, (None, [], None))
         if recorded is not func:
             raise CheckpointError(

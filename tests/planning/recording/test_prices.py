@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
@@ -170,6 +170,22 @@ def test_no_profiler_runs_beside_collectives(
     with TraceMode(Prices(torch.device("cpu"), once=True)):
         x.exp()
     assert profiled == [1]
+
+
+def test_a_trace_that_has_ended_does_not_change_gradients() -> None:
+    """It stays on the stack of modes until backward is over."""
+
+    def gradient() -> Tensor:
+        x = torch.ones(4, requires_grad=True)
+        whole = x * 2
+        square = whole.view(2, 2)
+        torch._foreach_mul_([square], 3.0)  # torch forgets to count that under a mode
+        return torch.autograd.grad((whole.sin() * square.view(-1)).sum(), x)[0]
+
+    with TraceMode(Prices(torch.device("cpu"), once=True)) as trace:
+        trace.is_paused = True
+        found = gradient()
+    assert torch.equal(found, gradient())
 
 
 def test_absurd_prices_are_measured_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

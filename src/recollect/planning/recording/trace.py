@@ -179,7 +179,7 @@ class TraceMode(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.is_paused or copying.is_active:
-            return func(*args, **kwargs)
+            return op_info(func).call(*args, **kwargs)
         if is_on_parts(types):
             return NotImplemented
         if finds_shapes():
