@@ -295,6 +295,30 @@ def test_two_models_that_are_fitted_each() -> None:
     assert dispatch_modes() == []
 
 
+def test_a_model_that_is_frozen_while_another_is_trained() -> None:
+    made = batch().clone().requires_grad_()
+
+    def in_turn(model: nn.Module, number: int) -> Tensor:
+        made.grad = None
+        model.requires_grad_(number % 2 == 0)
+        return squares(model(made))
+
+    loop = Loop(net(), 0.8)
+    loop.run(in_turn, steps=7)
+    loop.assert_kept()
+
+
+def test_a_model_that_is_frozen_passes_gradients_on() -> None:
+    loop = Loop(net().requires_grad_(False), 0.8)
+    loop.optimizers = []
+    for number in range(10):
+        x, y = (batch(seed=number).clone().requires_grad_() for _ in range(2))
+        squares(loop.model(x)).backward()
+        squares(loop.plain(y)).backward()
+        assert_identical(x.grad, y.grad)
+    assert loop.plan is not None
+
+
 def test_evaluation_and_frozen_layers_between_steps() -> None:
     loop = Loop(net(), 0.7)
     loop.run(steps=2)

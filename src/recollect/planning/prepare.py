@@ -18,7 +18,7 @@ from recollect.modules import OPTIONS
 from recollect.planning.distributed import check_not_distributed
 from recollect.planning.recording.batch import check_batch, signature_of_batch, split_batch
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import ModelState, find_mode_layer
+from recollect.planning.recording.model_state import ModelState, check_model, find_mode_layer
 from recollect.planning.recording.step import Loss, TrainingStep
 
 Offload = bool | Literal["auto"]
@@ -67,6 +67,8 @@ def prepare_step(request: Request) -> TrainingStep:
     check_unplanned(model)
     check_batch(batch, model)
     args, kwargs = split_batch(batch, model)
+    check_model(model)
+    _check_trained(model)
     step = TrainingStep(
         *(model, args, kwargs, request.loss, request.optimizer),
         holds_output=holds_output,
@@ -80,6 +82,19 @@ def prepare_step(request: Request) -> TrainingStep:
         )
     _warn_of_eval(model)
     return step
+
+
+def _check_trained(model: nn.Module) -> None:
+    """Refuse a model of which nothing is trained.
+
+    A step of a loop that was traced needs no such check: it had a backward, and the loop may have
+    frozen the parameters since, as those do that train two networks in turn.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"model: no parameter of this {type(model).__name__} requires a gradient, so there "
+            "is no backward to plan for. Set requires_grad_(True) on what is to be trained"
+        )
 
 
 def _link_for(step: TrainingStep, offload: Offload) -> Link | None:

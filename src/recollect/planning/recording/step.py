@@ -99,11 +99,6 @@ class TrainingStep:
         self.batch = batch
         #: Whether the loss is called with the output and the batch, or with the output alone.
         self.takes_batch = loss is not None and _takes_batch(loss, batch)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(
-                f"model: no parameter of this {type(model).__name__} requires a gradient, so there "
-                "is no backward to plan for. Set requires_grad_(True) on what is to be trained"
-            )
         if optimizer is not None:
             _check_optimizer(optimizer, model)
         self.model = model
