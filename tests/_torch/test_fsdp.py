@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from recollect._torch.fsdp import is_unit, put_gradients, shards_of
+from recollect._torch.fsdp import HookRanges, is_unit, put_gradients, shards_of
 from recollect._torch.groups import default_store, group_timeout, has_peers
+from recollect._torch.ops import op_name
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +154,45 @@ def test_the_group() -> None:
     assert not has_peers()
     default_store().set("here", b"1")
     assert default_store().check(["here"])
+
+
+class Seen(TorchDispatchMode):
+    """The ops that run: the region's, and those of hooks that gather parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = HookRanges()
+        self.own: list[str] = []
+        self.of_hooks: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op_name(func)
+        (self.of_hooks if self._hooks.owns(name, args) else self.own).append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ops_of_hooks_are_told_from_those_of_the_model() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (1,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
+    x = torch.ones(2, 4, requires_grad=True)
+    with Seen() as seen, record_function("a range of the model"):
+        model(x)
+    ranges = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
+    ops = [name for name in seen.own if name not in ranges]
+    assert ops == ["aten::_to_copy", "aten::t", "aten::addmm"]
+    assert "aten::copy_" in seen.of_hooks
+    # The ranges of the model, and of the cast of its input.
+    assert [seen.own.count(each) for each in ranges] == [2, 2]
+
+
+def test_a_hook_that_raises_ends_its_ranges() -> None:
+    with Seen() as seen:
+        outer, inner = record_function("FSDP::pre_forward"), record_function("FSDP::all_gather")
+        with pytest.raises(KeyError), outer, inner:
+            raise KeyError
+        torch.ones(2)
+    assert seen.own == ["aten::ones"]

@@ -18,9 +18,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect import policy
+from recollect._torch.ops import op_name
 from tests._support import assert_identical
 from tests.distributed._ranks import WORLD, outcomes, run_ranks, steps_of
 
@@ -103,15 +105,13 @@ ENGINES: dict[str, Change] = {
     "replay, matmuls": each_block(engine="replay", policy=policy.matmuls()),
     "wrapper": wrapped,
 }
-#: FSDP does other things in a rerun than in forward, which a policy notices and refuses.
-NESTED = [name for name in ENGINES if name != "matmuls"]
 
 
-def check_engines(engines: list[str], options: dict[str, Any]) -> None:
+def check_engines(options: dict[str, Any]) -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
     batch = batches(8)
     expected, counts = outcomes(steps_of(sharded(made(), **options), batch))
-    for name, change in ((name, ENGINES[name]) for name in engines):
+    for name, change in ENGINES.items():
         for model in (sharded(change(made()), **options), change(sharded(made(), **options))):
             found, ran = outcomes(steps_of(model, batch))
             assert_identical(found, expected)
@@ -120,12 +120,47 @@ def check_engines(engines: list[str], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "options"),
-    [([*ENGINES], {}), ([*ENGINES], MIXED), (NESTED, {"nested": True})],
-    ids=["whole blocks", "mixed precision", "nested units"],
+    "options",
+    [{}, MIXED, {"nested": True}, {"nested": True, **MIXED}],
+    ids=["whole blocks", "mixed precision", "nested units", "nested units, mixed precision"],
 )
-def test_engines(engines: list[str], options: dict[str, Any], tmp_path: Path) -> None:
-    run_ranks(check_engines, tmp_path, engines, options)
+def test_engines(options: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(check_engines, tmp_path, options)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op_name(func) in policy.MATMULS
+        return func(*args, **(kwargs or {}))
+
+
+def check_kept_products(options: dict[str, Any]) -> None:
+    warnings.filterwarnings("ignore", category=UserWarning)
+    counts = []
+    for change in (lambda model: model, ENGINES["matmuls"], ENGINES["rerun"]):
+        model = sharded(change(made()), **options)
+        # Parameters are gathered for the first time in another way.
+        steps_of(model, batches(8))(0)[0].backward()
+        with Products() as products:
+            steps_of(model, batches(8))(1)[0].backward()
+        counts.append(products.count)
+    plain, kept, rerun = counts
+    assert plain == kept < rerun
+
+
+@pytest.mark.parametrize("options", [{}, MIXED], ids=["whole precision", "mixed precision"])
+def test_kept_products_of_nested_units_do_not_run_again(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    # The ops by which FSDP gathers parameters, other ones in a rerun, are not counted as the
+    # region's.
+    run_ranks(check_kept_products, tmp_path, {"nested": True, **options})
 
 
 def check_plan(options: dict[str, Any]) -> None:

@@ -189,6 +189,42 @@ class Shards:
         return None
 
 
+class HookRanges:
+    """Tells which ops are run by hooks that gather or free parameters, for a dispatch mode.
+
+    Forward runs such ops and a rerun does not, if the parameters are still gathered or prefetched.
+    FSDP opens a range of the profiler around them, whether or not there is a profiler.
+    """
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        #: How many ranges are open, of those hooks and inside; no op is theirs if there are none.
+        self.depth = 0
+
+    def owns(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether the op that is about to run is of such a hook.
+
+        Has to be asked about each op that begins or ends a range, and about all while `depth`.
+        """
+        is_inside = self.depth > 0
+        if name in _RANGE_BEGINS:
+            is_inside = is_inside or _is_of_hook(args[0])
+            self.depth += is_inside
+        elif name == _RANGE_ENDS:
+            self.depth -= is_inside
+        return is_inside
+
+
+_RANGE_BEGINS = ("profiler::_record_function_enter_new", "profiler::_record_function_enter")
+_RANGE_ENDS = "profiler::_record_function_exit"
+
+
+def _is_of_hook(range_name: str) -> bool:
+    # What the casts of inputs and outputs compute is part of the model.
+    return range_name.startswith("FSDP::") and not range_name.startswith("FSDP::cast_")
+
+
 def put_gradients(taken: Iterable[tuple[Any, str, Any]]) -> None:
     """Put back what `Shards.take_gradients` has removed."""
     for owner, name, value in taken:

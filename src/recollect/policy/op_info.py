@@ -153,6 +153,8 @@ class OpInfo:
         self._read_randomness(op, name)
         self.is_cast = op is CAST
         self.is_ignored = op in SAC_IGNORED_OPS
+        #: Whether it begins or ends a range of a profiler.
+        self.is_range = name.startswith(_RANGES)
         self.is_pointwise = has_tag(op, torch.Tag.pointwise) and not self.is_random
         self.is_attention = name in ATTENTION
         self.is_index = name in ("aten::index", "aten::_unsafe_index")
@@ -178,9 +180,9 @@ class OpInfo:
         self.kept_by_default = self._kept_by_default()
         # An op of another library may keep state, or draw random numbers without a tag.
         self._is_function = name.startswith(_FUNCTIONS) or self.is_attention or self.is_pointwise
-        #: Whether it neither writes, draws nor casts.
+        #: Whether it neither writes, draws nor casts, and opens no range.
         self.is_plain = self.is_overload and not (
-            self.writes or self.is_cast or self.is_random or self.is_ignored
+            self.writes or self.is_cast or self.is_random or self.is_ignored or self.is_range
         )
         #: Why nothing after it can be recorded.
         self.unrecordable: str | None = None

@@ -8,7 +8,8 @@ drew random numbers, the stream is moved to where the op left it.
 Whatever the policy says, some ops are recomputed: views and in-place ops, whose results are memory
 of another tensor; ops that write to an argument (the statistics of a batch norm), which a later op
 may read; and ops that draw from a generator of the user's. Casts of parameters by autocast are not
-counted, since autocast may have the result from an earlier region.
+counted, since autocast may have the result from an earlier region; nor are the ops by which FSDP
+gathers parameters, which are often still there in the recomputation.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 
 from recollect._torch.autograd import current_graph_task, is_weight
+from recollect._torch.fsdp import HookRanges
 from recollect._torch.modes import DispatchMode
 from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect._torch.tensors import version_of
@@ -52,6 +53,7 @@ class RecomputeMode(DispatchMode):
         self._once = once
         #: Whether the streams are those of forward, to be moved past random ops that do not run.
         self._restores_rng = False
+        self._hooks = HookRanges()
         #: Present in a recomputation whose arguments are known.
         self._labels: Labels | None = None
 
@@ -95,6 +97,8 @@ class RecomputeMode(DispatchMode):
             if info.is_ignored and self._labels is not None and isinstance(out, _Tensor):
                 self._labels.label_alias(out, args[0])
             return out
+        if (info.is_range or self._hooks.depth) and self._hooks.owns(info.name, args):
+            return info.call(*args, **kwargs) if kwargs else info.call(*args)
         step = self._steps
         if self._is_in_step and step < len(self._sequence) and self._sequence[step] is func:
             self._steps = step + 1

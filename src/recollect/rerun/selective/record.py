@@ -17,6 +17,7 @@ import torch
 
 from recollect._torch.autograd import is_weight
 from recollect._torch.dynamo import is_compiling
+from recollect._torch.fsdp import HookRanges
 from recollect._torch.modes import DispatchMode, detach_below_autograd, raw_memory
 from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
@@ -56,7 +57,8 @@ class RecordMode(DispatchMode):
         #: Whether kept results are copied before the region changes them in place.
         self._protects_kept = not as_torch and not ledger.allow_mutation
         self._observer = observing.observer
-        #: Whether there is an observer or a compiler.
+        self._hooks = HookRanges()
+        #: Whether there is an observer or a compiler, or a hook of FSDP is running.
         self._is_watched = self._observer is not None
         self._tracer: Tracer | None = None
         self._used = False
@@ -169,10 +171,13 @@ class RecordMode(DispatchMode):
         return out
 
     def _run_with_care(self, op: OpRuling, args: _Args, kwargs: Any) -> Any:
-        """Run an op that is not plain; or any, under a compiler or an observer."""
+        """Run an op that is not plain; or any, under a compiler, an observer or a hook of FSDP."""
         info, ledger = op.info, self.ledger
         if self._tracer is not None:
             return self._tracer.run(info, args, kwargs or {})
+        if (info.is_range or self._hooks.depth) and self._hooks.owns(info.name, args):
+            self._is_watched = self._hooks.depth > 0 or self._observer is not None
+            return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if info.is_ignored:
             return self._run_ignored(info, args, kwargs)
         if ledger.recomputations or (info.is_cast and is_weight(args[0])):
