@@ -443,8 +443,9 @@ def a_graph_that_outlives_all_steps(trainer: Trainer) -> None:
     optimizer = trainer.optimizer()
     always = torch.ones(32, requires_grad=True) * 2
     for number in range(6):
+        given = batch(seed=number) + always  # before the step: on a CPU its batch does not count
         trainer.step(
-            lambda n=number: squares(trainer.model(batch(seed=n) + always)),
+            lambda given=given: squares(trainer.model(given)),
             lambda loss: loss.backward(retain_graph=True),
         )
         optimizer.step()
