@@ -33,9 +33,8 @@ from recollect._torch.devices import (
     current_stream_key,
     is_current_stream,
 )
-from recollect._torch.dtensors import is_on_parts, local_tensor
+from recollect._torch.dtensors import local_tensor
 from recollect._torch.modes import (
-    DispatchMode,
     dispatch_mode_count,
     no_function_modes,
     pop_function_mode,
@@ -43,7 +42,6 @@ from recollect._torch.modes import (
 )
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
-from recollect.policy.op_info import op_info
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
@@ -57,7 +55,7 @@ from recollect.replay.function_call import (
     rounds_differently_in_modes,
     same_constants,
 )
-from recollect.replay.held_values import HeldTensor, Ticket, hold_for_good
+from recollect.replay.held_values import CopyOnWrite, HeldTensor, Ticket, hold_for_good
 from recollect.replay.memory_tracker import start_of
 from recollect.replay.record import Recorder
 from recollect.replay.recording import ExpectedCall, Recording
@@ -231,7 +229,7 @@ class Checker:
         values = (*args, *kwargs.values())
         is_other = rounds_differently_in_modes(func, values)
         if not is_other and func not in EXPOSING:
-            with _CopyOnWrite(self._remat):
+            with CopyOnWrite(self._remat):
                 return func(*args, **kwargs)
         for tensor in locals_in(values):
             self._remat.before_write(tensor)
@@ -499,23 +497,3 @@ class Checker:
             if not (is_free or (base is None and tensor.is_leaf)):
                 ticket[0] = without_graph(tensor)
         tickets.clear()
-
-
-class _CopyOnWrite(DispatchMode):
-    """After a difference: copies a held tensor before an op writes to it in place."""
-
-    def __init__(self, remat: Rematerializer) -> None:
-        super().__init__()
-        self._remat = remat
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if is_on_parts(types):
-            return NotImplemented
-        info = op_info(func)
-        kwargs = kwargs or {}
-        if info.writes:
-            for tensor in info.written(args, kwargs):
-                self._remat.before_write(tensor)
-        return info.call(*args, **kwargs)

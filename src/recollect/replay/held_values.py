@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import without_graph, without_history
-from recollect._torch.dtensors import is_wrapper
+from recollect._torch.dtensors import is_on_parts, is_wrapper
+from recollect._torch.modes import DispatchMode
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
 from recollect.graph.release import find_needs
+from recollect.policy.op_info import op_info
 from recollect.replay.recorded_graph import (
     Layout,
     RecordedGraph,
@@ -224,3 +226,23 @@ class HeldValues:
             del self.kept[number]
         for number in self.states.keys() - needs.again:
             del self.states[number]
+
+
+class CopyOnWrite(DispatchMode):
+    """After a difference: copies a held tensor before an op writes to it in place."""
+
+    def __init__(self, held: HeldValues) -> None:
+        super().__init__()
+        self._held = held
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_on_parts(types):
+            return NotImplemented
+        info = op_info(func)
+        kwargs = kwargs or {}
+        if info.writes:
+            for tensor in info.written(args, kwargs):
+                self._held.before_write(tensor)
+        return info.call(*args, **kwargs)
