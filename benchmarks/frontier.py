@@ -5,7 +5,10 @@ torch_remat where it is installed, and torch.compile with its own memory budget.
 the blocks are large, and bytes are what `torch.cuda.max_memory_allocated` says, over what was
 allocated before the step; on the CPU they are small, and bytes are the allocator's own events.
 
-    python benchmarks/frontier.py [--html frontier.html] [--no-compile] [--budgets 18.6 12.0 7.3]
+    python benchmarks/frontier.py [--html frontier.html] [--budgets 18.6 12.0 7.3]
+        [--parts peers plans torch-compile compiled-plans] [--json figures.json]
+
+Rows that the file of ``--json`` has are replaced by those that are measured; others stay.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -38,6 +41,7 @@ PEERS = {
     "torch checkpoint, every block": "torch non-reentrant",
     "torch selective, products and attention": "torch selective, function",
 }
+PARTS = ("peers", "plans", "torch-compile", "compiled-plans")
 #: Of torch.compile: what share of the activations may be saved.
 COMPILE_BUDGETS = (1.0, 0.5, 0.3, 0.1)
 
@@ -192,20 +196,27 @@ class Bench:
             self.step(way)  # compiles
         return way
 
-    def planned(
-        self, budgets: tuple[float, ...], *, compiled: bool = False
-    ) -> tuple[recollect.Frontier, Iterator[Way]]:
-        """Our plans. ``budgets``: GiB over the base; none: five between the least and plain."""
+    def frontier(self) -> recollect.Frontier:
+        """Every trade-off of the plans for the eager model."""
+        clear_gradients(self.model, self.x)
+        return recollect.frontier(self.model, self.x, loss=loss_of)
+
+    def compiled_plans(self) -> Iterator[Way]:
+        """Our plans for the compiled model. Each compiles, so none is made before its turn."""
         clear_gradients(self.model, self.x)
         torch._dynamo.reset()
-        model = torch.compile(self.model) if compiled else self.model
-        frontier = recollect.frontier(model, self.x, loss=loss_of)
-        if budgets:
-            totals = [int(budget * GIB) + self.base for budget in budgets]
+        model = torch.compile(self.model)
+        yield from self.plans(recollect.frontier(model, self.x, loss=loss_of), model)
+
+    def plans(self, frontier: recollect.Frontier, model: nn.Module) -> Iterator[Way]:
+        """The plans for the budgets, or for five between the least and plain's peak."""
+        if self.config.budgets:
+            totals = [int(budget * GIB) + self.base for budget in self.config.budgets]
         else:
             low, high = frontier.least, frontier.plain_peak
             totals = [low + (high - low) * n // 5 for n in range(4, -1, -1)]
-        return frontier, (self._plan_for(frontier, model, total) for total in totals)
+        for total in totals:
+            yield self._plan_for(frontier, model, total)
 
     def _plan_for(self, frontier: recollect.Frontier, model: nn.Module, total: int) -> Way:
         clear_gradients(self.model, self.x)  # a plan counts those that are there
@@ -260,15 +271,25 @@ def row(result: Result) -> list[str]:
     return [result.way.name, _size(result.peak), obeys, f"{result.ratio:.3f}", right]
 
 
-def figures(bench: Bench, results: list[Result]) -> dict[str, object]:
-    """What was measured, for the picture."""
+def write(path: Path, bench: Bench, result: Result) -> None:
+    """Add what was measured to the figures, for the picture."""
     device = torch.cuda.get_device_name() if bench.on_cuda else "CPU"
-    rows = [
-        {"name": e.way.name, "peak": e.peak, "ratio": e.ratio, "budget": e.way.budget}
-        for e in results
-    ]
     config = {**vars(bench.config), "dtype": str(bench.config.dtype)}
-    return {"device": device, "torch": torch.__version__, "config": config, "rows": rows}
+    del config["budgets"], config["rounds"]
+    version, _, _ = torch.__version__.partition("+")
+    figures = {"device": device, "torch": version, "config": config, "rows": []}
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if all(before[key] == figures[key] for key in ("device", "torch", "config")):
+            figures = before
+    row = {
+        "name": result.way.name,
+        "peak": result.peak,
+        "ratio": round(result.ratio, 3),
+        "budget": result.way.budget,
+    }
+    rows = {each["name"]: each for each in figures["rows"]} | {row["name"]: row}
+    path.write_text(json.dumps(figures | {"rows": [*rows.values()]}, indent=1), encoding="utf-8")
 
 
 def draw(path: Path, frontier: recollect.Frontier, results: list[Result], base: int) -> None:
@@ -287,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--html", type=Path, default=Path("frontier.html"))
     parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--budgets", type=float, nargs="*", help="GiB over what is there before")
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
@@ -297,38 +318,37 @@ def main() -> None:
     config = replace(config, rounds=options.rounds or config.rounds)
     bench = Bench(config, device)
     print(f"{config}, {device}; parameters and input, {_size(bench.base)}, come on top\n")
-    frontier, ours = bench.planned(config.budgets)
+    frontier = bench.frontier() if "plans" in options.parts else None
     results = []
-    for result in every_result(bench, ours, with_compiled=not options.no_compile):
+    for result in every_result(bench, frontier, options.parts):
         results.append(result)
         print(*row(result), sep="  ", file=sys.stderr, flush=True)
         if options.json:  # after each: a run that is cut short has measured something
-            options.json.write_text(json.dumps(figures(bench, results), indent=1), encoding="utf-8")
+            write(options.json, bench, result)
     print(table(["", "peak", "in budget", "x plain", "gradients"], [*map(row, results)]))
-    base = bench.base if bench.on_cuda else _static(bench.model)
-    draw(options.html, frontier, results, base)
-    print(f"\nwrote {options.html}")
+    if frontier is not None:
+        base = bench.base if bench.on_cuda else _static(bench.model)
+        draw(options.html, frontier, results, base)
+        print(f"\nwrote {options.html}")
 
 
-def every_result(bench: Bench, ours: Iterator[Way], *, with_compiled: bool) -> Iterator[Result]:
-    """Plain, the peers, our plans; the same compiled."""
+def every_result(
+    bench: Bench, frontier: recollect.Frontier | None, parts: Sequence[str]
+) -> Iterator[Result]:
+    """Plain, the peers, the plans of ``frontier``; the same compiled."""
     rounds = bench.config.rounds
-    yield from measure(bench, chain([bench.plain], bench.peers(), ours), rounds)
-    if not with_compiled:
-        return
-    compiled = chain(map(bench.compiled, COMPILE_BUDGETS), _compiled_plans(bench))
+    peers = bench.peers() if "peers" in parts else ()
+    plans = bench.plans(frontier, bench.model) if frontier is not None else ()
+    yield from measure(bench, chain([bench.plain], peers, plans), rounds)
+    theirs = map(bench.compiled, COMPILE_BUDGETS) if "torch-compile" in parts else ()
+    ours = bench.compiled_plans() if "compiled-plans" in parts else ()
     try:
-        for result in measure(bench, compiled, rounds):
+        for result in measure(bench, chain(theirs, ours), rounds):
             yield replace(result, is_right=None)
     except recollect.InfeasibleBudget as error:  # the budgets go down
         print(f"{error}\n")
     except (RuntimeError, ImportError) as error:
         print(f"torch.compile does not work here: {str(error).splitlines()[0]}\n")
-
-
-def _compiled_plans(bench: Bench) -> Iterator[Way]:
-    """Our plans for the compiled model. Each compiles, so none is made before its turn."""
-    yield from bench.planned(bench.config.budgets, compiled=True)[1]
 
 
 if __name__ == "__main__":
