@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import host_costs, lazy
+from recollect.planning import host_costs
 from recollect.planning.host_costs import small_op_seconds
 from recollect.planning.loop.contest import Contest
 from tests.planning.test_lazy import Loop, Net
@@ -23,7 +23,7 @@ from tests.planning.test_lazy import Loop, Net
 pytestmark = pytest.mark.usefixtures("no_bound")
 
 #: Before it is replaced.
-is_launched_by_host = lazy._is_launched_by_host
+is_launched_by_host = host_costs.is_launched_by_host
 #: Seconds of a small op beside which no op here takes long.
 SLOW = 1e-2
 
@@ -31,7 +31,7 @@ SLOW = 1e-2
 @pytest.fixture(autouse=True)
 def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loop's steps be launched as those of a GPU are."""
-    monkeypatch.setattr(lazy, "_is_launched_by_host", lambda _: True)
+    monkeypatch.setattr(host_costs, "is_launched_by_host", lambda _: True)
     monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: SLOW)
 
 
@@ -103,8 +103,23 @@ def test_where_the_device_is_slower_nothing_is_added(monkeypatch: pytest.MonkeyP
     assert loop.plan.graph.engine_cost == 0
 
 
-def test_the_cpu_is_no_device_that_waits() -> None:
+def test_on_the_cpu_the_engine_comes_on_top_and_no_module_is_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not is_launched_by_host(torch.device("cpu"))
+    assert is_launched_by_host(torch.device("cuda"))
+    monkeypatch.setattr(host_costs, "is_launched_by_host", is_launched_by_host)
+    loop = Loop(Torch(), "70%")
+    loop.run(steps=6)
+    assert loop.plan is not None
+    assert loop.plan.graph is not None
+    graph = loop.plan.graph
+    # No op takes long beside what a small op is made to take here.
+    assert graph.plain_seconds == pytest.approx(3 * SLOW * len(graph.events), rel=0.1)
+    assert graph.engine_cost == pytest.approx(17 * SLOW * len(graph.saved))
+    assert loop.plan.predicted_time >= loop.plan.plain_time + graph.engine_cost
+    assert modules_of(loop) == []
+    assert max(loop.peaks[1:]) <= loop.plan.budget
 
 
 def test_a_small_op_is_timed_without_a_trace() -> None:

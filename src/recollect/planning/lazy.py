@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
@@ -69,7 +68,8 @@ class LazyPlan:
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
-        if _is_launched_by_host(live.device) and len(recordings) == 1 and not is_shared:
+        # Where several processes share a host, a small op tells little of it.
+        if len(recordings) == 1 and not is_shared and not has_peers():
             profile = with_host_costs(profile, model)
         others = tuple(
             SeenForward(kind.signature, size, kind.more)
@@ -144,11 +144,6 @@ class LazyPlan:
 
     def __reduce__(self) -> Any:
         return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
-
-
-def _is_launched_by_host(device: torch.device) -> bool:
-    """Whether the host launches what the device runs, and this process does so by itself."""
-    return device.type == "cuda" and not has_peers()
 
 
 def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:
