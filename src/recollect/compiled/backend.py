@@ -25,6 +25,7 @@ from recollect._torch.inductor import (
     symbol_of,
 )
 from recollect._torch.tensors import storage_key
+from recollect.compiled.gradients import separate_gradients
 from recollect.compiled.split import Observer, Player, SeenGraph
 from recollect.compiled.views import fold_views
 
@@ -69,6 +70,7 @@ class Compiler:
 
             def folded(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
                 fold_views(joint, kwargs["num_fwd_outputs"])
+                separate_gradients(joint, **kwargs)
                 return split(joint, joint_inputs, plain, **kwargs)
 
             return run_as_it_is(graph, inputs, self.arguments, folded)
