@@ -379,8 +379,8 @@ never_traced(LazyFit.__call__, FULLGRAPH)
 
 
 def _shapes_of(calls: Sequence[Call] | None) -> list[Any]:
-    """What the compiled graphs of a step take."""
-    return [call.shapes for call in calls or ()]
+    """What the compiled graphs of a step take in forward."""
+    return [call.shapes for call in calls or () if not call.again]
 
 
 def _size_of(calls: Sequence[Call] | None) -> int:
