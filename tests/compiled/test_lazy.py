@@ -25,6 +25,10 @@ def as_is(model: nn.Module) -> nn.Module:
     return model
 
 
+def static(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager", dynamic=False)
+
+
 def in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="aot_eager")
     return model
@@ -178,9 +182,67 @@ def test_steps_in_which_nothing_is_compiled_are_told():
     recollect.fit(compiled.model, budget=0.8)
     with (
         torch.compiler.set_stance("force_eager"),
+        pytest.warns(recollect.PlanWarning, match=r"has run none of its compiled graphs"),
         pytest.warns(recollect.PlanWarning, match=r"or nothing is \(TORCH_LOGS"),
     ):
         train(compiled, SETTLED)
+
+
+def test_a_compiler_that_gives_up_before_there_is_a_plan_is_told():
+    compiled = Compiled("decoder", static)
+    recollect.fit(compiled.model, budget=0.8)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (1, 2):
+            compiled.batch = tokens(batch=size)
+            train(compiled, 1)
+        compiled.batch = tokens(batch=4)
+        with (
+            pytest.warns(recollect.PlanWarning, match=r"none of its compiled.*recompile_limit"),
+            pytest.warns(recollect.PlanWarning, match="so there is no plan"),
+        ):
+            train(compiled, SETTLED)
+
+
+class Region(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recollect.checkpoint(self.block, x)
+
+
+def test_blocks_that_run_again_in_checkpointed_regions():
+    def in_regions(model: nn.Module) -> nn.Module:
+        first, *others = in_blocks(model).layers  # type: ignore[union-attr]
+        model.layers = nn.ModuleList([first, *map(Region, others)])
+        return model
+
+    expected = train(Compiled("decoder", in_regions))
+    compiled = Compiled("decoder", in_regions)
+    recollect.fit(compiled.model, budget=0.8)
+    assert_identical(train(compiled), expected)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+
+
+def test_a_step_that_compiles_in_backward_leaves_no_profiler_on():
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    train(compiled, 1)
+
+    def compiles(_: Tensor) -> None:
+        steps = fit_of(compiled)._steps
+        assert steps._profilers
+        assert steps._notes.on_compile is not None
+        steps._notes.on_compile()  # as a backend does
+
+    compiled.bare.head.weight.register_hook(compiles)
+    train(compiled, 1)
+    with torch.autograd.profiler.profile():
+        pass  # else it is an error
 
 
 def test_the_first_steps_save_little():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
+from recollect.compiled.registered import backend
 from recollect.modules import OPTIONS
 from tests._support import assert_identical
 
@@ -73,13 +74,12 @@ def trained(make: Any, callbacks: list[Any], **options: Any) -> Any:
     module = make()
     trainer = lightning.Trainer(
         accelerator="cpu",
-        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
-        **options,
+        **{"max_epochs": 1, **options},
     )
     trainer.fit(module, loader())
     return module
@@ -99,6 +99,33 @@ def test_all_of_the_training_step_is_planned(options: Any) -> None:
     weights = sum(parameter.nbytes for parameter in module.parameters())
     assert watch.plan.base > 3 * weights  # with the state of the optimizer
     assert "training_step" not in vars(module)
+
+
+class Unlogged(Module):
+    """The compiler cannot take in what Lightning logs."""
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.model(x), y)
+
+
+def test_a_compiled_module_is_planned() -> None:
+    def make() -> Any:
+        module = Unlogged()
+        made.append(module)
+        return torch.compile(module, backend=backend)
+
+    made: list[Any] = []
+    trained(make, [], max_epochs=2)
+    watch = Watch(lambda module: vars(fit._compiled)[OPTIONS].plan)
+    fit = Fit(0.8)
+    trained(make, [fit, watch], max_epochs=2)
+    plain, module = made
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
+    assert watch.plan is not None
+    assert watch.plan.compiled is not None
+    assert watch.plan.measured_peak is not None
+    assert watch.plan.measured_peak <= watch.plan.budget < watch.plan.plain_peak
 
 
 def test_manual_optimization_names_a_module() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import recollect
+from recollect.compiled.registered import backend
 from recollect.modules import OPTIONS
 from tests._support import assert_identical
 
@@ -55,7 +56,9 @@ class Watch(transformers.TrainerCallback):
         self.plan = vars(model)[OPTIONS].plan
 
 
-def trained(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> Any:
+def trained(
+    model: Any, folder: Path, callbacks: list[Any], allowed: tuple[str, ...] = (), **options: Any
+) -> Any:
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -71,6 +74,8 @@ def trained(model: Any, folder: Path, callbacks: list[Any], **options: Any) -> A
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", recollect.PlanWarning)
+        for text in allowed:
+            warnings.filterwarnings("ignore", text)
         trainer = transformers.Trainer(
             model,
             arguments,
@@ -103,6 +108,22 @@ def test_it_trains_as_the_plain_trainer_does(options: Any, tmp_path: Path) -> No
     assert watch.plan.predicted_peak <= watch.plan.budget < watch.plan.plain_peak
     assert OPTIONS not in vars(model)
     assert model.is_gradient_checkpointing is plain.is_gradient_checkpointing
+
+
+def test_a_model_that_is_compiled_in_place(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    plain.compile(backend=backend)
+    trained(plain, tmp_path, [], max_steps=8)
+    watch = Watch()
+    model.compile(backend=backend)
+    corrected = ("a step under the plan took",)  # the first plan may take a little too much
+    trained(model, tmp_path, [FitCallback(0.8), watch], corrected, max_steps=8)
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
+    assert watch.plan is not None
+    assert watch.plan.compiled is not None
+    assert watch.plan.measured_peak is not None
+    assert watch.plan.measured_peak <= watch.plan.budget < watch.plan.plain_peak
+    assert OPTIONS not in vars(model)
 
 
 def test_gradient_checkpointing_is_as_it_was_afterwards(tmp_path: Path) -> None:

@@ -16,5 +16,6 @@ which tensors forward saves for backward. The path through the package:
    `loop` measures them, and `loop_planner` makes and corrects the plan.
 
 `registered` is a backend of our own, which runs the ops of a graph as they are: `views` folds views
-in its joint graph, and `straight` writes its halves as Python.
+in its joint graph, `gradients` has those of parameters share no memory, and `straight` writes its
+halves as Python.
 """

@@ -176,7 +176,7 @@ class _Unplanned:
         solution = solver.solve(target) if alone else None
         if solution is None:
             solution = solver.least()
-            self._warn(solution.outcome.peak, alone=alone)
+            self._warn(solution.outcome.peak, target, alone=alone)
         else:
             _log.info("recollect: a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
@@ -188,11 +188,12 @@ class _Unplanned:
         larger = [(int(max(h, h * more)), int(max(m, m * more))) for h, m in others]
         return [*larger, last]
 
-    def _warn(self, peak: int, *, alone: bool) -> None:
+    def _warn(self, peak: int, target: int, *, alone: bool) -> None:
         if alone:
             which = (
-                f"its step takes about {bytes_text(peak)}, more than the budget of "
-                f"{bytes_text(self._budget)}, with as little saved as possible"
+                f"its step takes about {bytes_text(peak)} with as little saved as possible, and "
+                f"the budget of {bytes_text(self._budget)} leaves {bytes_text(target)} for a step "
+                "that is not measured"
             )
         else:
             which = (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from recollect._torch.autograd import current_graph_task
 from recollect._torch.inductor import (
     aot_arguments,
     assumed_shapes,
@@ -25,6 +26,7 @@ from recollect._torch.inductor import (
     symbol_of,
 )
 from recollect._torch.tensors import storage_key
+from recollect.compiled.gradients import separate_gradients
 from recollect.compiled.split import Observer, Player, SeenGraph
 from recollect.compiled.views import fold_views
 
@@ -69,6 +71,7 @@ class Compiler:
 
             def folded(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
                 fold_views(joint, kwargs["num_fwd_outputs"])
+                separate_gradients(joint, **kwargs)
                 return split(joint, joint_inputs, plain, **kwargs)
 
             return run_as_it_is(graph, inputs, self.arguments, folded)
@@ -89,6 +92,7 @@ class Call:
         site: The number of the compiled module that called it.
         shapes: The shapes of its arguments.
         sizes: Its dynamic sizes, by `symbol_of`.
+        again: Whether it was in backward, by a region that runs again: that may end halfway.
     """
 
     graph: SeenGraph | None
@@ -98,6 +102,7 @@ class Call:
     site: int
     shapes: tuple[tuple[int, ...], ...] = ()
     sizes: Mapping[Any, int] = field(default_factory=dict)
+    again: bool = False
 
 
 @dataclass
@@ -204,9 +209,10 @@ class Backend:
             site, storages = notes.site, _storages(args)
             shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
             sizes = {symbol: int(args[n]) for n, symbol in symbols.items()}
+            again = current_graph_task() != -1
             result = compiled(*args)
             made = _storages(result)
-            notes.calls.append(Call(graph, source, storages, made, site, shapes, sizes))
+            notes.calls.append(Call(graph, source, storages, made, site, shapes, sizes, again))
             return result
 
         return noted

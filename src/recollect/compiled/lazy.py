@@ -43,7 +43,7 @@ from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, called_now, install, model_name, prepare
 from recollect.compiled.split import Observer, Solve
 from recollect.compiled.timeline import Timeline
-from recollect.compiled.watch import FULLGRAPH, Bypass
+from recollect.compiled.watch import FULLGRAPH, Bypass, Graphs
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under, simulate
@@ -137,6 +137,7 @@ class LazyFit(Installed):
         self._steps = LoopSteps(model, self._notes, self._begin, self._keep)
         #: Warns of steps that this does not see, before there is a plan.
         self.bypass = Bypass(self.sites, self._warnings)
+        self._graphs = Graphs(self.sites, self._warnings)
         #: What was measured: the largest step without a plan, or one like it under the plan.
         self._timeline: Timeline | None = None
         self._measured = 0
@@ -205,9 +206,12 @@ class LazyFit(Installed):
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notes.begin(number)
+        before = self._notes.runs
         result = self._functions[number](*args, **kwargs)
         if torch.is_grad_enabled():
             self.bypass.called(number)
+            if self._applied is None:
+                self._graphs.ran(number, self._notes.runs - before)
         return result
 
     def __call__(
@@ -271,6 +275,9 @@ class LazyFit(Installed):
                 self._timeline = timeline
             else:  # it is smaller, or larger, and says nothing
                 self._steps.missed += 1
+            return
+        if not self._notes.observed():  # the compiler has given up
+            self._steps.missed += 1
             return
         self._measured += 1
         size, peak = _size_of(self._notes.calls), timeline.peak
@@ -372,8 +379,8 @@ never_traced(LazyFit.__call__, FULLGRAPH)
 
 
 def _shapes_of(calls: Sequence[Call] | None) -> list[Any]:
-    """What the compiled graphs of a step take."""
-    return [call.shapes for call in calls or ()]
+    """What the compiled graphs of a step take in forward."""
+    return [call.shapes for call in calls or () if not call.again]
 
 
 def _size_of(calls: Sequence[Call] | None) -> int:

@@ -60,6 +60,8 @@ class LoopSteps:
         #: How many steps have begun, and how many of them could not be measured.
         self.count = self.missed = 0
         self._is_over = False
+        #: Whether the step is not to be measured, which backward is still part of.
+        self._is_void = False
         #: The most bytes of gradients that were there when a step began.
         self.gradients = 0
         weak = ref(self)
@@ -70,6 +72,8 @@ class LoopSteps:
     def run(self, call: Callable[[], Any]) -> Any:
         """Call a compiled module, or the model around it."""
         if self._is_over or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+            return call()
+        if _is_in_backward():  # of a region that runs again, which may end halfway
             return call()
         if not self._depth:
             self._begin()
@@ -122,13 +126,16 @@ class LoopSteps:
         return any(each.is_waiting() for each in self._waiting)
 
     def _after_backward(self) -> None:
-        is_inside = current_graph_task() != -1  # of another one
-        if is_inside or threading.get_ident() != self._thread or self._is_waiting():
+        if _is_in_backward() or threading.get_ident() != self._thread:
             return
-        if self._profilers:
+        if self._is_void:
+            self._give_up()
+        if self._profilers and not self._is_waiting():
             timeline = timeline_of(ended_profiler(self._profilers.pop()), self.device)
             if len(timeline.stretches) > 1:
                 self._on_measured(timeline)
+            else:  # nothing compiled has run
+                self.missed += 1
 
     def base_bytes(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step, which may begin now."""
@@ -140,8 +147,15 @@ class LoopSteps:
 
     def _give_up(self) -> None:
         """Do not measure the step that has begun."""
+        self._is_void = _is_in_backward()
+        if self._is_void:  # a profiler that ended here would be on again after backward
+            return
         self.missed += len(self._profilers)
         _end_all(self._profilers)
+
+
+def _is_in_backward() -> bool:
+    return current_graph_task() != -1
 
 
 def _end_all(profilers: list[profile]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from recollect._torch.inductor import backend_of, default_partition, simplify
+from recollect.compiled.gradients import separate_gradients
 from recollect.compiled.straight import straight_line
 from recollect.compiled.views import fold_views
 
@@ -14,6 +15,7 @@ from recollect.compiled.views import fold_views
 def split(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Split a joint graph where there is no plan."""
     fold_views(graph, kwargs["num_fwd_outputs"])
+    separate_gradients(graph, **kwargs)
     simplify(graph)
     return default_partition(graph, inputs, **kwargs)
 

@@ -66,8 +66,7 @@ class Watch:
         self._peaks = PeakWatch(plan.budget)
         #: What autocast casts to, when it was last looked at.
         self._casts = casts()
-        #: By site: the most graphs that a call of it has run.
-        self._most = [1] * len(sites)
+        self._graphs = Graphs(sites, self._warnings)
         self._bypass = Bypass(sites, self._warnings)
 
     def end(self) -> None:
@@ -155,17 +154,31 @@ class Watch:
 
     def _called(self, number: int, ran: int) -> None:
         """A module was called for training, and so many graphs have run."""
-        if ran < self._most[number]:
-            which = "none of its" if not ran else f"{ran} of {self._most[number]}"
+        self._graphs.ran(number, ran)
+        self._bypass.called(number)
+
+
+class Graphs:
+    """Warns of calls of compiled modules that run less compiled code than they did."""
+
+    def __init__(self, sites: Sequence[Site], warnings: WarnOnce) -> None:
+        self._sites, self._warnings = sites, warnings
+        #: By site: the most graphs that a call of it has run.
+        self._most = [1] * len(sites)
+
+    def ran(self, number: int, count: int) -> None:
+        """A call of a module for training has run so many graphs."""
+        if count < self._most[number]:
+            which = "none of its" if not count else f"{count} of {self._most[number]}"
             self._warnings.warn(
                 "uncompiled",
                 f"{_titled(self._sites[number])} has run {which} compiled graphs, so the plan is "
                 "not in effect, and the step may exceed its budget. Either the compiler has given "
                 "up after too many versions (torch._dynamo.config.recompile_limit; TORCH_LOGS="
-                "recompiles shows the causes), or it is switched off (torch.compiler.set_stance)",
+                "recompiles shows the causes) or at a graph break in a loop (TORCH_LOGS="
+                "graph_breaks), or it is switched off (torch.compiler.set_stance)",
             )
-        self._most[number] = max(self._most[number], ran)
-        self._bypass.called(number)
+        self._most[number] = max(self._most[number], count)
 
 
 class Bypass:
