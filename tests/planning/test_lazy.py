@@ -295,6 +295,14 @@ def test_two_models_that_are_fitted_each() -> None:
     assert dispatch_modes() == []
 
 
+def test_a_frozen_teacher_outside_of_no_grad_needs_no_plan() -> None:
+    teacher = recollect.fit(net().requires_grad_(False), budget=0.8)
+    loop = Loop(net(dropout=0.1), 0.8)
+    loop.run(lambda model, number: squares(usual(model, number) - teacher(batch(seed=number))), 10)
+    loop.assert_kept(0)
+    assert vars(teacher)[OPTIONS].plan is None
+
+
 @pytest.mark.parametrize("part", [0.7, 0.9])
 def test_two_models_that_keep_less_when_the_other_keeps_more(part: float) -> None:
     """The first steps are traced while the other model has no plan, and keeps little."""

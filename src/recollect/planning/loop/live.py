@@ -130,6 +130,8 @@ class LiveStep:
         self._waiting: list[Waiting] = []
         #: The forwards of other models under plans that ran inside of it.
         self.companions: list[Companion] = []
+        #: Whether a backward can come: frozen models on plain inputs have no graph.
+        self.has_graph = False
         #: Whether it is being traced, and whether its backward has ended.
         self.is_open = False
         self.is_over = False
@@ -181,6 +183,7 @@ class LiveStep:
         again, in_parts = self._on_again, self._in_parts
         waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
         self._waiting.append(waiting)
+        self.has_graph |= waiting.has_graph
         return output, waiting
 
     def _open(self) -> None:

@@ -366,6 +366,14 @@ class Runner:
         if self._forwards.futile == _FUTILE:
             notices.of_no_plan(self._warnings, _FUTILE, reason)
 
+    def _had_no_backward(self, live: LiveStep) -> None:
+        """A forward was traced in vain. That of a frozen model keeps nothing and does not count."""
+        if live.has_graph:
+            self._tried_in_vain(
+                "no backward ran through the output of the model, in the thread that called it. "
+                "If there is no backward, call the model under torch.no_grad()"
+            )
+
     def _end_trace(self, model: Any) -> None:
         """Choose schedules, or make the plan, if a step that this thread traced is over."""
         forwards = self._forwards
@@ -396,10 +404,7 @@ class Runner:
             else:
                 self._kinds.failed(forwards.traced)
         elif not (live.is_over or live.is_split):
-            self._tried_in_vain(
-                "no backward ran through the output of the model, in the thread that called it. "
-                "If there is no backward, call the model under torch.no_grad()"
-            )
+            self._had_no_backward(live)
         elif self._make_plan is not None and not live.is_split:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
