@@ -23,6 +23,27 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+def test_state_that_grows_within_a_step_is_counted() -> None:
+    """As the history of LBFGS, which calls its closure several times."""
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.LBFGS([parameter], max_iter=6)
+    watch, seen = StateWatch(), []
+
+    def closure() -> torch.Tensor:
+        seen.append(watch.nbytes([parameter]))
+        optimizer.zero_grad()
+        loss = parameter.cos().cumsum(0).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    first = len(seen)
+    optimizer.step(closure)
+    later = seen[first:]
+    assert later == sorted(later)
+    assert later[-1] >= later[0] + 2 * 2 * parameter.nbytes
+
+
 @pytest.mark.parametrize("foreach", [True, False])
 def test_an_update_of_a_dtensor_is_counted_as_a_write(mesh: Any, foreach: bool) -> None:
     parameter = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))

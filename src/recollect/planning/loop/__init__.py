@@ -5,7 +5,8 @@
    schedule.
 2. A batch of another shape is another kind. Its schedule is chosen by simulation (`choice`), on a
    graph that was predicted (`shapes`) or traced as the loop ran the step (`live`).
-3. When a step exceeds its budget, `Kinds.exceeded` has later ones keep less, and a `PlanWarning`
+3. What other models under plans keep inside of a traced step is a part of it (`companions`).
+4. When a step exceeds its budget, `Kinds.exceeded` has later ones keep less, and a `PlanWarning`
    says so. On CUDA `watch.PeakWatch` notices; elsewhere the simulation of the traced step tells.
    After running out of memory, `Kinds.tighten` does the same, and forward is repeated if possible
    (`attempt`).

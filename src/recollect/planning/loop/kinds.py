@@ -19,7 +19,8 @@ from torch import nn
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import simulate
-from recollect.planning.loop.choice import Choice, choose
+from recollect.planning.loop.choice import IF_SHAPES_VARY, Choice, choose
+from recollect.planning.loop.companions import Companion, Companions, Settled
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
@@ -70,7 +71,11 @@ class Kinds:
     """All kinds of forwards and steps seen under a plan, and the schedules chosen for them."""
 
     def __init__(
-        self, plan: PlannedStep, warnings: WarnOnce, recordings: Sequence[Recording] = ()
+        self,
+        plan: PlannedStep,
+        warnings: WarnOnce,
+        recordings: Sequence[Recording] = (),
+        companions: Sequence[Companion] = (),
     ) -> None:
         self._plan = plan
         self._warnings = warnings
@@ -85,6 +90,8 @@ class Kinds:
         self._shapes = Shapes()
         self._solved: list[NamedSchedule] = []
         self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
+        self._companions = Companions()
+        self._companions.traced(self._planned, companions)
         if plan.graph is not None and not plan.others:
             state, made = self._planned[0][1:], dict(plan.made)
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
@@ -109,7 +116,9 @@ class Kinds:
         now.append(self._state_growth(model, parameters))
         if now != facts:
             found = compare_state(self._plan.state, model)
-            found = with_state(found, now[-1], self._plan.budget // 256)
+            with_optimizer = self._plan.from_loop or bool(self._planned_state)
+            unit = self._plan.budget // 256
+            found = with_state(found, now[-1], unit, with_optimizer=with_optimizer)
             self._seen = now, found
             self._warn_if_compiled(model)
         more = gradient_bytes(model, parameters, self._plan.gradients)
@@ -129,14 +138,14 @@ class Kinds:
         return math.ceil(max(0.0, nbytes - self._planned_state))
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
-        """The bytes of optimizer state that the plan counts; infinite if unknown."""
+        """The bytes of optimizer state that the plan counts; infinite where that is no matter."""
         plan = self._plan
         if plan.from_loop:
             return nbytes  # this is its first forward
         if self._is_on_cuda:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
-        return state if state > 0 else math.inf  # it was made without an optimizer
+        return max(0.0, state)  # nothing if it was made without an optimizer
 
     def _warn_if_compiled(self, model: nn.Module) -> None:
         compiled = newly_compiled(self._plan.state, model)
@@ -171,6 +180,8 @@ class Kinds:
             variant = found or variant or self._new_variant(step, first)
             variant.version, self._known[step] = self._shapes.version, variant
         variant.count()
+        if len(step) == 1 and self._companions.have_changed(step[0]):
+            variant.forget()
         if not variant.is_known and variant.schedule is not None and len(step) == 1:
             variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
@@ -207,6 +218,13 @@ class Kinds:
             self._too_large.append(kind)
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
+
+    def settled(self, step: Step) -> Settled | None:
+        """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
+        variant = self._known.get(step)
+        if variant is None or not variant.is_known or variant.contest is not None:
+            return None
+        return None if variant.first.wants_trace else Settled(variant.schedule)
 
     def judge(self, step: Step, report: CallReport) -> None:
         """The last forward of a step was recorded: compare it with its expected bytes."""
@@ -288,6 +306,14 @@ class Kinds:
                 return False
         return base + needed <= self._plan.budget
 
+    def has_room_for_plain(self, step: Step = ()) -> bool:
+        """Whether the budget has ample room for a traced step without the engine.
+
+        Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
+        """
+        choice = self._choice_of(step or self._planned)
+        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self._plan.budget
+
     # --- what is learned --------------------------------------------------------------------------
 
     def surprised(self, step: Step) -> None:
@@ -302,8 +328,15 @@ class Kinds:
         for each in self._forwards(step):
             each.forget()
 
-    def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
+    def traced(
+        self,
+        step: Step,
+        graph: Graph,
+        recordings: Sequence[Recording],
+        companions: Sequence[Companion] = (),
+    ) -> None:
         """A step was traced: choose the schedules of later ones."""
+        self._companions.traced(step, companions)
         forwards = self._forwards(step)
         if not forwards:
             return  # they were forgotten since

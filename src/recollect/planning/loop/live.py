@@ -27,6 +27,7 @@ from recollect._torch.autograd import (
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
+from recollect.planning.loop.companions import Companion
 from recollect.planning.loop.updates import Updates, local_bytes
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.build import build_graph
@@ -76,6 +77,13 @@ def obstacle_to_tracing() -> str | None:
     return obstacle_around()
 
 
+def note_companion(companion: Callable[[], Companion]) -> None:
+    """A forward runs under a plan, perhaps inside of the traced step of another model."""
+    step = _active.step
+    if step is not None and step.is_pending:
+        step.companions.append(companion())
+
+
 class LiveStep:
     """One training step of the user's loop: forwards of a model, up to the end of their backward.
 
@@ -120,6 +128,10 @@ class LiveStep:
         #: What its forwards did, and whether their backward has come.
         self.recordings: list[Recording] = []
         self._waiting: list[Waiting] = []
+        #: The forwards of other models under plans that ran inside of it.
+        self.companions: list[Companion] = []
+        #: Whether a backward can come: frozen models on plain inputs have no graph.
+        self.has_graph = False
         #: Whether it is being traced, and whether its backward has ended.
         self.is_open = False
         self.is_over = False
@@ -171,6 +183,7 @@ class LiveStep:
         again, in_parts = self._on_again, self._in_parts
         waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
         self._waiting.append(waiting)
+        self.has_graph |= waiting.has_graph
         return output, waiting
 
     def _open(self) -> None:

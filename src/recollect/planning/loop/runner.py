@@ -30,9 +30,10 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
+from recollect.planning.loop.companions import Companion, Settled
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
-from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
+from recollect.planning.loop.live import SPLIT, LiveStep, note_companion, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.variant import Variant
@@ -93,9 +94,15 @@ class Runner:
         self._is_split = False
         self._set_plan(plan)
 
-    def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
+    def _set_plan(
+        self,
+        plan: PlannedStep | None,
+        recordings: Sequence[Recording] = (),
+        companions: Sequence[Companion] = (),
+    ) -> None:
         self.plan = plan
-        self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
+        kinds = Kinds(plan, self._warnings, recordings, companions) if plan is not None else None
+        self._kinds = kinds
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
         #: In how many more planned calls to check whether the loop holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
@@ -172,6 +179,7 @@ class Runner:
             result, waiting = live.forward(function, args, kwargs, schedule, blocks)
             forwards.add(kind, waiting)
             return result
+        self._note_companion(step, Settled(schedule))
         since = current_operation()
         attempt = None if before is None else Attempt(model)
         try:
@@ -286,6 +294,7 @@ class Runner:
         else:
             if live is not None:
                 live.is_followed = True
+            self._note_companion((), None)
             result = self._run_untraced(model, function, args, kwargs)
             waiting = Waiting(result)
         forwards.add(kind, waiting)
@@ -328,6 +337,16 @@ class Runner:
         again = partial(_again, ref(self))
         return LiveStep(model, base, link, end, again, self._in_parts)
 
+    def _note_companion(self, step: Step, ran: Settled | None) -> None:
+        """A forward runs, perhaps inside of a step of another model that is traced."""
+        note_companion(lambda: Companion(ran, partial(_settled, ref(self), step)))
+
+    def settled(self, step: Step) -> Settled | None:
+        """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
+        if self._kinds is None:
+            return None
+        return self._kinds.settled(step) if step else Settled(None)
+
     def again(self, step: Step = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
         if self._in_parts:
@@ -346,6 +365,14 @@ class Runner:
         self._forwards.futile += 1
         if self._forwards.futile == _FUTILE:
             notices.of_no_plan(self._warnings, _FUTILE, reason)
+
+    def _had_no_backward(self, live: LiveStep) -> None:
+        """A forward was traced in vain. That of a frozen model keeps nothing and does not count."""
+        if live.has_graph:
+            self._tried_in_vain(
+                "no backward ran through the output of the model, in the thread that called it. "
+                "If there is no backward, call the model under torch.no_grad()"
+            )
 
     def _end_trace(self, model: Any) -> None:
         """Choose schedules, or make the plan, if a step that this thread traced is over."""
@@ -367,28 +394,31 @@ class Runner:
             return  # the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
-        if live.has_other_hooks:
-            notices.of_hooks(self._warnings)
         if live.is_split:
             self._is_split = True
             self._warnings.warn("split", SPLIT)
         if not is_first and self._kinds is not None:
             if live.is_over and not live.is_split:
-                self._kinds.traced(forwards.traced, live.graph(), live.recordings)
+                recordings, companions = live.recordings, live.companions
+                self._kinds.traced(forwards.traced, live.graph(), recordings, companions)
             else:
                 self._kinds.failed(forwards.traced)
         elif not (live.is_over or live.is_split):
-            self._tried_in_vain(
-                "no backward ran through the output of the model, in the thread that called it. "
-                "If there is no backward, call the model under torch.no_grad()"
-            )
+            self._had_no_backward(live)
         elif self._make_plan is not None and not live.is_split:
             assert forwards.state is not None
             make_plan, self._make_plan = self._make_plan, None
             plan = make_plan(model, live, forwards.kinds, forwards.state)
             if plan is not None:
                 wrap_modules(model, plan.wrapped)
-            self._set_plan(plan, () if live.units else live.recordings)
+            self._set_plan(plan, () if live.units else live.recordings, live.companions)
+        self._check_hooks(live, () if is_first else forwards.traced)
+
+    def _check_hooks(self, live: LiveStep, step: Step) -> None:
+        """Warn of hooks inside of a traced step, by default the planned one, unless it fits so."""
+        kinds = self._kinds
+        if live.has_other_hooks and kinds is not None and not kinds.has_room_for_plain(step):
+            notices.of_hooks(self._warnings)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
@@ -412,6 +442,11 @@ def _again(weak: Callable[[], Runner | None], step: Step = ()) -> None:
     runner = weak()
     if runner is not None:
         runner.again(step)
+
+
+def _settled(weak: Callable[[], Runner | None], step: Step) -> Settled | None:
+    runner = weak()
+    return None if runner is None else runner.settled(step)
 
 
 def _backward_is_over(weak: Callable[[], Runner | None]) -> None:

@@ -101,9 +101,10 @@ class StateWatch:
     def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """The bytes of the state of those that have made a step with one of ``parameters``."""
         ids = frozenset(map(id, parameters))
-        if self._seen != _changes.count or ids != self._ids:
-            self._seen, self._ids = _changes.count, ids
-            mine = [each for each in [*_changes.lengths] if _has_any(each, ids)]
+        running = [each for each in [*_changes.running] if _has_any(each, ids)]
+        if running or self._seen != _changes.count or ids != self._ids:
+            self._seen, self._ids = -1 if running else _changes.count, ids
+            mine = [each for each in {*_changes.lengths, *running} if _has_any(each, ids)]
             self._nbytes = sum(local_bytes(_state_of(each)) for each in mine)
         return self._nbytes
 
@@ -115,6 +116,8 @@ class _Changes:
         self.lengths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.count = 0
         self.is_registered = False
+        #: Those in the middle of a step, which may run a closure: their state grows meanwhile.
+        self.running: WeakSet[Optimizer] = WeakSet()
 
     def note(self, optimizer: Optimizer) -> None:
         length = len(optimizer.state)
@@ -138,11 +141,13 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _changes.running.add(optimizer)
     for each in [*_watching]:
         each.step_begins(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
+    _changes.running.discard(optimizer)
     _changes.note(optimizer)
     # Otherwise a late backward would use the updated parameters, and nobody would notice.
     params = (each for group in optimizer.param_groups for each in group["params"])

@@ -105,6 +105,8 @@ class Waiting:
         token = _Token()
         self._token = ref(token, None if on_dropped is None else lambda _: on_dropped())
         nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
+        #: Whether a backward can come at all.
+        self.has_graph = bool(nodes)
         #: By node that made a tensor of it: the handle of the hook; and the nodes that no backward
         #: has reached.
         self._handles = {

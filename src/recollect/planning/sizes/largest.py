@@ -7,7 +7,7 @@
 3. The plan for it is made, which runs and measures the step. If it does not hold, or takes longer
    than allowed, the prediction is corrected by what was measured, and a smaller size is tried.
 
-No step is run that is predicted to exceed the budget.
+No step is run that is predicted to exceed the budget by more than a percent.
 """
 
 from __future__ import annotations
@@ -273,6 +273,8 @@ class LargestSearch:
             self._record_unrun(low)
         for _ in range(_CONFIRMATIONS):
             size = self._next_planned(low, high)
+            if size == low and self._may_fit(low + self._unit, high):
+                size = low + self._unit
             if size == low:
                 break
             found = self._confirm(size)
@@ -293,6 +295,12 @@ class LargestSearch:
         fits = lambda size: self._forecasted().fastest(size, self._room) is not None  # noqa: E731
         size = find_largest(fits, low, high, self._unit)
         return low + -(-(size - low) // (2 * self._unit)) * self._unit
+
+    def _may_fit(self, size: int, high: int) -> bool:
+        """Whether a size exceeds the budget by so little that only a plan for it can tell."""
+        if size >= high or self._forecasted().fastest(size, self._room) is not None:
+            return False
+        return self._forecasted().least(size) <= (1 + _CLOSE) * self._room
 
     def _predict(self, low: int, high: int) -> int:
         """The largest size between them that is predicted to fit; ``low`` if there is none."""
@@ -367,10 +375,15 @@ class LargestSearch:
             profile = replace(profile, plain_peak=max(profile.plain_peak, self._budget + 1))
             planner = self._steps.planner(size, lambda *_: profile)
             planner.solver = forecast.solver(size)
-            plan = planner.plan_for(self._budget)
+            try:
+                plan = planner.plan_for(self._budget)
+            except InfeasibleBudget:
+                if not planner.trials.has_differed:
+                    raise
+                plan = planner.least_plan(self._budget)
             if not planner.trials.has_differed:
                 return plan
-            self._by = plan.schedule  # it runs other ops than were predicted, and fits
+            self._by = plan.schedule  # it runs other ops than were predicted
             del planner
         planner = self._record(size, partial(record_under, by=self._by))
         plan = planner.plan_for(self._budget)

@@ -114,8 +114,8 @@ def largest_batch(
     The plain step is recorded at a few sizes that fit without a plan, small ones first. They show
     how memory grows with the size, from which the largest size is predicted. Its plan is then made
     and tried, as by `recollect.plan`. Except for the first step, no step runs that is predicted to
-    exceed the budget. Everything is restored, as by `recollect.plan`, including random streams that
-    ``make_batch`` draws from.
+    exceed the budget by more than 1%. Everything is restored, as by `recollect.plan`, including
+    random streams that ``make_batch`` draws from.
 
     Args:
         model: The model to train.
