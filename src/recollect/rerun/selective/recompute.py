@@ -192,10 +192,10 @@ class RecomputeMode(DispatchMode):
             return
         raise KeptTensorError(
             f"{info.op} was kept in forward, but had to run again{_where()}, and returned "
-            "something else: it keeps state, or draws random numbers. It had to run, since an array of numpy "
-            "shares memory with its result, or since other operations ran than in forward. Copy "
-            "the result before reading it as an array (out.clone().numpy()), run the operation "
-            "outside of the region, or use engine='replay'."
+            "something else: it keeps state, or draws random numbers. It had to run, since an "
+            "array of numpy shares memory with its result, or since other operations ran than in "
+            "forward. Copy the result before reading it as an array (out.clone().numpy()), run "
+            "the operation outside of the region, or use engine='replay'."
         )
 
     def _is_another(self, entry: KeptCall, inputs: _Args) -> bool:
