@@ -86,6 +86,7 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
+        self._modules.settle()
         if self._variables:
             self._variables = _unassigned(self._variables)
         if self._buffers is not None:
