@@ -96,14 +96,22 @@ def cut_off(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[st
 def _without_graph(tensor: _Tensor) -> _Tensor:
     if tensor.is_leaf:
         return tensor
-    leaf = tensor.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(_drop_gradient)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     with torch.inference_mode(False), torch.enable_grad():
-        return leaf.view_as(leaf)  # no leaf, as it was
+        cut: _Tensor = _Origin.apply(anchor, [tensor])  # type: ignore[no-untyped-call]
+    return cut
 
 
-def _drop_gradient(leaf: _Tensor) -> None:
-    leaf.grad = None
+class _Origin(torch.autograd.Function):
+    """Where a tensor has its history from, which ends here. It is no leaf, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: _Tensor, holder: list[_Tensor]) -> _Tensor:
+        return holder[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
 
 
 def is_alike(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
