@@ -454,6 +454,12 @@ def test_another_device_is_a_difference() -> None:
 # --- on a device ----------------------------------------------------------------------------------
 
 
+def test_zeros_without_memory() -> None:
+    """As forward-mode AD makes them of weights: to read their memory is a crash."""
+    zeros = torch._efficientzerotensor((3,))
+    assert number(zeros) == number(torch.empty(3, device="meta"))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -265,3 +265,51 @@ def test_saved_tensor_read_outside_of_backward_leaves_nothing_behind(watch: Watc
     assert torch.equal(out.grad_fn._saved_self, x.detach().sin().exp())
     del x, out
     assert watch.alive() == []
+
+
+#: Ways to run a module whose tensors may be exchanged once a step is over.
+EXCHANGED = RERUNS | {
+    "reentrant": reentrant,
+    "replay": partial(rerun, engine="replay"),
+    "replay, policy": partial(rerun, engine="replay", policy=[torch.ops.aten.sin]),
+}
+
+
+class Tables(torch.nn.Module):
+    """A module with large buffers, one of which changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(200, 200))
+        self.register_buffer("count", torch.zeros(200, 200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return (self.linear(x).sin() * self.table[0, 0]).exp() + self.count[1, 1]
+
+
+@pytest.mark.parametrize("run", EXCHANGED.values(), ids=EXCHANGED)
+def test_tensors_can_be_swapped_after_a_step(run: Run) -> None:
+    """`torch.utils.swap_tensors` refuses a tensor that somebody has a weak reference to.
+
+    ``module.to`` calls it for parameters that are ``DTensor``s or quantized.
+    """
+    module = Tables()
+    x = leaf(2, 4)
+    for _ in range(3):
+        run(module, x).sum().backward()
+    for tensor in [x, *module.parameters(), *module.buffers()]:
+        torch.utils.swap_tensors(tensor, tensor.detach().clone().requires_grad_(tensor.is_leaf))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_tensor_that_backward_does_not_need_can_be_swapped_before(calls: int) -> None:
+    """As without checkpointing: autograd has not saved it."""
+    x = leaf(4)
+    for _ in range(calls):
+        offset = torch.randn(4)
+        expected = torch.autograd.grad(((x + offset).sin() + offset).sum(), x)
+        out = rerun(lambda x: (x + offset).sin() + offset, x, engine="replay")  # noqa: B023
+        torch.utils.swap_tensors(offset, torch.randn(4))
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected[0])

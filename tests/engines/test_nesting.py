@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import recollect
+from recollect import policy
+from recollect._torch.modes import function_mode_count
 from tests._support import (
     Counted,
     Run,
@@ -172,3 +174,19 @@ def test_mismatch_in_an_inner_region_is_reported() -> None:
     with pytest.raises(recollect.CheckpointError, match="different number of tensors"):
         out.sum().backward()
     assert not recollect.is_recomputing()
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": policy.everything()}], ids=["", "policy"])
+def test_a_rerun_after_a_replayed_call_is_not_recorded(options: dict[str, Any]) -> None:
+    """The function mode that watched the outer region is over by then."""
+    modes = []
+
+    def inner(x: Tensor) -> Tensor:
+        modes.append(function_mode_count())
+        return x.sin().exp()
+
+    x = leaf(3)
+    for _ in range(3):
+        out = rerun(lambda x: rerun(inner, x).cos(), x, engine="replay", **options)
+        out.sum().backward()
+    assert modes == [1, 0] * 3

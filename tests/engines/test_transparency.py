@@ -222,3 +222,30 @@ def test_nothing_is_recorded_without_grad_mode(run: Run) -> None:
             out = run(block, x)
     assert torch.equal(out, expected)
     assert not out.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "run",
+    [
+        partial(rerun, determinism_check="values"),
+        partial(rerun, debug=True),
+        partial(rerun, policy=policy.everything()),
+    ],
+    ids=["values", "debug", "policy"],
+)
+def test_forward_mode_inside(run: Run) -> None:
+    """The tangent of a weight is a zero that has no memory."""
+
+    def scenario(run: Run) -> Any:
+        weight, x = leaf(4, 4), leaf(3, 4)
+
+        def tangent(x: Tensor) -> Any:
+            ones = torch.ones_like(x)
+            return torch.func.jvp(lambda x: (x @ weight).sin(), (x,), (ones,))[1]
+
+        for _ in range(3):
+            run(tangent, x).exp().sum().backward()
+        return x.grad, weight.grad
+
+    assert_transparent(scenario, run)

@@ -836,3 +836,20 @@ def test_batches_of_many_shapes_do_not_pile_up(model: Decoder) -> None:
         model.zero_grad()
 
     assert measure(lambda: model(batch), backward).left == 0
+
+
+@pytest.mark.parametrize("squares_beyond", [False, True])
+def test_a_batch_with_a_graph(squares_beyond: bool) -> None:
+    """As where a part of a model is planned, with what the part before it returns."""
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    x = torch.randn(64, 32, requires_grad=True)
+    before = x.exp() if squares_beyond else x + 1
+    values = before.detach().clone()
+    plan = recollect.plan(model, before, 0.9)
+    assert x.grad is None
+    assert torch.equal(before, values)
+    expected = torch.autograd.grad(squares(model(before)), x, retain_graph=True)
+    plan.apply(model)
+    found = torch.autograd.grad(squares(model(before)), x)
+    assert torch.equal(found[0], expected[0])

@@ -214,3 +214,18 @@ def test_check_backward_validity() -> None:
     recollect.check_backward_validity([1, leaf(2), torch.ones(2)])
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
         recollect.check_backward_validity([1, torch.ones(2)])
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_parameter_among_the_results(extra: bool) -> None:
+    """Its history would be the region, whose rerun would return it, and so on without end."""
+
+    def scenario(run: Run) -> Any:
+        weight, x = leaf(4), leaf(4)
+        for _ in range(2):
+            result = run(lambda x: ((weight * x).sin(), weight, x) if extra else weight, x)
+            sum(each.square().sum() for each in (result if extra else [result])).backward()
+            assert weight.is_leaf
+        return weight.grad, x.grad
+
+    assert_transparent(scenario, reentrant)

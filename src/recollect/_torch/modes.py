@@ -49,6 +49,11 @@ def function_modes() -> list[Any]:
     return _get_current_function_mode_stack() if function_mode_count() else []
 
 
+def is_own_mode(mode: Any) -> bool:
+    """Whether ``mode`` is one of recollect's."""
+    return type(mode).__module__.startswith("recollect.")
+
+
 def foreign_function_modes() -> bool:
     """Whether a function mode is active that is not a default device."""
     return any(not isinstance(mode, _device.DeviceContext) for mode in function_modes())

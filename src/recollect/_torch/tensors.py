@@ -214,10 +214,11 @@ def _overrides_ops(kind: Any) -> bool:
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """The tensors that hold the data of ``tensor``: itself, if it is a plain one.
 
-    None if its data do not exist or cannot be accessed: a fake tensor, or one of ``torch.func``.
+    None if its data do not exist or cannot be accessed: a fake tensor, one of ``torch.func``, or a
+    zero of forward-mode AD, which has no memory.
     Call it inside `below_python`. Each may have inner tensors in turn.
     """
-    if tensor.is_meta or is_functorch_wrapped(tensor):
+    if tensor.is_meta or is_functorch_wrapped(tensor) or tensor._is_zerotensor():
         return None
     if _overrides_ops(type(tensor)):
         return _inner_of_subclass(tensor)

@@ -16,7 +16,7 @@ from recollect.errors import PlanWarning
 from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
 from recollect.planning.distributed import check_not_distributed
-from recollect.planning.recording.batch import check_batch, signature_of_batch, split_batch
+from recollect.planning.recording.batch import check_batch, cut_off, signature_of_batch, split_batch
 from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState, check_model, find_mode_layer
 from recollect.planning.recording.step import Loss, TrainingStep
@@ -66,7 +66,7 @@ def prepare_step(request: Request) -> TrainingStep:
         raise ValueError(f"holds_output should be True or False, but is {holds_output!r}")
     check_unplanned(model)
     check_batch(batch, model)
-    args, kwargs = split_batch(batch, model)
+    args, kwargs = cut_off(*split_batch(batch, model))
     check_model(model)
     _check_trained(model)
     step = TrainingStep(

@@ -237,8 +237,9 @@ class OpInfo:
         self.is_random = has_tag(op, torch.Tag.nondeterministic_seeded) and name != _NEVER_RANDOM
         generators = [each for each in arguments_of(op) if "Generator" in each.type]
         self._generator = (generators[0].position, generators[0].name) if generators else None
-        others = is_op_of_others(op)
-        self._dropout = _find(op, "dropout_p", "dropout", "p") if others else None
+        #: Whether another library has registered it.
+        self.is_of_others = is_op_of_others(op)
+        self._dropout = _find(op, "dropout_p", "dropout", "p") if self.is_of_others else None
         #: The positions of dropout, of its switch and of its state among the arguments.
         self._library_rng: tuple[int, int, int] | None = None
         if name in _RECURRENT:

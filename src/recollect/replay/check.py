@@ -143,6 +143,7 @@ class Checker:
             self.recorded = self._rest.finish(result)
         self._remat.count_writes_to(tree_leaves(result))
         self._remat.end(as_recorded=self.difference is None)
+        self._numbers.forget()
         return self.difference
 
     def _differ(self, how: str, *, is_over: bool = False) -> None:

@@ -286,6 +286,16 @@ class TensorNumbers:
             self.versions.append(None)
         return number
 
+    def forget(self) -> None:
+        """The call is over. Its graph keeps this object until backward.
+
+        A tensor with a weak reference cannot be exchanged by ``torch.utils.swap_tensors``, as
+        ``module.to`` does with parameters of a subclass.
+        """
+        self.tensors.clear()
+        self.versions.clear()
+        self.by_id.clear()
+
     def follow_collectives(self, call: FunctionCall) -> None:
         """After ``call``: count writes to the results of a collective from the wait for it on.
 

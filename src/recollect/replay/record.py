@@ -114,6 +114,7 @@ class Recorder(TorchFunctionMode):
         # A plan has no room for copies of saved outputs. Autograd raises if they are changed.
         remat.copy_outputs(set(saved_by(self._calls)) if self._is_planned else ())
         remat.count_writes_to(tree_leaves(result))
+        tracker.numbers.forget()
         return Recording(
             tracker.graph,
             self._calls,

@@ -88,7 +88,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.changed = _changed_inside(args, indices, versions)
         inputs.settle()
         state.settle()
-        return outputs
+        return _apart_from_outside(outputs, args)
 
     @staticmethod
     @hide_from_dynamo
@@ -120,6 +120,20 @@ class CheckpointFunction(torch.autograd.Function):
         # An input that the function changed in place is no leaf any more.
         leaves = [x if isinstance(x, torch.Tensor) and x.is_leaf else None for x in inputs]
         return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)
+
+
+def _apart_from_outside(outputs: Any, args: tuple[Any, ...]) -> Any:
+    """``outputs`` with an alias for each tensor that has a history, and is no argument.
+
+    It is from outside, such as a parameter, since forward records none. Autograd would give it the
+    node of the region as its history, in whose rerun it would lead to that node again.
+    """
+    if isinstance(outputs, torch.Tensor):
+        is_outside = outputs.requires_grad and not any(outputs is each for each in args)
+        return outputs.detach() if is_outside else outputs
+    if type(outputs) is tuple:
+        return tuple([_apart_from_outside(each, args) for each in outputs])
+    return outputs
 
 
 def _changed_inside(

@@ -28,7 +28,7 @@ import torch
 
 from recollect._torch.autograd import set_version
 from recollect._torch.modes import DispatchMode, unobserved
-from recollect._torch.tensors import copy_tensors
+from recollect._torch.tensors import copy_tensors, storage_key
 from recollect.checks.changed_input import used_tensor_changed
 from recollect.errors import InputChanged
 from recollect.policy.op_info import op_info
@@ -61,7 +61,7 @@ class _Watched:
         self.required_grad = tensor.requires_grad
         self.writes = writes
         self.is_large = nbytes(tensor) > LARGE and writes is not Writes.HIDDEN
-        known = _large.get((id(tensor), writes)) if self.is_large else None
+        known = _large.get(self._key()) if self.is_large else None
         #: Whether to compare values even on a device, which synchronizes.
         self.is_new = self.is_large and known is None
         self.is_copied = known is None or known[1]
@@ -78,16 +78,27 @@ class _Watched:
         return self.writes is not Writes.SEEN
 
     def remember(self, has_changed: bool) -> None:
-        key = id(self.tensor), self.writes
+        key = self._key()
         known = _large.get(key)
+        if key[0] is None:
+            return  # a tensor of a transform
         if known is None:
-            _large[key] = ref(self.tensor, lambda _: _large.pop(key, None)), has_changed
+            # Of the storage: a tensor with a weak reference cannot be exchanged by
+            # `torch.utils.swap_tensors`, as `load_state_dict` may do.
+            storage = self.tensor.untyped_storage()
+            _large[key] = ref(storage, lambda _: _large.pop(key, None)), has_changed
         elif has_changed:
             _large[key] = known[0], True
 
+    def _key(self) -> _Key:
+        return storage_key(self.tensor), id(self.tensor), self.writes
+
+
+#: A storage, a tensor on it, and how that may be written to.
+_Key = tuple[int | None, int, Writes]
 
 #: Large buffers that were watched before, in training or not, and whether each has ever changed.
-_large: dict[tuple[int, Writes], tuple[ref[_Tensor], bool]] = {}
+_large: dict[_Key, tuple[ref[torch.UntypedStorage], bool]] = {}
 
 
 class BufferState:

@@ -33,14 +33,14 @@ from torch.nn.parameter import is_lazy
 from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
+from recollect.state.module_settings import (
+    FIRST,
+    OWN_KEY,
+    ModuleSettings,
+    Place,
+    Watched,
+)
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
-
-#: Where in a module it is stored.
-_KEY = "_recollect_tree"
-
-#: The attributes that every module has, in the order in which it gets them; and ours.
-_FIRST = [*nn.Module().__dict__]
-BARE = frozenset(_FIRST) | {_KEY}
 
 
 class Writes(Enum):
@@ -77,7 +77,7 @@ _values = dict.values
 
 def _bare_in(attributes: Attributes) -> int:
     """How many of the first attributes of a module are those that every module has."""
-    return len(_FIRST) if [*islice(attributes, len(_FIRST))] == _FIRST else 0
+    return len(FIRST) if [*islice(attributes, len(FIRST))] == FIRST else 0
 
 
 class ModuleIndex:
@@ -104,6 +104,10 @@ class ModuleIndex:
         #: are bare; and that of the root.
         self.own: list[tuple[Attributes, int]] = []
         self.bare = _bare_in(root.__dict__)
+        #: The attributes of modules that may have settings, and which of them are watched; and of
+        #: the root.
+        self.settings: list[Place] = []
+        self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
         #: The recurrent layers, the root included.
         self.recurrent: list[ref[Any]] = []
         #: The global variables that the functions of ``own`` name; None until they are looked up.
@@ -167,6 +171,8 @@ class ModuleIndex:
         self.content.append(content)
         if content["_buffers"]:
             self.with_buffers.append((content, writes))
+        if _may_have_settings(module):
+            self.settings.append((content, Watched(content)))
         if writes is _OWN:
             self.own.append((content, _bare_in(content)))
             self.functions += _functions_of(type(module))
@@ -215,6 +221,15 @@ def _may_change_parameters(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
+def _may_have_settings(module: nn.Module) -> bool:
+    """Whether plain attributes may say what ``module`` computes. Sharding keeps its own there."""
+    cls = type(module)
+    return cls not in _WITHOUT_SETTINGS and not cls.__module__.startswith("torch.distributed")
+
+
+_WITHOUT_SETTINGS = frozenset({nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity})
+
+
 def _modules_below(root: nn.Module) -> list[nn.Module]:
     """``root`` and all below, each once, as ``modules()`` has them."""
     found: dict[int, nn.Module] = {}
@@ -232,11 +247,11 @@ def _modules_below(root: nn.Module) -> list[nn.Module]:
 
 def index_of(module: nn.Module) -> ModuleIndex:
     """The index of ``module``, made again if it is out of date."""
-    index: ModuleIndex | None = module.__dict__.get(_KEY)
+    index: ModuleIndex | None = module.__dict__.get(OWN_KEY)
     if index is None or not index.is_of(module):
         index = ModuleIndex(module)
         if not isinstance(module, torch.jit.ScriptModule):
-            module.__dict__[_KEY] = index
+            module.__dict__[OWN_KEY] = index
     return index
 
 
@@ -249,8 +264,8 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_hooks", "_indexes", "_owners", "_switches"),
-        "_values",
+        *("_class_forwards", "_content", "_hooks", "_indexes", "_owners", "_settings"),
+        *("_switches", "_values"),
     )
 
     def __init__(self, modules: Sequence[nn.Module], indexes: Sequence[ModuleIndex]) -> None:
@@ -264,10 +279,15 @@ class ModuleState:
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = [*chain.from_iterable(map(_values, self._owners))]
         content: list[Attributes] = []
+        settings: list[Place] = []
         for module, index in zip(modules, indexes, strict=True):
             if not index.is_scripted:
                 content.append(module.__dict__)
+                if index.watched is not None:
+                    settings.append((module.__dict__, index.watched))
             content += index.content
+            settings += index.settings
+        self._settings = ModuleSettings(settings)
         self._content = content
         self._switches = _switches_of(content)
         self._hooks = _hooks_of(content)
@@ -281,8 +301,14 @@ class ModuleState:
             first += len(index.keys)
         return [parameter for parameter in found if parameter is not None]
 
+    def settle(self) -> None:
+        """After the call: leave alone what it has assigned to plain attributes."""
+        self._settings.settle()
+
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""
+        if not self._settings.is_present():
+            return False
         values = [*chain.from_iterable(map(_values, self._owners))]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
@@ -301,6 +327,7 @@ class ModuleState:
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
         self._check_classes()
+        self._settings.restore(stack)
         for index in self._indexes:
             _restore_children(index, stack)
         _restore_hooks(self._content, self._hooks, stack)

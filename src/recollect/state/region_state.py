@@ -28,6 +28,7 @@ from recollect._torch.modes import (
     any_autocast_enabled,
     function_mode_count,
     function_modes,
+    is_own_mode,
     set_function_modes,
 )
 from recollect._torch.ops import OpOverload
@@ -85,6 +86,7 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
+        self._modules.settle()
         if self._variables:
             self._variables = _unassigned(self._variables)
         if self._buffers is not None:
@@ -228,6 +230,11 @@ def _leave_autocast(before: _Autocast) -> None:
     write_autocast(before)
 
 
+def _users_modes(modes: list[Any]) -> list[Any]:
+    """``modes`` without ours: one that records a call must not see what runs after the call."""
+    return [mode for mode in modes if not is_own_mode(mode)]
+
+
 class Ambient:
     """Context variables, flags, autocast and function modes (a default device) at the call."""
 
@@ -237,7 +244,7 @@ class Ambient:
         self.context = copy_context()
         self._flags = read_flags()
         self._autocast = read_autocast() if any_autocast_enabled() else None
-        self._modes = function_modes() if function_mode_count() else None
+        self._modes = _users_modes(function_modes()) if function_mode_count() else None
         self._nested_trace = nested_trace_policy() if is_nonstrict_tracing() else None
 
     def is_present(self) -> bool:
@@ -259,9 +266,10 @@ class Ambient:
             write_flags(self._flags)
         if self._autocast is not None or any_autocast_enabled():
             _enter_autocast(self._autocast, stack)
-        if modes != (self._modes or []):
+        then = self._modes or []
+        if _users_modes(modes) != then:
             stack.callback(set_function_modes, modes)
-            set_function_modes(self._modes or [])
+            set_function_modes([*filter(is_own_mode, modes), *then])
         if self._nested_trace is not None:
             stack.enter_context(self._nested_trace())
 

@@ -475,3 +475,17 @@ def test_a_step_that_does_not_fit_is_traced_with_little_kept(monkeypatch):
     predicted = recollect.plan(case.model, case.batch, expected.budget, loss=case.loss)
     assert predicted.predicted_peak <= predicted.budget
     assert not fakes_left()
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_parameters_can_be_swapped_after_each_step(model: Net, updates: bool) -> None:
+    """Nobody has a weak reference to them, for which `torch.utils.swap_tensors` refuses."""
+    recollect.fit(model, budget=0.9)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(4):
+        model(torch.randn(256, 32)).sum().backward()
+        if updates:
+            optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))

@@ -208,6 +208,73 @@ def test_what_shares_memory_with_an_array_is_computed_again(given):
     assert torch.equal(gradient(shared_with_an_array, with_policy(given)), expected)
 
 
+#: How often the ops below have run.
+RUNS: list[None] = []
+
+
+@torch.library.custom_op("recollect_test::counted_array", mutates_args=())
+def counted_array(x: torch.Tensor) -> torch.Tensor:
+    """Another result for each run, in memory of numpy."""
+    RUNS.append(None)
+    return torch.from_numpy(x.detach().numpy() * len(RUNS))
+
+
+@torch.library.custom_op("recollect_test::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """The same, in memory of torch."""
+    RUNS.append(None)
+    return x * len(RUNS)
+
+
+@pytest.fixture
+def runs():
+    RUNS.clear()
+    return RUNS
+
+
+@pytest.mark.parametrize("op", [counted, counted_array])
+@pytest.mark.parametrize("rule", [policy.save_ops, policy.offload_ops])
+def test_a_kept_result_of_another_library_is_not_computed_again(rule, op, runs):
+    def function(x):
+        return (op(x.detach()).sin() * x).exp()
+
+    expected = gradient(function)
+    runs.clear()
+    given = rule(op._opoverload)
+    assert torch.equal(gradient(function, with_policy(given)), expected)
+    assert len(runs) == 1
+
+
+def test_an_op_of_another_library_that_may_neither_run_again_nor_be_kept_is_an_error(runs):
+    def function(x):
+        y = counted(x.detach())
+        y.numpy()  # for a log, say
+        return (y.sin() * x).exp()
+
+    with pytest.raises(KeptTensorError, match=r"recollect_test.counted.default .* keeps state"):
+        gradient(function, with_policy(policy.save_ops(counted._opoverload)))
+
+
+def test_writes_to_an_array_that_an_op_has_returned_are_repeated():
+    """An op of another library that computes the same again."""
+
+    def function(x):
+        y = doubled_array(x.detach())
+        before = (x * y).sin()
+        array = y.numpy()
+        array *= 3
+        return before * (x * y).cos()
+
+    expected = gradient(function)
+    given = policy.save_ops(doubled_array._opoverload)
+    assert torch.equal(gradient(function, with_policy(given)), expected)
+
+
+@torch.library.custom_op("recollect_test::doubled_array", mutates_args=())
+def doubled_array(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
 def test_a_recomputation_that_fails_and_is_repeated():
     fails = [True]
 

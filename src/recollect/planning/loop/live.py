@@ -207,6 +207,8 @@ class LiveStep:
 
     def reached(self, number: int) -> None:
         """Backward has reached the output of a forward; perhaps in a thread of autograd's."""
+        if not self.is_open:
+            return
         parameters = [each for one in self._parameters if (each := one()) is not None]
         self._split[number] = backward_is_split(parameters)
         if any(mode is self._trace for mode in dispatch_modes()):
@@ -265,6 +267,8 @@ class LiveStep:
         self._stop_waiting()
         self.is_open, self._is_reached, self._on_end = False, False, None
         self._waiting.clear()
+        # A tensor with a weak reference cannot be exchanged by `torch.utils.swap_tensors`.
+        self._parameters.clear()
         if threading.get_ident() == self._thread:
             leave_dispatch_mode(self._trace)
         if _active.step is self:

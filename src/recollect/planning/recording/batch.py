@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from recollect._torch.pytree import tree_map_only
+
 _Tensor = torch.Tensor
 #: How deep, and in how many objects, a batch is searched for tensors.
 _DEPTH = 6
@@ -77,6 +79,39 @@ def signature_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
 def tensors_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Tensor]:
     """The tensors in a batch, in the order of its signature."""
     return _BatchReader(args, kwargs).tensors
+
+
+def cut_off(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A batch without the graph that led to it.
+
+    The step runs several times: its backward would free that graph, or go through it each time and
+    add to gradients of what is beyond. Objects that hold tensors are as they were.
+    """
+    if all(each.is_leaf for each in tensors_of_batch(args, kwargs)):
+        return args, kwargs
+    cut: tuple[Any, dict[str, Any]] = tree_map_only(_Tensor, _without_graph, (args, kwargs))
+    return cut
+
+
+def _without_graph(tensor: _Tensor) -> _Tensor:
+    if tensor.is_leaf:
+        return tensor
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
+    with torch.inference_mode(False), torch.enable_grad():
+        cut: _Tensor = _Origin.apply(anchor, [tensor])  # type: ignore[no-untyped-call]
+    return cut
+
+
+class _Origin(torch.autograd.Function):
+    """Where a tensor has its history from, which ends here. It is no leaf, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: _Tensor, holder: list[_Tensor]) -> _Tensor:
+        return holder[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
 
 
 def is_alike(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

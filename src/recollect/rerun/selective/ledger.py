@@ -15,11 +15,13 @@ import torch
 from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import OpOverload
-from recollect._torch.pytree import tree_map_only
+from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
+from recollect.checks.fingerprint import compare, fingerprint
 from recollect.errors import KeptTensorError
 from recollect.rerun.selective.labels import Labels
 from recollect.state.rng import RngState
+from recollect.state.tensors import same_values
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 from recollect.store.spans import laid_out
 
@@ -31,6 +33,16 @@ def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
     if type(results) is tuple:
         return tuple([map_only(kinds, function, each) for each in results])
     return tree_map_only(kinds, function, results)
+
+
+def tensors_of(results: Any) -> list[torch.Tensor]:
+    """The tensors among the results of an op."""
+    return [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
+
+
+def is_exposed(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` is not torch's alone."""
+    return is_plain_tensor(tensor) and not tensor.untyped_storage().resizable()
 
 
 class Kept:
@@ -49,7 +61,7 @@ class Kept:
     @property
     def is_exposed(self) -> bool:
         """Whether others may write to its memory unseen: an array of numpy, another process."""
-        return is_plain_tensor(self.val) and not self.val.untyped_storage().resizable()
+        return is_exposed(self.val)
 
     def before_write(self) -> None:
         """Copy the tensor: its memory is about to be changed in place."""
@@ -90,6 +102,8 @@ class KeptCall:
         self.label = hash(inputs)
         #: Where the op left the random streams, if it drew from them.
         self.rng = rng
+        #: The fingerprint of each result, if the op itself returned memory that is not torch's.
+        self.fingerprints: list[torch.Tensor] = []
 
     def before_write(self, memory: int) -> bool:
         """Prepare for a write to ``memory``: whether a result is in there."""
@@ -104,7 +118,17 @@ class KeptCall:
         """Whether others may have written to a result unseen."""
         places: list[Any] = []
         map_only(_PLACES, places.append, self.results)
-        return any(place.is_exposed for place in places)
+        if not any(place.is_exposed for place in places):
+            return False
+        # What an op makes of an array is mostly its own, and nobody writes to it.
+        return not self.fingerprints or not self.equals(self.read())
+
+    def equals(self, out: Any) -> bool:
+        """Whether ``out`` is what the op returned, bit for bit."""
+        if self.fingerprints:  # the results may have been written to since
+            return compare(self.fingerprints, [*map(fingerprint, tensors_of(out))]) is None
+        pairs = zip(tree_leaves(self.read()), tree_leaves(out), strict=True)
+        return all(same_values(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
     def read(self) -> Any:
         return map_only(_PLACES, lambda place: place.get(), self.results)
@@ -157,8 +181,12 @@ class Ledger:
         rng: RngState | None = None,
         *,
         offloads: bool = False,
+        is_of_others: bool = False,
     ) -> KeptCall:
-        """Keep ``out``, the results of the call in ``step``."""
+        """Keep ``out``, the results of the call in ``step``.
+
+        ``is_of_others``: of an op of another library.
+        """
 
         def hold(tensor: torch.Tensor) -> Kept | OffloadedTensor:
             detached = detach_below_autograd(tensor)
@@ -167,6 +195,8 @@ class Ledger:
             return Kept(detached, self.allow_mutation)
 
         entry = self.entries[step] = KeptCall(map_only(torch.Tensor, hold, out), inputs, rng)
+        if is_of_others and any(map(is_exposed, tensors_of(out))):
+            entry.fingerprints = [*map(fingerprint, tensors_of(out))]
         return entry
 
     @staticmethod

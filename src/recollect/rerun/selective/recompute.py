@@ -118,6 +118,8 @@ class RecomputeMode(DispatchMode):
             label = entry.label
         else:
             out = info.call(*args, **kwargs) if kwargs else info.call(*args)
+            if entry is not None and not entry.is_consumed and entry.inputs == inputs:
+                self._check_repeatable(info, entry, args, kwargs, out)
         if labels is not None and type(out) is _Tensor:
             labels.made[id(out)] = ref(out), label
         elif labels is not None:
@@ -172,11 +174,28 @@ class RecomputeMode(DispatchMode):
             return False
         # The values may still be the same, computed in another way. And a discrete choice stands,
         # however its scores come out now.
-        is_same = _same(info.call(*args, **(kwargs or {})), entry.read())
+        is_same = entry.equals(info.call(*args, **(kwargs or {})))
         if is_same or (info.kept_by_default is not None and not self._is_another(entry, inputs)):
             return True
         raise KeptTensorError(
             f"{info.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
+        )
+
+    def _check_repeatable(
+        self, info: OpInfo, entry: KeptCall, args: _Args, kwargs: Any, out: Any
+    ) -> None:
+        """Raise if a kept op of another library, run again for the same inputs, differs.
+
+        It may keep state, or draw random numbers, and torch does not say so.
+        """
+        if info.is_function(args, kwargs or {}) or entry.equals(out):
+            return
+        raise KeptTensorError(
+            f"{info.op} was kept in forward, but had to run again{_where()}, and returned "
+            "something else: it keeps state, or draws random numbers. It had to run, since an "
+            "array of numpy shares memory with its result, or since other operations ran than in "
+            "forward. Copy the result before reading it as an array (out.clone().numpy()), run "
+            "the operation outside of the region, or use engine='replay'."
         )
 
     def _is_another(self, entry: KeptCall, inputs: _Args) -> bool:

@@ -23,7 +23,7 @@ from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor, storage_key
 from recollect.observer import observing
-from recollect.policy.op_info import OpInfo
+from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import Policy
 from recollect.policy.rulings import OpRuling, Ruling
@@ -229,7 +229,7 @@ class RecordMode(DispatchMode):
         can_be_kept = info.can_be_kept and not _draws_elsewhere(info, args, kwargs)
         entry = None
         if can_be_kept and ruling.keeps:
-            entry = self._keep(ruling, step, out, inputs, rng)
+            entry = self._keep(info, ruling, step, out, inputs, rng)
         if self._nameable is not None and not info.is_alias:
             call: Any = None if entry is None else _HELD
             if can_be_kept and entry is None:
@@ -242,10 +242,22 @@ class RecordMode(DispatchMode):
             self._observer.decided(info.op, out, ruling, entry)
 
     def _keep(
-        self, ruling: Ruling, step: int, out: Any, inputs: _Args, rng: RngState | None
+        self,
+        info: OpInfo,
+        ruling: Ruling,
+        step: int,
+        out: Any,
+        inputs: _Args,
+        rng: RngState | None,
     ) -> KeptCall:
-        offloads = ruling.offloads or self.ledger.offload_batch.chosen
-        return self.ledger.keep(step, out, inputs, rng, offloads=offloads)
+        return self.ledger.keep(
+            step,
+            out,
+            inputs,
+            rng,
+            offloads=ruling.offloads or self.ledger.offload_batch.chosen,
+            is_of_others=info.is_of_others,
+        )
 
     def _before_write(self, tensors: list[_Tensor]) -> None:
         """Copy kept results that the op which is about to run writes to."""
@@ -281,7 +293,8 @@ class RecordMode(DispatchMode):
                     "was changed in place, drawn from a torch.Generator of your own, or is no "
                     "plain strided tensor. Name the result of another op."
                 )
-            entry = self._keep(ruling, call.step, out, call.inputs, call.rng)
+            info = op_info(self.ledger.op_at(call.step))
+            entry = self._keep(info, ruling, call.step, out, call.inputs, call.rng)
         if self._observer is not None:
             self._observer.decided(self.ledger.op_at(call.step), out, ruling, entry)
 

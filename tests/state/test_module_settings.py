@@ -1,0 +1,168 @@
+"""Plain attributes of modules that change between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect import policy
+from tests._support import ALL, Run, assert_transparent, collector_off, leaf, rerun
+
+
+class Block(nn.Module):
+    """A block with settings of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.dropout = nn.Dropout(0.5)
+        self.adapters = nn.ParameterDict({name: torch.randn(4) for name in "ab"})
+        self.active = "a"
+        self.scale = 1.0
+        self.activation: Callable[[Tensor], Tensor] = torch.sin
+        self.mask: Tensor | None = torch.rand(4)
+        self.is_gated = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.norm(self.linear(x))) * self.adapters[self.active] * self.scale
+        if self.mask is not None:
+            x = x * self.mask
+        if self.is_gated:
+            x = x * x.sigmoid()
+        return self.dropout(x).exp()
+
+
+def removed(block: Block) -> None:
+    block.mask = None
+    vars(block).pop("scale", None)
+    type(block).scale = 3.0  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def class_as_it_was() -> Any:
+    yield
+    if "scale" in vars(Block):
+        del Block.scale
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "dropout": lambda block: setattr(block.dropout, "p", 0.1),
+    "eps": lambda block: setattr(block.norm, "eps", 1.0),
+    "number": lambda block: setattr(block, "scale", 0.5),
+    "name": lambda block: setattr(block, "active", "b"),
+    "function": lambda block: setattr(block, "activation", torch.tanh),
+    "mask": lambda block: setattr(block, "mask", torch.rand(4)),
+    "no mask": lambda block: setattr(block, "mask", None),
+    "flag": lambda block: setattr(block, "is_gated", True),
+    "another attribute": lambda block: setattr(block, "other", 3),
+    "removed": removed,
+}
+
+
+@ALL
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_settings_are_those_of_the_call(change: Callable[[Block], Any], run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        block, found = Block(), []
+        for _ in range(2):
+            x = leaf(3, 4)
+            out = run(block, x)
+            change(block)
+            after = {name: value for name, value in vars(block).items() if name[0] != "_"}
+            out.sum().backward()
+            assert all(getattr(block, name) is value for name, value in after.items())
+            found += [out, x.grad, block.linear.weight.grad]
+            block.zero_grad()
+        return found
+
+    assert_transparent(scenario, run)
+
+
+@ALL
+def test_each_of_several_calls_has_its_own(run: Run) -> None:
+    """As where a mask is an attribute, or a network is called once for each of several adapters."""
+
+    def scenario(run: Run) -> Any:
+        block, outs, xs = Block(), [], [leaf(3, 4) for _ in range(3)]
+        for number, x in enumerate(xs):
+            block.mask, block.active, block.scale = torch.rand(4), "ab"[number % 2], number + 0.5
+            outs.append(run(block, x))
+        sum(out.sum() for out in outs).backward()
+        return [x.grad for x in xs], [each.grad for each in block.parameters()]
+
+    assert_transparent(scenario, run)
+
+
+class Assigns(nn.Module):
+    """Assigns to its attributes: an average, a state, a table that it makes, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.average = torch.ones(4)
+        self.state: Tensor | None = None
+        self.table: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = torch.arange(4.0).cos()
+        x = self.linear(x) * self.table
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.state = (x + (0 if self.state is None else self.state)).detach().tanh()
+        return (x * self.average).sin() * self.state
+
+
+@ALL
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tensors_that_the_region_assigns_are_restored(steps: int, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, found = Assigns(), []
+        for _ in range(steps):
+            x, y = leaf(3, 4), leaf(3, 4)
+            first = run(module, x)
+            (first.sum() + run(module, y).sum()).backward()
+            found += [x.grad, y.grad, module.average, module.state, module.table]
+        return found
+
+    assert_transparent(scenario, run)
+
+
+def test_a_counter_is_the_users_own() -> None:
+    """The rerun counts on, as with torch."""
+    module = Assigns()
+    rerun(module, leaf(3, 4)).sum().backward()
+    assert module.calls == 2
+
+
+def test_a_policy_sees_the_same() -> None:
+    def scenario(run: Run) -> Any:
+        block, x = Block(), leaf(3, 4)
+        out = run(block, x)
+        block.scale, block.mask = 7.0, None
+        out.sum().backward()
+        return x.grad
+
+    assert_transparent(
+        scenario, lambda block, x: recollect.checkpoint(block, x, policy=policy.matmuls())
+    )
+
+
+def test_tensors_with_a_graph_are_not_held() -> None:
+    """That of the step before would stay in memory."""
+    norm = nn.LayerNorm(4)
+    norm.last = norm(leaf(3, 4))  # type: ignore[assignment]
+    last = ref(norm.last)
+    with collector_off():
+        out = rerun(norm, leaf(3, 4))
+        del norm.last
+        assert last() is None
+    out.sum().backward()
