@@ -146,7 +146,9 @@ def _communicates(how: str) -> ValueError:
     return ValueError(
         f"model: its step communicates with other processes ({how}). Each process "
         "would run the step a different number of times while it plans, and wait for the others "
-        "forever or mix values of different steps. Plan for a part that does not communicate; or "
+        "forever or mix values of different steps. Have it planned from a step of your loop, "
+        "recollect.fit(model, budget=...) without a batch; plan for a part that does not "
+        "communicate; or "
         "make the plan in a group of one process, plan.save(path), and "
         f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
     )

@@ -182,7 +182,7 @@ class Runner:
             forwards.add(kind, waiting)
             return result
         since = current_operation()
-        attempt = None if before is None else Attempt(model)
+        attempt = None if before is None or plan.communicates else Attempt(model)
         try:
             result, report = self._run_by(variant, function, args, kwargs)
         except RuntimeError as error:
