@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.profiler import ProfilerActivity, profile
 
-from recollect._torch.devices import stderr_hushed
+from recollect.planning.recording.memory_events import allocated_by
 from tests._support import assert_identical, collector_off
 from tests.distributed._ranks import local
 
@@ -172,16 +171,8 @@ def _run(model: Any, micro: list[list[Tensor]]) -> None:
 
 def peak_of(run: Callable[[], None]) -> int:
     """The most bytes that are allocated at once, beyond those before."""
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with collector_off(), stderr_hushed(), profiler:
-        run()
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+    with collector_off():
+        return allocated_by(run, torch.device("cpu"))[0]
 
 
 def highest(number: int) -> int:

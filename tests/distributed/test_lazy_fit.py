@@ -6,14 +6,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from recollect._torch.groups import shows_collectives
 from recollect.modules import OPTIONS
+from recollect.planning import lazy
 from tests._support import assert_identical
 from tests.distributed._ranks import run_ranks
+from tests.distributed._sharded import Trained, collectives, peak_of
+from tests.distributed.test_collectives import Copy, Reduce
+from tests.distributed.test_fsdp2_plans import begin
 
 
 def _model() -> nn.Module:
@@ -60,37 +66,84 @@ def test_weights_are_those_of_the_plain_run(tmp_path: Path) -> None:
     run_ranks(_fit_and_compare, tmp_path)
 
 
+class Talking(nn.Module):
+    """Column-parallel and row-parallel layers by hand, whose results are summed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(TalkingBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TalkingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.up(Copy.apply(x)))
+        return x + self.drop(Reduce.apply(self.down(h)).tanh())
+
+
+def _train_what_communicates(model: nn.Module) -> Trained:
+    found = Trained()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = 0
+    for step, rows in enumerate((128, 128, 128, 192, 128)):
+        torch.manual_seed(step)
+        x, before = torch.randn(rows, 32), collectives()
+        weights = sum(each.nbytes for each in model.parameters())
+        peak = peak_of(lambda x=x: model(x).square().mean().backward())  # type: ignore[misc]
+        found.peaks.append(weights + state + peak)
+        found.collectives.append(collectives() - before)
+        found.gradients.append([each.grad.clone() for each in model.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        state = sum(each.nbytes for of in optimizer.state.values() for each in of.values())
+    return found
+
+
 def _fit_what_communicates() -> None:
-    class Talking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = _model()
+    begin()
+    expected = _train_what_communicates(Talking())
+    model = recollect.fit(Talking(), budget=0.8)
+    with warnings.catch_warnings(record=True):  # the larger batch may not fit
+        warnings.simplefilter("always", recollect.PlanWarning)
+        found = _train_what_communicates(model)
+    found.check(expected)
+    plan = vars(model)[OPTIONS].plan
+    assert plan.communicates  # so no forward is tried again after it ran out of memory
+    assert _same_on_all_ranks((plan.schedule, plan.budget, plan.predicted_peak))
+    assert max(found.peaks[n] for n in (1, 2, 4)) <= plan.budget < min(expected.peaks[1:])
 
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.layers(x)
-            total = out.detach().sum()
-            distributed.all_reduce(total)
-            return out * total
 
-    model, plain = Talking(), Talking()
-    recollect.fit(model, budget=0.8)
-    messages: list[Any] = []
-    for _step in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                each(torch.ones(64, 32)).sum().backward()
-            torch.optim.SGD(each.parameters(), 0.0).step()
-            messages += [str(w.message) for w in caught if w.category is recollect.PlanWarning]
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    (message,) = messages
+@pytest.mark.skipif(not shows_collectives(), reason="this torch hides collectives")
+def test_a_forward_that_communicates_is_planned_from_the_loop(tmp_path: Path) -> None:
+    run_ranks(_fit_what_communicates, tmp_path)
+
+
+def _fit_what_hides_its_collectives() -> None:
+    begin()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(lazy, "shows_collectives", lambda: False)
+    expected = _train_what_communicates(Talking())
+    model = recollect.fit(Talking(), budget=0.8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", recollect.PlanWarning)
+        _train_what_communicates(model).check(expected)
+    patch.undo()
+    (message,) = [str(w.message) for w in caught if w.category is recollect.PlanWarning]
     assert "its forward communicates with other processes (c10d::" in message
 
 
 def test_a_forward_that_communicates_runs_without_a_plan(tmp_path: Path) -> None:
-    run_ranks(_fit_what_communicates, tmp_path)
+    run_ranks(_fit_what_hides_its_collectives, tmp_path)
 
 
 def _plan_for_batches_of_different_shapes() -> None:

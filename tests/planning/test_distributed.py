@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,34 @@ def test_parameters_that_backward_does_not_gather_are_refused(alone: None) -> No
         recollect.fit(model, budget=0.9)
     model[0].set_unshard_in_backward(True)
     assert recollect.fit(model, budget=0.9) is model
+
+
+def test_parameters_that_backward_no_longer_gathers(alone: None) -> None:
+    # Plain autograd needs none of the first unit. To recompute what it saves would read them.
+    def sharded() -> Any:
+        torch.manual_seed(0)
+        words = nn.Sequential(nn.Embedding(8, 16), nn.GELU(), nn.GELU())
+        model = nn.Sequential(words, nn.Sequential(nn.Linear(16, 16), nn.GELU()))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+        return model
+
+    tokens, found = torch.arange(8).repeat(64), []
+    for is_planned in (False, True):
+        model = sharded()
+        if is_planned:
+            recollect.fit(model, tokens, 0.92)
+        model[0].set_unshard_in_backward(False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", recollect.PlanWarning)
+            for _ in range(3):
+                model(tokens).square().sum().backward()
+        messages = [str(each.message) for each in caught]
+        assert len(messages) == is_planned, messages
+        found.append([each.grad.to_local() for each in model.parameters()])
+    assert "not in effect" in messages[0]
+    assert "set_unshard_in_backward(False) was called on a FSDPSequential" in messages[0]
+    assert_identical(*found)
 
 
 class Packed(Tensor):

@@ -169,14 +169,9 @@ class Shards:
 
     def obstacle(self) -> str | None:
         """Why no plan can be made for it, and the fix; None if one can."""
-        for group in self._groups():
-            if not group.unshard_in_backward:
-                where = type(group.modules[0]).__name__
-                return (
-                    f"set_unshard_in_backward(False) was called on a {where}, so its parameters "
-                    "would not be there when an op of it runs again. Call "
-                    "set_unshard_in_backward(True), or leave it out"
-                )
+        resharded = self.obstacle_to_rerun()
+        if resharded is not None:
+            return resharded
         for each in self._parameters():
             name = each._module_info.param_name
             kind = type(getattr(each, "_sharded_local_tensor", None))
@@ -185,6 +180,21 @@ class Shards:
                     f"its {name} is a {kind.__name__}, which is gathered in a way of its own. "
                     "Leave the quantized all-gather out, or checkpoint blocks in place of a plan: "
                     "recollect.checkpointed(block)"
+                )
+        return None
+
+    def obstacle_to_rerun(self) -> str | None:
+        """Why its ops cannot run again in backward, and the fix; None if they can.
+
+        It may change from step to step. An op that reads memory which is not there would crash.
+        """
+        for group in self._groups():
+            if not group.unshard_in_backward:
+                where = type(group.modules[0]).__name__
+                return (
+                    f"set_unshard_in_backward(False) was called on a {where}, so its parameters "
+                    "would not be there when an op of it runs again. Call "
+                    "set_unshard_in_backward(True), or leave it out"
                 )
         return None
 

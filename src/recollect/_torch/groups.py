@@ -57,3 +57,11 @@ def group_timeout() -> float:
         if options is not None:
             return float(options._timeout.total_seconds())
     return _USUAL
+
+
+def shows_collectives() -> bool:
+    """Whether function modes see in-place collectives: since torch 2.13.
+
+    Else a checked call does not notice a collective that it did not have when it was recorded.
+    """
+    return hasattr(distributed, "all_gather_single")

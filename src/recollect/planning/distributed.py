@@ -33,6 +33,7 @@ _REGIONS = (
     "Checkpoint parts of the model in place of a plan, with recollect.checkpointed or "
     "recollect.install()"
 )
+_SHARDED = "it is sharded by fully_shard, and "
 
 
 def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
@@ -58,7 +59,7 @@ def check_not_distributed(model: nn.Module, *, runs_steps: bool = True) -> None:
     shards = shards_of(model)
     obstacle = None if shards is None else shards.obstacle()
     if obstacle is not None:
-        raise ValueError(f"model: it is sharded by fully_shard, and {obstacle}")
+        raise ValueError(f"model: {_SHARDED}{obstacle}")
     for wrapper in _wrappers_of(model) if runs_steps else ():
         _check_not_static(wrapper)
 
@@ -70,6 +71,13 @@ def obstacle_in(model: nn.Module) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def obstacle_to_rerun(model: Any) -> str | None:
+    """What was done to a model since it was planned, so that no op of it can run again, if so."""
+    shards = shards_of(model) if isinstance(model, nn.Module) else None
+    obstacle = None if shards is None else shards.obstacle_to_rerun()
+    return None if obstacle is None else f"{_SHARDED}{obstacle}"
 
 
 def ranks_of(model: Any, *, sends: bool = False) -> list[int] | None:
@@ -138,7 +146,9 @@ def _communicates(how: str) -> ValueError:
     return ValueError(
         f"model: its step communicates with other processes ({how}). Each process "
         "would run the step a different number of times while it plans, and wait for the others "
-        "forever or mix values of different steps. Plan for a part that does not communicate; or "
+        "forever or mix values of different steps. Have it planned from a step of your loop, "
+        "recollect.fit(model, budget=...) without a batch; plan for a part that does not "
+        "communicate; or "
         "make the plan in a group of one process, plan.save(path), and "
         f"recollect.Plan.load(path).apply(model) in all. {_REGIONS}"
     )

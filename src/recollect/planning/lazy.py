@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
-from recollect._torch.groups import has_peers
+from recollect._torch.groups import has_peers, shows_collectives
 from recollect.checks.place import warn_user
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
@@ -77,8 +77,8 @@ class LazyPlan:
         )
         local = Local(graph, profile.made, kinds[0].signature, state, live.gradients, others)
         talks = next(filter(None, map(communicating_op, recordings)), None)
-        if is_parallel(model):
-            talks = None  # its collectives never run again
+        if is_parallel(model) or shows_collectives():
+            talks = None  # they never run again
         plan = make_traced_plan(
             model,
             profile,

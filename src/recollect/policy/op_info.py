@@ -139,6 +139,11 @@ _FLAGLESS = _aten("_to_copy cat clone copy_")
 _FLAGGED = _aten("gelu gelu_")
 
 
+def communicates(name: str) -> bool:
+    """Whether the op of this name communicates with other processes."""
+    return name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
+
+
 class OpInfo:
     """Properties of one op. Immutable; use `op_info`."""
 
@@ -198,7 +203,7 @@ class OpInfo:
         # `_unsafe_view` is a view whose schema does not say so.
         self.is_alias = name == "aten::_unsafe_view" or any(self.returned_aliases or ())
         #: Whether it communicates with other processes.
-        self.communicates = name.startswith((_IN_PLACE_COLLECTIVES, *_COLLECTIVES))
+        self.communicates = communicates(name)
         #: Whether its results are there only after a wait.
         self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
         #: Whether it waits for them.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.groups import collectives_begun, has_peers
 from recollect.state.module_state import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
@@ -25,14 +26,17 @@ class Attempt:
         self._model = model
         self._before = _state_of(model)
         self._streams = read_streams(())
+        self._collectives = collectives_begun() if has_peers() else 0
 
     def undo(self) -> bool:
         """Restore random streams. Returns False if the failed forward changed anything else.
 
         Batch norm would count the batch twice. A sharded model would gather its parameters again,
-        and other processes would not take part.
+        and other processes would not take part; nor in collectives of the model's own code.
         """
         if shards_of(self._model) is not None or is_parallel(self._model):
+            return False
+        if has_peers() and collectives_begun() != self._collectives:
             return False
         (values, numbers), (before, numbers_before) = _state_of(self._model), self._before
         if numbers != numbers_before or len(values) != len(before):

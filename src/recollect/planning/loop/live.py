@@ -24,7 +24,7 @@ from recollect._torch.autograd import (
     current_graph_task,
     current_operation,
 )
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
 from recollect.planning.loop.companions import Companion
@@ -296,8 +296,7 @@ class LiveStep:
         gradients = sum(storage_sizes(gradients_of(model)))
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
-        collective = self._largest_collective if is_parallel(model) else 0
-        late = late_bytes(shards_of(model), collective, self.device)
+        late = late_bytes(shards_of(model), self._largest_collective, self.device)
         held = local_bytes([*parameters_of(model), *model.buffers()]) + self.updates.state_bytes()
         return held + self.gradients + late
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate
 from recollect.planning.recording.model_state import ModelState
+from recollect.policy.op_info import communicates
 from recollect.replay.named_schedule import NamedSchedule
 
 #: The fields of a graph with what the engine costs.
@@ -71,6 +73,11 @@ class PlannedStep:
     def needed_schedule(self) -> NamedSchedule | None:
         """The schedule of the planned step; None if the step fits plain."""
         return None if self.plain_peak <= self.budget else self.schedule
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether its forward is known to communicate: then it must not run again by itself."""
+        return self.graph is not None and any(communicates(op.name) for op in self.graph.ops)
 
     @property
     def wrapped(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from recollect._torch.dynamo import (
 )
 from recollect.graph.graph import Link
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.planning.distributed import obstacle_in
+from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.companions import Companion, Settled
@@ -43,7 +43,7 @@ from recollect.planning.recording.model_state import ModelState, gradient_bytes,
 from recollect.planning.recording.record import find_blocks
 from recollect.planning.recording.step import is_out_of_memory
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
-from recollect.planning.regions.sharded import units_of
+from recollect.planning.regions.sharded import units_of, warn_not_in_effect
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
@@ -135,11 +135,20 @@ class Runner:
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
         self._end_trace(model)
-        if self._kinds is None and self._make_plan is None:
-            return function(*args, **kwargs)  # there can be none
+        if self._runs_plain(model):
+            return function(*args, **kwargs)
         if self._kinds is None or self.plan is None:
             return self._run_first(model, function, args, kwargs)
         return self._run(self.plan, self._kinds, model, function, args, kwargs)
+
+    def _runs_plain(self, model: Any) -> bool:
+        """Whether there can be no plan, or none that can be in effect now."""
+        if self._kinds is None:
+            return self._make_plan is None
+        unsupported = obstacle_to_rerun(model)
+        if unsupported is not None:
+            warn_not_in_effect(self._warnings, unsupported)
+        return unsupported is not None
 
     def _run_in_compiled(
         self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -181,7 +190,7 @@ class Runner:
             return result
         self._note_companion(step, Settled(schedule))
         since = current_operation()
-        attempt = None if before is None else Attempt(model)
+        attempt = None if before is None or plan.communicates else Attempt(model)
         try:
             result, report = self._run_by(variant, function, args, kwargs)
         except RuntimeError as error:

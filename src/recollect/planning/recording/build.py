@@ -131,7 +131,7 @@ class _ForwardPart:
     def op(self, op: RecordedOp) -> Op:
         """The op of the graph for a recorded one."""
         key = op.key
-        path, name, _ = ("", str(op.op), "") if key is None else key.split("|")
+        path, name, _ = ("", op_info(op.op).name, "") if key is None else key.split("|")
         number = self.events.get(op.number)
         event = None if number is None else self._trace.events[number]
         values, last = self.values, self._last_ops.get(op.number, -1)

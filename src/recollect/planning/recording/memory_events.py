@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
 from recollect._torch.devices import profiler_is_on, stderr_hushed
-
-_MEMORY_EVENT = "[memory]"
+from recollect._torch.profiler import Change, memory_changes
 
 
 def may_communicate() -> bool:
@@ -30,19 +29,56 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
         run()
         left = torch.cuda.memory_allocated(device) - before
         return torch.cuda.max_memory_allocated(device) - before, left
-    profiled = profiled_events(run)
-    if profiled is None:
+    profiler = started_profiler()
+    if profiler is None:
+        run()
         return 0, 0
-    events = [
-        event
-        for event in profiled
-        if event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU
-    ]
-    peak = total = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak, total
+    try:
+        run()
+    finally:
+        ended = _ended(profiler)
+    blocks = Blocks()
+    for change in memory_changes(ended):
+        blocks.apply(change)
+    return blocks.peak, blocks.total
+
+
+class Blocks:
+    """The blocks of memory that are allocated, beside those from before.
+
+    A profiler does not see what is freed in threads that it does not follow: those of gloo free the
+    buffers of collectives. A block that overlaps a new one must have been freed.
+    """
+
+    def __init__(self) -> None:
+        self.total = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        #: The addresses of the blocks, in order.
+        self._addresses: list[int] = []
+
+    def apply(self, change: Change) -> None:
+        """Allocate or free a block."""
+        start, size = change.address, change.nbytes
+        if size > 0:
+            self._free_between(start, start + size)
+            insort(self._addresses, start)
+            self._sizes[start] = size
+        elif start in self._sizes:
+            self._sizes.pop(start)
+            self._addresses.pop(bisect_left(self._addresses, start))
+        self.total += size
+        self.peak = max(self.peak, self.total)
+
+    def _free_between(self, start: int, end: int) -> None:
+        first, last = (bisect_left(self._addresses, each) for each in (start, end))
+        if first and self._end_of(self._addresses[first - 1]) > start:
+            first -= 1
+        for address in self._addresses[first:last]:
+            self.total -= self._sizes.pop(address)
+        del self._addresses[first:last]
+
+    def _end_of(self, address: int) -> int:
+        return address + self._sizes[address]
 
 
 def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
@@ -60,10 +96,15 @@ def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
 
 def ended_profiler(profiler: profile) -> list[Any]:
     """End a profiler, and return its events."""
+    return list(_ended(profiler).events())
+
+
+def _ended(profiler: profile) -> Any:
+    """End a profiler, and return what it found."""
     with stderr_hushed():
         profiler.__exit__(None, None, None)
     assert profiler.kineto_results is not None
-    return list(profiler.kineto_results.events())
+    return profiler.kineto_results
 
 
 def started_profiler() -> profile | None:

@@ -85,7 +85,7 @@ class StepTrace:
     outputs: set[int] = field(default_factory=set)
     #: Whether tensors were sent to another process, or came from one.
     has_messages: bool = False
-    #: The most bytes that one functional collective has taken and returned.
+    #: The most bytes that one collective of the model has taken and returned.
     largest_collective: int = 0
     #: After the last op: the saved tensors that were released, and the storages that were freed.
     released: list[int] = field(default_factory=list)
@@ -205,8 +205,11 @@ class TraceMode(DispatchMode):
             self._is_backward |= backward > 0
             trace, op = self._trace, TracedOp(price, number)
             trace.has_messages |= price.name in MESSAGES
-            if op_info(func).is_asynchronous:  # not those of FSDP, whose buffers are known
+            info = op_info(func)
+            if info.is_asynchronous:  # not those of FSDP, whose buffers are known
                 trace.largest_collective = max(trace.largest_collective, _nbytes((args, result)))
+            elif info.communicates and number >= 0:  # it writes to its arguments
+                trace.largest_collective = max(trace.largest_collective, _nbytes(args))
             op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
             op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
