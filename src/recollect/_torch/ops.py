@@ -32,8 +32,9 @@ class Argument(NamedTuple):
 
 _aten = torch.ops.aten
 
-#: Functions in Python that run one op, given its arguments. An op called by itself has them read
-#: by TorchScript, which takes 5,000 instructions more. Those that return a list are not the same.
+#: Functions of torch that run one op, given its arguments. An op called by itself has these read
+#: by TorchScript, which takes thousands of instructions more. (Functions that return a tuple where
+#: the op returns a list are left out.)
 _BINDINGS: dict[OpOverload, Callable[..., Any]] = {
     _aten._softmax.default: torch._softmax,
     _aten.add.Tensor: torch.add,
