@@ -214,19 +214,19 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     # the lock that this needs: a deadlock.
     if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
         return tensor
-    return _detached(tensor) if dispatch_mode_count() else tensor.detach()
+    return detached(tensor)
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a detached alias if it leads to a graph: its own, or that of its base."""
     if not tensor._is_view() and tensor.is_leaf:
         return tensor
-    return _detached(tensor) if dispatch_mode_count() else tensor.detach()
+    return detached(tensor)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached alias, where dispatch modes are active."""
-    if overrides_torch(type(tensor)):
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias of ``tensor``, made by no dispatch mode."""
+    if not dispatch_mode_count() or overrides_torch(type(tensor)):
         return tensor.detach()
     with no_dispatch_modes():  # a user's mode may return something else
         return tensor.detach()

@@ -14,7 +14,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
-from recollect._torch.dtensors import local_tensor
+from recollect._torch.dtensors import USUAL_TENSORS, local_tensor
 from recollect._torch.modes import (
     dispatch_mode_count,
     forward_ad_active,
@@ -62,8 +62,27 @@ def write_tensor_hooks(tensor: torch.Tensor, hooks: TensorHooks) -> None:
         tensor._post_accumulate_grad_hooks = after
 
 
+_dispatch_keys = torch._C._dispatch_keys
+
+#: The dispatch keys of the plain tensors met so far. They tell all that `_is_plain` asks of a
+#: tensor that is of no subclass, at half of the cost.
+_plain_keys: set[int] = set()
+
+
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a plain strided tensor: no subclass, wrapper or lazy view."""
+    if type(tensor) not in USUAL_TENSORS:
+        return _is_plain(tensor)
+    keys = _dispatch_keys(tensor).raw_repr()
+    if keys in _plain_keys:
+        return True
+    is_plain = _is_plain(tensor)
+    if is_plain:
+        _plain_keys.add(keys)
+    return is_plain
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         (not overrides_torch(type(tensor)) or type(tensor) is _pretending.kind)
         and tensor.layout is torch.strided

@@ -21,10 +21,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from recollect._torch.autograd import (
+    detached,
     is_in_custom_function,
     unpacks_by,
     view_base,
-    without_graph,
     without_history,
 )
 from recollect._torch.devices import (
@@ -496,5 +496,5 @@ class Checker:
             # parameter alone, unless it is the result of a custom function that saves it.
             is_free = is_of_torch and base is not None and base.is_leaf and base.requires_grad
             if not (is_free or (base is None and tensor.is_leaf)):
-                ticket[0] = without_graph(tensor)
+                ticket[0] = detached(tensor)
         tickets.clear()

@@ -67,13 +67,19 @@ class RecordedStorage:
     counts_late: bool = False
     #: Whether a collective may still write to it, in a thread of the backend.
     is_in_flight: bool = False
-    #: The view of its value that has the value's own layout, as most have; made at first use.
+    #: See `own_view`; made at first use.
     own: View | None = None
 
     @property
     def is_outside(self) -> bool:
         """Whether the region did not make it."""
         return self.outside is not None
+
+    def own_view(self) -> View:
+        """The view of its value that has the value's own layout."""
+        if self.own is None or self.own.value is not self.value:
+            self.own = View(self.value, self.value.layout)
+        return self.own
 
 
 class MemoryTracker:
@@ -287,18 +293,14 @@ class MemoryTracker:
     @staticmethod
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
         """The same, of a tensor on a known storage."""
-        value, local, spec = storage.value, tensor, None
+        local, spec = tensor, None
         if type(tensor) not in USUAL_TENSORS:
             local, spec = local_tensor(tensor), spec_of(tensor)
         layout = layout_of(local, storage.start)
+        value = storage.value
         if layout != value.layout:
             return View(value, layout, spec)
-        if spec is not None:
-            return View(value, value.layout, spec)
-        own = storage.own
-        if own is None or own.value is not value:
-            own = storage.own = View(value, value.layout)
-        return own
+        return storage.own_view() if spec is None else View(value, value.layout, spec)
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""

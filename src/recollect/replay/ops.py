@@ -265,7 +265,7 @@ class OpRecorder(DispatchMode):
             if tracker.call is not None and tracker.call.is_opaque:
                 tracker.inner.add(storage)
             elif _holds(op, len(op.makes) - 1):
-                tracker.hold(tracker.view_in(storage, tensor), tensor, op.ruling)
+                tracker.hold(storage.own_view(), tensor, op.ruling)
             elif info.leaves_uninitialized:
                 storage.value.unsure = OPAQUE
 

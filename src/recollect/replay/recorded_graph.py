@@ -31,7 +31,8 @@ def layout_of(tensor: torch.Tensor, start: int) -> Layout:
     """The layout of ``tensor``, whose storage was first seen at the byte offset ``start``."""
     dtype = tensor.dtype
     size = dtype.itemsize
-    offset = int(tensor.storage_offset()) * size - start
+    first: Any = tensor.storage_offset()
+    offset = first * size - start
     return tensor.shape, tensor.stride(), offset // size, dtype, offset
 
 

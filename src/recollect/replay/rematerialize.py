@@ -21,7 +21,13 @@ from torch import is_grad_enabled as grad_enabled
 from recollect._torch.autograd import at_end_of_backward, current_graph_task
 from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
-from recollect._torch.modes import below_autograd, below_autograd_keys, set_grad_enabled
+from recollect._torch.modes import (
+    below_autograd,
+    below_autograd_keys,
+    function_mode_count,
+    no_function_modes,
+    set_grad_enabled,
+)
 from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
@@ -151,8 +157,8 @@ class Rematerializer(HeldValues):
         if view.value.is_stale and self.is_complete:
             raise saved_tensor_changed(view.layout[0])
         # Two threads of one backward may get here at once.
-        if autocast_enabled():
-            with self._lock, below_autograd():
+        if autocast_enabled() or function_mode_count():
+            with self._lock, no_function_modes(), below_autograd():
                 return self._recompute_now(backward, view)
         was_enabled = grad_enabled()
         try:

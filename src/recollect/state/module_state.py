@@ -72,7 +72,6 @@ def _writes_of(module: nn.Module) -> tuple[Writes, Writes]:
 
 Attributes = dict[str, Any]
 _get = dict.get
-_values = dict.values
 
 
 def _bare_in(attributes: Attributes) -> int:
@@ -138,13 +137,16 @@ class ModuleIndex:
                 if module is not root:
                     self._add_attributes(module)
         self.owners = [*self.parameters, *self.owners, *self.families]
+        #: Their values, which change as they do; and those of ``families``.
+        self.values = [*map(dict.values, self.owners)]
+        self._children_now = [*map(dict.values, self.families)]
         #: The names in each of ``owners``.
         self.names = [(*owner,) for owner in self.owners]
         #: The same, one after the other.
         self.keys = [*chain.from_iterable(self.names)]
         #: How many of the values in ``owners`` are those of ``parameters``.
         self.guarded = sum(map(len, self.parameters))
-        self.children = [*chain.from_iterable(map(_values, self.families))]
+        self.children = [*chain.from_iterable(self._children_now)]
         self.child_classes = [*map(type, self.children)]
         #: The classes that may define a ``forward``.
         bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
@@ -186,7 +188,7 @@ class ModuleIndex:
             or [*chain.from_iterable(self.owners)] != self.keys
         ):
             return False
-        children = [*chain.from_iterable(map(_values, self.families))]
+        children = [*chain.from_iterable(self._children_now)]
         return all(map(is_, children, self.children)) and self.child_classes == [
             *map(type, children)
         ]
@@ -264,20 +266,20 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_hooks", "_indexes", "_owners", "_settings"),
-        *("_switches", "_values"),
+        *("_class_forwards", "_content", "_hooks", "_indexes", "_settings", "_switches"),
+        *("_values", "_values_now"),
     )
 
     def __init__(self, modules: Sequence[nn.Module], indexes: Sequence[ModuleIndex]) -> None:
         """``modules``: those of ``indexes``."""
         self._indexes = indexes
-        self._owners = (
-            indexes[0].owners
+        self._values_now = (
+            indexes[0].values
             if len(indexes) == 1
-            else [*chain.from_iterable([index.owners for index in indexes])]
+            else [*chain.from_iterable([index.values for index in indexes])]
         )
         # Flat: a copy of each dictionary would take longer than all else.
-        self._values = [*chain.from_iterable(map(_values, self._owners))]
+        self._values = [*chain.from_iterable(self._values_now)]
         content: list[Attributes] = []
         settings: list[Place] = []
         for module, index in zip(modules, indexes, strict=True):
@@ -309,7 +311,7 @@ class ModuleState:
         """Whether all of it is as it was; almost always."""
         if not self._settings.is_present():
             return False
-        values = [*chain.from_iterable(map(_values, self._owners))]
+        values = [*chain.from_iterable(self._values_now)]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
         if _switches_of(self._content) != self._switches:
@@ -358,7 +360,8 @@ class ModuleState:
             return []  # other code manages these dictionaries
         then = iter(self._values)
         replaced: list[tuple[Attributes, str, Any]] = []
-        for owner, names in zip(self._owners, all_names, strict=True):
+        owners = chain.from_iterable([index.owners for index in self._indexes])
+        for owner, names in zip(owners, all_names, strict=True):
             values = [*islice(then, len(names))]
             # If names are missing, or in another order, somebody else keeps track of them.
             if (*owner,) == names:
