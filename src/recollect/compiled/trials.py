@@ -95,7 +95,7 @@ class CompiledTrials(Trials):
         self._progress("compiling", 0.0)
         code = make_code(self.decisions(schedule), self.observed.sites)
         try:
-            with self._unplanned(), self.step.undone(), installed(code.called):
+            with self._plan_removed(), self.step.undone(), installed(code.called):
                 self.step.run()  # compiles
                 measured, spare = [], []
                 for number in range(_STEPS):
@@ -113,7 +113,7 @@ class CompiledTrials(Trials):
         return expected
 
     @contextmanager
-    def _unplanned(self) -> Iterator[None]:
+    def _plan_removed(self) -> Iterator[None]:
         obstacle = self._difference()
         if obstacle is not None:
             raise ValueError(obstacle)
@@ -128,7 +128,7 @@ class CompiledTrials(Trials):
                 self._progress("timing the plan", 0.0)
                 codes = [self.observed.called, *(self.code[each].called for each in schedules)]
                 ways: list[Any] = [*map(_CompiledWay, codes)]
-                with self._unplanned():
+                with self._plan_removed():
                     plain, *found = times_under(ways, self._bench)
                 self._times[schedules] = found, plain
         return self._times[schedules]

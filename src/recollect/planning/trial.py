@@ -81,7 +81,7 @@ class Trials:
         if self.profile.timing is not None and self._obstacle() is None:
             self._progress("timing the engine", 0.0)
             try:
-                with self._unplanned():
+                with self._plan_removed():
                     self.profile = with_overhead(self.profile, self._bench)
             except RuntimeError as error:
                 self._recover_memory(error)
@@ -154,13 +154,13 @@ class Trials:
         def progress(done: float) -> None:
             self._progress("trying the plan", done)
 
-        with self._unplanned():
+        with self._plan_removed():
             return self._bench.peaks(way, progress)
 
     # --- the model as it was recorded -------------------------------------------------------------
 
     @contextmanager
-    def _unplanned(self) -> Iterator[None]:
+    def _plan_removed(self) -> Iterator[None]:
         """A context without the plan that was applied since the step was recorded, if any."""
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -174,7 +174,8 @@ class Trials:
         finally:
             if runner is not None:
                 wrap_module(model, runner)
-                wrap_modules(model, runner.plan.wrapped)
+                # A lazily fitted model may have no plan yet.
+                wrap_modules(model, () if runner.plan is None else runner.plan.wrapped)
 
     def _obstacle(self) -> str | None:
         """Why the step cannot be run now as it was recorded, if so."""
@@ -223,7 +224,7 @@ class Trials:
     def _time_in_turn(self, ways: Sequence[Way]) -> list[Timing] | None:
         """Time steps that take turns; None if there is no room for one of them."""
         try:
-            with self._unplanned():
+            with self._plan_removed():
                 return times_under(ways, self._bench)
         except RuntimeError as error:
             self._recover_memory(error)

@@ -160,6 +160,10 @@ class Choice:
         self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
         return needed
 
+    def recorded(self) -> None:
+        """A forward of a predicted step was recorded: later ones hold what they need alone."""
+        self._unrecorded, self._states = None, 0
+
     def measured(self, schedules: Schedules, peak: int) -> None:
         """A step was measured."""
         if schedules in self._outcomes:

@@ -163,9 +163,8 @@ class Kinds:
         """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
         if variant is None or self._is_worth_predicting(variant):
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-                self._choices.clear()
+            if variant is None and len(self._known) >= _REMEMBERED:
+                self._forget_oldest(step)
             first = self._known.get(step[:1])
             found = self._predicted_variant(step) if step != self._planned else None
             variant = found or variant or self._new_variant(step, first)
@@ -174,6 +173,15 @@ class Kinds:
         if not variant.is_known and variant.schedule is not None and len(step) == 1:
             variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
+
+    def _forget_oldest(self, step: Step) -> None:
+        """Forget the oldest kind of step, with all that begin like it, but no part of ``step``."""
+        known = [*self._known]
+        oldest = next((each for each in known if each != step[: len(each)]), None)
+        for each in known:
+            if oldest is not None and each[: len(oldest)] == oldest:
+                self._known.pop(each, None)
+                self._choices.pop(each, None)
 
     def _is_worth_predicting(self, variant: Variant) -> bool:
         """Whether an unknown forward may be predicted now, from steps traced since."""
@@ -221,8 +229,10 @@ class Kinds:
         if variant.is_predicted:
             variant.is_predicted = False
             self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
-            if is_right and not self._choices[step].may_be_plain and not self._differ:
-                self._choices[step].may_be_plain = True
+            choice = self._choices[step]
+            choice.recorded()
+            if is_right:
+                choice.may_be_plain |= not self._differ
                 self._choose(variant)
 
     @property
@@ -370,7 +380,7 @@ class Kinds:
             return 0
         after, choice = self._forwards(step), self._choices.get(step)
         if choice is None or choice.expected(before) is None:
-            return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
+            return max(1, (after[0].peak - self._plan.base) // 2)  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
     def _choice_of(self, step: Step) -> Choice | None:
