@@ -19,21 +19,19 @@ from recollect.compiled.backend import Backend, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
-from recollect.compiled.merge import merge_alone
+from recollect.compiled.merge import NOTHING_AROUND, merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, Site, called_now, find_sites, install, prepare
 from recollect.compiled.split import Player
 from recollect.compiled.watch import Watch
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
-from recollect.planning.loop.choice import IF_SHAPES_VARY
+from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
-#: What is around the only graph of a step: before forward, before backward, and after that.
-_GAPS = 3
 
 
 class Installed:
@@ -168,8 +166,8 @@ class _Unplanned:
 
     def __call__(self, key: str, joint: Joint) -> Collection[str]:
         part = make_part(key, joint, NodeCosts(self._device), fused=self._fused)
-        alone = len(self._step.around) == _GAPS
-        around = self._around(part.returned) if alone else [(0, 0)] * _GAPS
+        alone = len(self._step.around) == len(NOTHING_AROUND)
+        around = self._around(part.returned) if alone else NOTHING_AROUND
         merged = merge_alone(part, self._step.base, around)
         solver = Solver(merged.graph, rough=True)
         target = int(self._step.target * IF_SHAPES_VARY)
@@ -181,7 +179,7 @@ class _Unplanned:
             _log.info("recollect: a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
 
-    def _around(self, returned: int) -> list[tuple[int, int]]:
+    def _around(self, returned: int) -> Sequence[tuple[int, int]]:
         """What is around a graph: the loss takes more if forward returns more."""
         more = max(1.0, returned / self._step.returned) if self._step.returned else 1.0
         *others, last = self._step.around

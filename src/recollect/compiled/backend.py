@@ -118,6 +118,15 @@ class Notes:
         self.site = site
         self.forwards += site == 0
 
+    def begun(self, site: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a compiled module calls, whose calls are noted."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.begin(site)
+            return function(*args, **kwargs)
+
+        return noted
+
     def clear(self) -> None:
         """A step begins whose calls are to be noted."""
         self.calls, self.forwards = [], 0

@@ -23,7 +23,6 @@ from torch import nn
 
 from recollect._torch.dynamo import never_traced, outside_of_compiler
 from recollect._torch.inductor import (
-    called_around,
     compile_in_place,
     drop_compiled,
     function_of,
@@ -40,7 +39,7 @@ from recollect.compiled.loop import LoopSteps
 from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
-from recollect.compiled.sites import Called, called_now, install, model_name, prepare
+from recollect.compiled.sites import Called, called_now, install, model_name, prepare, wrapped
 from recollect.compiled.split import Observer, Solve
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.watch import FULLGRAPH, Bypass
@@ -48,10 +47,11 @@ from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
+from recollect.planning.loop import notices
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
-from recollect.planning.trial import Progress
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
@@ -62,7 +62,6 @@ _FUTILE = 8
 _MEASURED = 4
 #: How many plans are compiled.
 _COMPILES = 3
-_NOTHING_AROUND = [(0, 0)] * 3
 
 
 class CompiledMethod(nn.Module):
@@ -179,7 +178,7 @@ class LazyFit(Installed):
 
         def solve(key: str, joint: Joint) -> Collection[str]:
             part = make_part(key, joint, NodeCosts(self._device), fused=compiler.is_fused)
-            merged = merge_alone(part, 0, _NOTHING_AROUND)
+            merged = merge_alone(part)
             solver = Solver(merged.graph, rough=True)
             found = [each.schedule for each in (solver.least(), *solver.frontier())]
 
@@ -194,8 +193,7 @@ class LazyFit(Installed):
 
     def _install(self, called: Called) -> None:
         self._functions = [*map(function_of, called.values())]
-        calls = enumerate(called.items())
-        install({m: called_around(each, partial(self._noticed, n)) for n, (m, each) in calls})
+        install(wrapped(called, self._noticed))
 
     def _noticed(self, number: int, _: Any) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +283,7 @@ class LazyFit(Installed):
         assert model is not None
         assert timeline is not None
         assert self._state is not None
-        base = self._steps.base_bytes(model)
+        base = self._steps.updates.base_bytes(model, self._steps.gradients)
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
         observed = observed_calls(self._calls, self.sites, timeline, base, costs)
@@ -295,8 +293,9 @@ class LazyFit(Installed):
             model, observed, self._state, self._steps.gradients, peak, self._progress
         )
         self._planner = planner
-        plan = planner.plan_within(self._budget)
-        _compare_first(peak, plan)
+        plan = planner.plan_or_least(self._budget)
+        how = "with as little saved of each compiled graph as possible"
+        notices.of_first_steps(plan, peak, how)
         self._apply(model, plan)
 
     def _apply(self, model: nn.Module, plan: Any) -> None:
@@ -323,7 +322,7 @@ class LazyFit(Installed):
         assert planner is not None
         assert timeline is not None
         plan = applied.plan
-        peak = self._steps.base_bytes(model) + timeline.peak
+        peak = self._steps.updates.base_bytes(model, self._steps.gradients) + timeline.peak
         planner.note(peak, applied.code)
         better = planner.better_plan(plan, peak)
         is_last = planner.is_measured or self._compiles >= _COMPILES
@@ -348,8 +347,7 @@ class LazyFit(Installed):
         self._applied.code.notes.calls = self._notes.calls = None
         self._planner = None
         self._calls = []
-        calls = enumerate(called_now(self.sites).items())
-        install({m: called_around(each, partial(self._bare, n)) for n, (m, each) in calls})
+        install(wrapped(called_now(self.sites), self._bare))
 
     def _bare(self, number: int, _: Any) -> Callable[..., Any]:
         return self._functions[number]
@@ -379,14 +377,3 @@ def _shapes_of(calls: Sequence[Call] | None) -> list[Any]:
 def _size_of(calls: Sequence[Call] | None) -> int:
     """How many numbers that are."""
     return sum(prod(shape) for shapes in _shapes_of(calls) for shape in shapes)
-
-
-def _compare_first(peak: int, plan: Any) -> None:
-    """Warn if the steps before there was a plan have exceeded the budget."""
-    if peak > plan.budget >= plan.predicted_peak:
-        warn_user(
-            f"the training steps before there was a plan took {bytes_text(peak)}, more than the "
-            f"budget of {bytes_text(plan.budget)}, with as little saved of each compiled graph as "
-            "possible. Those that follow are within the budget",
-            PlanWarning,
-        )

@@ -17,9 +17,8 @@ from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
 from recollect._torch.dynamo import hide_with_calls, outside_of_compiler
-from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Notes
-from recollect.compiled.sites import Called, Site
+from recollect.compiled.sites import Called, Site, wrapped
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.watch import PeakWatch, Waiting
 from recollect.planning.recording.model_state import compare_state, gradient_bytes
@@ -76,10 +75,7 @@ class Watch:
 
     def watched(self, called: Called) -> Called:
         """What modules call, watched."""
-        return {
-            module: called_around(each, partial(self._watched, number))
-            for number, (module, each) in enumerate(called.items())
-        }
+        return wrapped(called, self._watched)
 
     def _watched(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         notes = self._notes
@@ -113,9 +109,8 @@ class Watch:
                 "recollect.fit(model, budget=...); or if there is no backward, delete the "
                 "output, or call the model under torch.no_grad()",
             )
-        model, over = self._model(), self._peaks.over
+        model, over = self._model(), self._peaks.take_excess()
         if over is not None:
-            self._peaks.over = None
             self._warnings.warn(
                 "measured",
                 f"the last step under the plan took {bytes_text(over)} on the device, more than "

@@ -19,14 +19,13 @@ from recollect.planning.distributed import ranks_of
 from recollect.planning.lazy import LazyPlan
 from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner
 from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
-from recollect.planning.progress import reporter, tell_plan
+from recollect.planning.progress import Progress, reporter, silent, tell_plan
 from recollect.planning.ranks.together import make_plan
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
-from recollect.planning.trial import Progress
 from recollect.report.page import framed, page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.runner import Runner
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState, compare_state
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.sampling import Timing
@@ -23,9 +24,6 @@ from recollect.planning.ways import Bench, Peaks, Way, times_under, with_overhea
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
-
-#: Called with the work that is being done, and the fraction of it that is.
-Progress = Callable[[str, float], None]
 
 #: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.
 _OUT_OF_MEMORY = 1.1
@@ -128,6 +126,15 @@ class Trials:
             self.expected[schedule] = self._try(schedule)
         return self.expected[schedule]
 
+    def least_tried(self) -> Schedule:
+        """The schedule of the least peak, of those that were tried."""
+        return min(self.expected, key=self.expected.__getitem__)
+
+    def tried_within(self, room: int) -> list[Schedule]:
+        """The schedules that were tried and take no more than ``room``, the fastest one first."""
+        found = [each for each, peak in self.expected.items() if peak <= room]
+        return sorted(found, key=lambda each: simulate(self.graph, each).seconds)
+
     def _try(self, schedule: Schedule) -> int:
         simulated = simulate(self.graph, schedule).peak
         if not self.profile.can_run:
@@ -135,7 +142,7 @@ class Trials:
             by = [self.named(schedule, region) for region in regions]
             return self._bench.predicted_peak(by, simulated)
         try:
-            peaks, differs = self._run(Way(self.named(schedule)))
+            peaks, differs = self._run(schedule)
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 self.step.free_memory()
@@ -150,12 +157,13 @@ class Trials:
         self._peaks[schedule] = peaks
         return peaks.expected
 
-    def _run(self, way: Way) -> tuple[Peaks, bool]:
-        def progress(done: float) -> None:
-            self._progress("trying the plan", done)
-
+    def _run(self, schedule: Schedule) -> tuple[Peaks, bool]:
+        """The peaks of steps under a schedule, and whether one was not as recorded."""
         with self._plan_removed():
-            return self._bench.peaks(way, progress)
+            return self._bench.peaks(Way(self.named(schedule)), self._trying)
+
+    def _trying(self, done: float) -> None:
+        self._progress("trying the plan", done)
 
     # --- the model as it was recorded -------------------------------------------------------------
 

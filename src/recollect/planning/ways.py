@@ -113,6 +113,11 @@ class Peaks:
     output: int | None
     each: tuple[int, ...] = ()  #: the peak of each step
 
+    @classmethod
+    def of_one(cls, peak: int) -> Peaks:
+        """The peak of one step."""
+        return cls(peak, peak, None, (peak,))
+
 
 def peaks_under(
     way: Way,
@@ -120,12 +125,16 @@ def peaks_under(
     warnings: WarnOnce,
     progress: Callable[[float], None],
     reports: list[CallReport] | None = None,
+    warm: int = 0,
 ) -> Peaks:
-    """The peaks of steps that are run in a way."""
+    """The peaks of steps that are run in a way. The first ``warm`` of them do not count."""
     measured, spare = [], []
     output: list[int] = []
     with step.undone(), way.applied(step.model, warnings, output.append, reports):
         for number in range(_STEPS):
+            if number < warm:
+                step.run()
+                continue
             progress(number / _STEPS)
             measured.append(step.measured_peak())
             spare.append(step.spare_blocks())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
 from recollect.replay.named_schedule import NamedSchedule, trimmed
@@ -19,8 +20,7 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 
-#: Where shapes depend on data, the first steps use this fraction of the budget; how many steps.
-IF_SHAPES_VARY = 0.97
+#: Where shapes depend on data: how many steps use `IF_SHAPES_VARY` of the budget.
 _LEARNED = 8
 #: The smallest change of the margin for which to choose again.
 _WORTH = 1e-3

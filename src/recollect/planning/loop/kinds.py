@@ -19,6 +19,7 @@ from torch import nn
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import simulate
+from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
@@ -31,8 +32,6 @@ from recollect.planning.recording.model_state import (
     compare_state,
     facts_of,
     gradient_bytes,
-    newly_compiled,
-    scripted_parts,
     with_state,
 )
 from recollect.planning.recording.record import schedule_of
@@ -111,7 +110,7 @@ class Kinds:
             found = compare_state(self._plan.state, model)
             found = with_state(found, now[-1], self._plan.budget // 256)
             self._seen = now, found
-            self._warn_if_compiled(model)
+            notices.of_opaque_code(self._warnings, self._plan, model)
         more = gradient_bytes(model, parameters, self._plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
 
@@ -137,23 +136,6 @@ class Kinds:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
         return state if state > 0 else math.inf  # it was made without an optimizer
-
-    def _warn_if_compiled(self, model: nn.Module) -> None:
-        compiled = newly_compiled(self._plan.state, model)
-        if compiled is not None:
-            self._warnings.warn(
-                "compiled",
-                f"{compiled}. The plan does not see into compiled code, and the step may exceed "
-                "its budget: compile first, then recollect.plan(model, batch, budget)",
-            )
-        scripted = scripted_parts(model)
-        if scripted is not None:
-            self._warnings.warn(
-                "TorchScript",
-                f"{scripted}, which changes its code after a few calls, so that it runs other ops "
-                "than the recorded ones: steps may exceed the budget. Train the Python module that "
-                "it was made from",
-            )
 
     def is_planned(self, step: Step) -> bool:
         """Whether a step is the planned one."""

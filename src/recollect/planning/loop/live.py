@@ -27,13 +27,13 @@ from recollect._torch.autograd import (
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
-from recollect.planning.loop.updates import Updates, local_bytes
-from recollect.planning.loop.watch import Waiting
+from recollect.planning.loop.updates import Updates
+from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
-from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.model_state import parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
-from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
+from recollect.planning.recording.step import bytes_of_gradients, device_of, late_bytes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
 from recollect.replay.engine import obstacle_around
@@ -42,14 +42,6 @@ from recollect.replay.recording import Recording
 
 #: A step whose output is only kept is given up after this many backwards elsewhere.
 _PATIENCE = 3
-#: Why there is no plan for a step whose backward is split.
-SPLIT = (
-    "backward computes the gradients of activations first, and those of parameters later, as in "
-    "a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: there is "
-    "none for these steps, which may exceed the budget. Checkpoint blocks in place of it: "
-    'recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a schedule '
-    "without zero bubbles, such as ScheduleInterleaved1F1B"
-)
 
 
 class _Active(threading.local):
@@ -106,7 +98,7 @@ class LiveStep:
         self.updates = Updates(parameters)
         self._parameters = [ref(each) for each in parameters]
         #: The bytes of gradients that are there before it.
-        self.gradients = sum(storage_sizes(gradients_of(model)))
+        self.gradients = bytes_of_gradients(model)
         self._base = base
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
@@ -164,10 +156,9 @@ class LiveStep:
         except BaseException:
             self.close()
             raise
-        weak, number = ref(self), len(self.recordings)
+        reached = partial(weakly(self.reached), len(self.recordings))
         self.recordings.append(recording)
-        reached = partial(_call, weak, partial(LiveStep.reached, number=number))
-        dropped = partial(_call, weak, LiveStep.dropped)
+        dropped = weakly(self.dropped)
         again, in_parts = self._on_again, self._in_parts
         waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
         self._waiting.append(waiting)
@@ -180,8 +171,7 @@ class LiveStep:
         self.updates.begin()
         self._trace.__enter__()
         # Nothing of the process may hold this object: its thread or its model may be gone first.
-        weak = ref(self)
-        self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
+        self._stop_waiting = after_each_backward(weakly(self._after_backward))
         finalize(self, self._stop_waiting)
 
     def dropped(self) -> None:
@@ -276,13 +266,11 @@ class LiveStep:
 
     def later_base(self, model: nn.Module) -> int:
         """The bytes that are allocated before a later step like it, which may begin now."""
-        gradients = sum(storage_sizes(gradients_of(model)))
+        base = self.updates.base_bytes(model, self.gradients)
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
+            return base  # with what is late
         collective = self._largest_collective if is_parallel(model) else 0
-        late = late_bytes(shards_of(model), collective, self.device)
-        held = local_bytes([*parameters_of(model), *model.buffers()]) + self.updates.state_bytes()
-        return held + self.gradients + late
+        return base + late_bytes(shards_of(model), collective, self.device)
 
     def first_base(self, model: nn.Module) -> int:
         """The bytes that were allocated before it, when optimizers had no state perhaps."""
@@ -299,9 +287,3 @@ class LiveStep:
     def accumulated(self) -> int:
         """The bytes of gradients with which the forwards began that followed before an update."""
         return max(0, self.updates.gradients - self.gradients) if self.is_followed else 0
-
-
-def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:
-    step = weak()
-    if step is not None:
-        method(step)

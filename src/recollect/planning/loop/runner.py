@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -32,11 +32,11 @@ from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
-from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
+from recollect.planning.loop.live import LiveStep, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.variant import Variant
-from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
+from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output, weakly
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
@@ -188,7 +188,7 @@ class Runner:
             torch.cuda.empty_cache()
             schedule = variant.schedule
             result, report = self._run_by(variant, function, args, kwargs)
-        again = partial(_again, ref(self), step)
+        again = partial(weakly(self.again), step)
         in_parts = self._in_parts
         forwards.add(
             kind, Waiting(result, report.remat, None, None, again, in_parts=in_parts, since=since)
@@ -244,12 +244,14 @@ class Runner:
     def _watch_backward(self) -> None:
         """Notice backwards that run out of memory."""
         if not self._is_watching:
-            self._is_watching, weak = True, ref(self)
-            finalize(self, after_each_backward(lambda: _backward_is_over(weak)))
+            self._is_watching = True
+            finalize(self, after_each_backward(weakly(self._backward_is_over)))
 
-    def backward_failed(self, error: BaseException) -> None:
-        """A backward ran out of memory: perhaps that of this model."""
-        forwards = self._forwards
+    def _backward_is_over(self) -> None:
+        """If a backward ran out of memory, perhaps that of this model: keep less."""
+        forwards, error = self._forwards, sys.exc_info()[1]
+        if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+            return
         if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
             self._tighten(self._kinds, forwards.step, error)
 
@@ -325,8 +327,7 @@ class Runner:
         end: Callable[[], None] | None = None,
     ) -> LiveStep:
         """A step of ``model`` to trace, whose forward begins now."""
-        again = partial(_again, ref(self))
-        return LiveStep(model, base, link, end, again, self._in_parts)
+        return LiveStep(model, base, link, end, weakly(self.again), self._in_parts)
 
     def again(self, step: Step = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
@@ -371,7 +372,7 @@ class Runner:
             notices.of_hooks(self._warnings)
         if live.is_split:
             self._is_split = True
-            self._warnings.warn("split", SPLIT)
+            notices.of_split(self._warnings)
         if not is_first and self._kinds is not None:
             if live.is_over and not live.is_split:
                 self._kinds.traced(forwards.traced, live.graph(), live.recordings)
@@ -401,23 +402,11 @@ class Runner:
 
     def _act_on_last_step(self, kinds: Kinds) -> None:
         """When the last step exceeded its budget: have later ones keep less, and warn."""
-        over, self._peaks.over = self._peaks.over, None
+        over = self._peaks.take_excess()
         if over is None or self.plan is None or not self._watched:
             return
         keeps_less = kinds.exceeded(self._watched, over)
         notices.of_excess(self._warnings, self.plan, over, keeps_less=keeps_less)
-
-
-def _again(weak: Callable[[], Runner | None], step: Step = ()) -> None:
-    runner = weak()
-    if runner is not None:
-        runner.again(step)
-
-
-def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
-    runner, error = weak(), sys.exc_info()[1]
-    if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
-        runner.backward_failed(error)
 
 
 def _run_uncompiled(

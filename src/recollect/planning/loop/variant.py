@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from recollect.planning.loop import notices
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.recording.model_state import Differences
@@ -176,8 +177,8 @@ class Variant:
 
     def _run_with_least(self) -> None:
         """What forwards do differs: the next step is traced, and takes little memory."""
-        self.differs, self.contest = True, None
-        self.schedule, self.first.wants_trace = self._plan.least, True
+        self.differs = True
+        self.forget()
 
     def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module.
@@ -205,14 +206,8 @@ class Variant:
     # --- warnings ---------------------------------------------------------------------------------
 
     def _warn_unrecorded(self, reason: str) -> None:
-        if self._plan.stopped is not None:
-            return  # as when it was planned
-        self._warnings.warn(
-            reason,
-            "the plan is not in effect for a part of the step, which may exceed its budget: "
-            f"forward could not be recorded from some op on ({reason}), and every tensor that "
-            "autograd saves after it stays in memory",
-        )
+        if self._plan.stopped is None:  # else it is as when it was planned
+            notices.of_unrecorded(self._warnings, reason)
 
     def warn(
         self,

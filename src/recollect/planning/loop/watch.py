@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -56,6 +56,18 @@ def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
 
     if storages:
         when_backward_reaches(output, reached)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method while its object is alive, which this does not keep alive."""
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = weak()
+        if bound is not None:
+            bound(*args)
+
+    return call
 
 
 class _Token:
@@ -244,8 +256,12 @@ class PeakWatch:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._device: torch.device | None = None
-        #: The peak of the last step, if it exceeded the budget.
-        self.over: int | None = None
+        self._over: int | None = None
+
+    def take_excess(self) -> int | None:
+        """The peak of the last step, if it exceeded the budget; None when that was told."""
+        over, self._over = self._over, None
+        return over
 
     def read(self, model: Any) -> int | None:
         """The peak so far; None if the model is not on a CUDA device."""
@@ -264,7 +280,7 @@ class PeakWatch:
             assert self._device is not None
             peak = _peak_on(self._device)
             if peak > before and peak > self._budget:
-                self.over = peak
+                self._over = peak
 
         when_backward_reaches(output, lambda: at_end_of_backward(compare))
 

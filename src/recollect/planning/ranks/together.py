@@ -24,13 +24,13 @@ from recollect.graph.simulate import simulate
 from recollect.planning.distributed import ranks_of
 from recollect.planning.loop.planned_step import COSTS, SeenForward
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner
 from recollect.planning.prepare import Prepared, Request, prepare
+from recollect.planning.progress import Progress, silent
 from recollect.planning.ranks.team import Team
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
-from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench, Peaks, Way, samples_under
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.units import bytes_text
@@ -100,7 +100,7 @@ def make_traced_plan(
     if not _may_plan(next((each.obstacle for each in found if each.obstacle), None)):
         return None
     with team.failing_together():
-        step = TrainingStep(model, (), {})
+        step = TrainingStep.of_loop(model, local.gradients)
         if not team.leads:
             received = follow(team, Follower(step, local, profile.plain_peak))
             if received.predicted_peak > received.budget:

@@ -21,6 +21,7 @@ from recollect.graph.simulate import simulate_plain
 from recollect.planning.loop.planned_step import with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Record
+from recollect.planning.progress import Progress
 from recollect.planning.recording.record import (
     CannotPredict,
     Profile,
@@ -37,7 +38,6 @@ from recollect.planning.sizes.forecast import (
     forecast_of,
 )
 from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.planning.trial import Progress
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.sizes import SizePoint
 
