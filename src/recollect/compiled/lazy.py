@@ -238,8 +238,20 @@ class LazyFit(Installed):
     # --- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """A step begins: the last one may tell something. Returns whether to measure it."""
-        steps, model = self._steps, self._model()
+        """A step begins. Returns whether to measure it."""
+        self._act_on_last_step()
+        self._notes.clear()
+        if self._applied is not None:
+            if self._planner is not None:
+                self._applied.code.notes.clear()
+            return True
+        if (model := self._model()) is not None:
+            self._state = ModelState.of(model)
+        return self._measured < _MEASURED or self._size < self._largest
+
+    def _act_on_last_step(self) -> None:
+        """Make the plan, correct it, or give up, by what was measured."""
+        steps = self._steps
         if self._applied is not None:
             if self._timeline is not None:
                 self._judge(self._applied)
@@ -248,19 +260,11 @@ class LazyFit(Installed):
         else:
             self._largest = max(self._largest, _size_of(self._notes.calls))
             is_largest = self._size == self._largest or self._measured >= _FUTILE
-            is_updated = not steps.updates.are_awaited(steps.count, model)
+            is_updated = not steps.updates.are_awaited(steps.count, self._model())
             if self._timeline is not None and is_largest and is_updated:
                 self._make_plan()
             elif self._timeline is None and steps.missed >= _FUTILE:
                 self._give_up()
-        self._notes.clear()
-        if self._applied is not None:
-            if self._planner is not None:
-                self._applied.code.notes.clear()
-            return True
-        if model is not None:
-            self._state = ModelState.of(model)
-        return self._measured < _MEASURED or self._size < self._largest
 
     def _keep(self, timeline: Timeline) -> None:
         """A step was measured."""

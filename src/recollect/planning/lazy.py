@@ -64,7 +64,8 @@ class LazyPlan:
         is_shared = shards_of(model) is not None or is_parallel(model)
         offloads = self.offload and len(recordings) == 1 and not is_shared
         link = measured_link(live.device) if offloads else None
-        graph = replace(live.graph(), base=live.later_base(model), link=link)
+        traced = live.finish(model)
+        graph = replace(traced.graph, base=traced.later_base, link=link)
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
@@ -84,12 +85,12 @@ class LazyPlan:
             local,
             self.budget,
             talks,
-            live.has_messages,
+            traced.has_messages,
             partial(self._plan, model, local, schedule_of(recordings)),
         )
         if plan is None:
             return None
-        first, ran = replace(graph, base=live.first_base(model)), schedule_of(recordings)
+        first, ran = replace(graph, base=traced.first_base), schedule_of(recordings)
         graphs = (first, with_gradients(first, live.accumulated))
         notices.of_first_steps(plan, max(simulate(each, ran).peak for each in graphs), _FIRST_STEPS)
         tell_plan(plan, now() - start, self.progress)
@@ -132,7 +133,7 @@ class LazyPlan:
             bench=bench,
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        planner.trials.peak(trimmed(planner.graph, ran))
+        planner.trials.consider(trimmed(planner.graph, ran))
         return planner.plan_or_least(self.budget)
 
     def __reduce__(self) -> Any:

@@ -261,7 +261,7 @@ class Planner:
 
     def _least_schedule(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
-        self.trials.peak(self._trimmed(self.solver.least().schedule))
+        self.trials.consider(self._trimmed(self.solver.least().schedule))
         return self.trials.least_tried()
 
     def _trimmed(self, schedule: Schedule) -> Schedule:

@@ -4,6 +4,10 @@ The kind of a forward is the signature of its batch and the state of the model. 
 is the kinds of its forwards, in order: a loop may call the model several times before backward.
 When a forward runs, the later ones are not known yet. So it runs by the schedule for the longest
 step that began in the same way.
+
+`find` decides, in this order: the record known for this step; a prediction from traced steps
+(`shapes`); the planned step; the schedule of the smallest known step that is no smaller; else the
+schedule of the least peak, and the step is traced.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Kinds:
     def __init__(
         self, plan: PlannedStep, warnings: WarnOnce, recordings: Sequence[Recording] = ()
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._warnings = warnings
         #: The recordings of the planned step, if it was traced in the loop.
         self._recordings = recordings
@@ -107,11 +111,11 @@ class Kinds:
             self._is_on_cuda = any(each.is_cuda for each in parameters)
         now.append(self._state_growth(model, parameters))
         if now != facts:
-            found = compare_state(self._plan.state, model)
-            found = with_state(found, now[-1], self._plan.budget // 256)
+            found = compare_state(self.plan.state, model)
+            found = with_state(found, now[-1], self.plan.budget // 256)
             self._seen = now, found
-            notices.of_opaque_code(self._warnings, self._plan, model)
-        more = gradient_bytes(model, parameters, self._plan.gradients)
+            notices.of_opaque_code(self._warnings, self.plan, model)
+        more = gradient_bytes(model, parameters, self.plan.gradients)
         return Kind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
@@ -129,7 +133,7 @@ class Kinds:
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
         """The bytes of optimizer state that the plan counts; infinite if unknown."""
-        plan = self._plan
+        plan = self.plan
         if plan.from_loop:
             return nbytes  # this is its first forward
         if self._is_on_cuda:
@@ -141,6 +145,15 @@ class Kinds:
         """Whether a step is the planned one."""
         return step == self._planned
 
+    def begin(self, step: Step) -> Variant:
+        """The last forward of ``step`` begins. Returns its variant."""
+        variant = self.find(step)
+        variant.count()
+        if not variant.is_known and variant.schedule is not None and len(step) == 1:
+            is_wanted = self._shapes.note_unpredicted(step[0].signature, step[0][1:])
+            variant.wants_trace |= is_wanted
+        return variant
+
     def find(self, step: Step) -> Variant:
         """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
@@ -151,9 +164,6 @@ class Kinds:
             found = self._predicted_variant(step) if step != self._planned else None
             variant = found or variant or self._new_variant(step, first)
             variant.version, self._known[step] = self._shapes.version, variant
-        variant.count()
-        if not variant.is_known and variant.schedule is not None and len(step) == 1:
-            variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
         return variant
 
     def _forget_oldest(self, step: Step) -> None:
@@ -171,7 +181,7 @@ class Kinds:
 
     def _predicted_variant(self, step: Step) -> Variant | None:
         """Predict a forward that was never traced from others that were; None if impossible."""
-        kind, plan = step[-1], self._plan
+        kind, plan = step[-1], self.plan
         # What follows a forward cannot be predicted.
         if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
             return None
@@ -228,7 +238,7 @@ class Kinds:
 
     def _new_variant(self, step: Step, first: Variant | None) -> Variant:
         larger = self._larger(step)
-        plan, warnings, count = self._plan, self._warnings, len(step)
+        plan, warnings, count = self.plan, self._warnings, len(step)
         if step == self._planned[:count]:
             found = self._planned_variant(count, first)
             if plan.rivals and found.schedule is not None:
@@ -259,7 +269,7 @@ class Kinds:
 
     def _planned_variant(self, count: int, first: Variant | None) -> Variant:
         """The forward of the planned step with the number ``count``."""
-        plan, forward = self._plan, self._plan.forwards[count - 1]
+        plan, forward = self.plan, self.plan.forwards[count - 1]
         schedule = None if plan.needed_schedule is None else forward.schedule
         variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
         if self._recordings:
@@ -269,16 +279,16 @@ class Kinds:
 
     def has_room(self, step: Step) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""
-        base, needed = self._plan.base, 0
+        base, needed = self.plan.base, 0
         for kind in step:
             variant = self._known.get((kind,))
             if variant is not None and variant.is_known:
                 needed += variant.peak - base
             elif kind.is_within(self._planned[0]):
-                needed += self._plan.predicted_peak - base
+                needed += self.plan.predicted_peak - base
             else:
                 return False
-        return base + needed <= self._plan.budget
+        return base + needed <= self.plan.budget
 
     # --- what is learned --------------------------------------------------------------------------
 
@@ -304,7 +314,7 @@ class Kinds:
         made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
         before = self._choice_of(step)
         # What differs from step to step is always recorded or checked, and the largest step counts.
-        choice = traced = Choice(self._plan, graph, may_be_plain=not self._differ)
+        choice = traced = Choice(self.plan, graph, may_be_plain=not self._differ)
         if self._differ and before is not None and before.plain_peak > choice.plain_peak:
             choice, before.may_be_plain = before, False
         self._choices[step] = choice
@@ -315,7 +325,7 @@ class Kinds:
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
         ran = self._peak_of_run(step, graph, traced, recordings) or later
-        if max(later, ran) > self._plan.budget:
+        if max(later, ran) > self.plan.budget:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
@@ -344,7 +354,7 @@ class Kinds:
 
     def exceeded(self, step: Step, measured: int) -> bool:
         """A step exceeded its budget: it took ``measured`` bytes. Whether later ones keep less."""
-        plan, forwards = self._plan, self._forwards(step)
+        plan, forwards = self.plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
         choice = self._choice_of(step)
         if choice is None:
@@ -358,17 +368,17 @@ class Kinds:
     def tighten(self, step: Step) -> int:
         """A step ran out of memory: have later ones keep less. Returns by how many bytes."""
         before = tuple(each.schedule for each in self._forwards(step))
-        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self._plan.budget)):
+        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self.plan.budget)):
             return 0
         after, choice = self._forwards(step), self._choices.get(step)
         if choice is None or choice.expected(before) is None:
-            return max(1, (after[0].peak - self._plan.base) // 2)  # not known: as if it were halved
+            return max(1, (after[0].peak - self.plan.base) // 2)  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
     def _choice_of(self, step: Step) -> Choice | None:
         """The choice of schedules for a step; None if its graph is not known."""
-        if step == self._planned and step not in self._choices and self._plan.graph is not None:
-            self._choices[step] = Choice(self._plan, self._plan.graph)
+        if step == self._planned and step not in self._choices and self.plan.graph is not None:
+            self._choices[step] = Choice(self.plan, self.plan.graph)
         return self._choices.get(step)
 
     def _forwards(self, step: Step) -> list[Variant]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
@@ -52,20 +52,32 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def drop_stale_trace() -> None:
+    """Leave the mode of a step that was closed in another thread, which has modes of its own."""
+    if _active.step is not None and not _active.step.is_open:
+        _active.step.close()
+
+
 def obstacle_to_tracing() -> str | None:
     """Why no step can be traced now; None if one can.
 
     The trace outlives the call of forward. A dispatch mode that is on the stack now may be exited
     earlier, and would pop the trace in its place.
     """
-    step = _active.step
-    if step is not None and not step.is_open:
-        step.close()  # in another thread it was closed, whose stack of modes is another
     if dispatch_modes_active():
         return "it is inside of a dispatch mode"
     if _active.step is not None:
         return "a step of another model is being traced"
     return obstacle_around()
+
+
+class TracedStep(NamedTuple):
+    """What a trace has found."""
+
+    graph: Graph
+    later_base: int  #: bytes that are allocated before a later step, which may begin now
+    first_base: int  #: those that were there before it, when optimizers had no state perhaps
+    has_messages: bool  #: whether it has exchanged messages with another process
 
 
 class LiveStep:
@@ -117,9 +129,6 @@ class LiveStep:
         self.is_over = False
         #: Whether forwards have followed that were not traced.
         self.is_followed = False
-        #: Whether it has exchanged messages with another process, once there is a graph.
-        self.has_messages = False
-        self._largest_collective = 0
         #: Whether backward has reached it, and whether one has that did not end.
         self._is_reached = self._is_running = False
         #: By forward that backward has reached: whether it left gradients to a later one.
@@ -249,12 +258,10 @@ class LiveStep:
 
     # --- the result -------------------------------------------------------------------------------
 
-    def graph(self) -> Graph:
-        """The graph of the step, once it is over."""
+    def finish(self, model: nn.Module) -> TracedStep:
+        """What was traced, once the step is over. ``model``: as a later step finds it."""
         self._prices.settle()
         trace = self._trace.finish()
-        self.has_messages = trace.has_messages
-        self._largest_collective = trace.largest_collective
         graph = build_graph(
             trace,
             self.recordings,
@@ -262,21 +269,14 @@ class LiveStep:
             on_device=self.device.type == "cuda",
             link=self._link if len(self.recordings) == 1 else None,
         )
-        return replace(graph, units=self.units)
-
-    def later_base(self, model: nn.Module) -> int:
-        """The bytes that are allocated before a later step like it, which may begin now."""
-        base = self.updates.base_bytes(model, self.gradients)
-        if self.device.type == "cuda":
-            return base  # with what is late
-        collective = self._largest_collective if is_parallel(model) else 0
-        return base + late_bytes(shards_of(model), collective, self.device)
-
-    def first_base(self, model: nn.Module) -> int:
-        """The bytes that were allocated before it, when optimizers had no state perhaps."""
-        if self.device.type == "cuda":
-            return self._base
-        return self.later_base(model) - self.updates.made_bytes()
+        later = self.updates.base_bytes(model, self.gradients)
+        if self.device.type == "cuda":  # what is late is among it
+            first = self._base
+        else:
+            collective = trace.largest_collective if is_parallel(model) else 0
+            later += late_bytes(shards_of(model), collective, self.device)
+            first = later - self.updates.made_bytes()
+        return TracedStep(replace(graph, units=self.units), later, first, trace.has_messages)
 
     @property
     def has_other_hooks(self) -> bool:

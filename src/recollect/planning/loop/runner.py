@@ -32,7 +32,7 @@ from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kind, Kinds, Step
-from recollect.planning.loop.live import LiveStep, obstacle_to_tracing
+from recollect.planning.loop.live import LiveStep, drop_stale_trace, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.variant import Variant
@@ -94,13 +94,18 @@ class Runner:
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
-        self.plan = plan
+        #: The kinds of steps under the plan; None if there is no plan.
         self._kinds = None if plan is None else Kinds(plan, self._warnings, recordings)
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
-        #: In how many more planned calls to check whether the loop holds the output.
+        #: In how many more planned steps to check whether the loop holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
         #: The last step whose peak was compared with the budget.
         self._watched: Step = ()
+
+    @property
+    def plan(self) -> PlannedStep | None:
+        """The plan that is in effect."""
+        return None if self._kinds is None else self._kinds.plan
 
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
@@ -127,26 +132,26 @@ class Runner:
             return run_without_dynamo(run, dynamo_callback(), _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
+        drop_stale_trace()
         self._end_trace(model)
-        if self._kinds is None and self._make_plan is None:
-            return function(*args, **kwargs)  # there can be none
-        if self._kinds is None or self.plan is None:
+        if self._kinds is not None:
+            return self._run(self._kinds, model, function, args, kwargs)
+        if self._make_plan is not None:
             return self._run_first(model, function, args, kwargs)
-        return self._run(self.plan, self._kinds, model, function, args, kwargs)
+        return function(*args, **kwargs)  # there can be no plan
 
     def _run_in_compiled(
         self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a forward that compiled code has called."""
         model: Any = getattr(function, "__self__", None)
-        if self._is_handed_over(model, callback):
+        if self._hand_over_if_compiled(model, callback):
             return self._run_untraced(model, function, args, kwargs)
         notices.of_compiler(self._warnings, self._unplanned)
         return self(function, args, kwargs)
 
     def _run(
         self,
-        plan: PlannedStep,
         kinds: Kinds,
         model: Any,
         function: Callable[..., Any],
@@ -157,53 +162,59 @@ class Runner:
         before, forwards = self._peaks.read(model), self._forwards
         kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
         step = (*forwards.step, kind)
-        live = forwards.live
-        if live is None and kinds.is_surprise(step) and not kinds.has_room(step):
+        if forwards.live is None and kinds.is_surprise(step) and not kinds.has_room(step):
             kinds.surprised(step)
             notices.of_forwards(self._warnings)
-        variant = kinds.find(step)
-        schedule = variant.schedule
-        if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
-            end = partial(self._end_trace, model)
-            live = forwards.live = self._live_step(model, plan.base + kind.more, plan.link, end)
+        variant = kinds.begin(step)
+        live = forwards.live = forwards.live or self._live_for(kinds, model, step, variant)
         if live is not None:
             forwards.traced = step
             blocks = find_blocks(model) if variant.keeps_blocks else ()
-            result, waiting = live.forward(function, args, kwargs, schedule, blocks)
+            result, waiting = live.forward(function, args, kwargs, variant.schedule, blocks)
             forwards.add(kind, waiting)
             return result
         since = current_operation()
         attempt = None if before is None else Attempt(model)
+        run = partial(self._run_by, variant, function, args, kwargs)
+        result, report = self._run_or_retry(kinds, step, run, attempt)
+        remat = None if report is None else report.remat
+        again, in_parts = partial(weakly(self.again), step), self._in_parts
+        forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
+        if report is not None:
+            if report.recording is not None or report.is_unrecorded:
+                kinds.judge(step, report)
+            if self._checks > 0 and kinds.is_planned(step):
+                watch_output(result, self._check_output)
+        if before is not None and (report is not None or variant.is_predicted):
+            self._watch_backward()
+            self._watched = step
+            self._peaks.compare(result, before)
+        return result
+
+    def _live_for(self, kinds: Kinds, model: Any, step: Step, variant: Variant) -> LiveStep | None:
+        """The step to trace from its first forward on; None if it is not to be traced."""
+        if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
+            return None
+        base, end = kinds.plan.base + step[0].more, partial(self._end_trace, model)
+        return self._live_step(model, base, kinds.plan.link, end)
+
+    def _run_or_retry(
+        self,
+        kinds: Kinds,
+        step: Step,
+        run: Callable[[], tuple[Any, CallReport | None]],
+        attempt: Attempt | None,
+    ) -> tuple[Any, CallReport | None]:
+        """Run a forward; if it runs out of memory, undo it and run it with less kept."""
         try:
-            result, report = self._run_by(variant, function, args, kwargs)
+            return run()
         except RuntimeError as error:
             if attempt is None or not is_out_of_memory(error):
                 raise
             if not self._tighten(kinds, step, error) or not attempt.undo():
                 raise
-            is_retried = True
-        else:
-            is_retried = False
-        if is_retried:  # when nothing holds the frames of the first attempt any more
-            torch.cuda.empty_cache()
-            schedule = variant.schedule
-            result, report = self._run_by(variant, function, args, kwargs)
-        again = partial(weakly(self.again), step)
-        in_parts = self._in_parts
-        forwards.add(
-            kind, Waiting(result, report.remat, None, None, again, in_parts=in_parts, since=since)
-        )
-        if schedule is not None:
-            if report.recording is not None or report.is_unrecorded:
-                kinds.judge(step, report)
-            if self._checks > 0 and kinds.is_planned(step):
-                self._checks -= 1
-                watch_output(result, self._check_output)
-        if before is not None and (schedule is not None or variant.is_predicted):
-            self._watch_backward()
-            self._watched = step
-            self._peaks.compare(result, before)
-        return result
+        torch.cuda.empty_cache()  # now that nothing holds the frames of the first attempt
+        return run()
 
     def _run_by(
         self,
@@ -211,13 +222,15 @@ class Runner:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, CallReport]:
-        report, schedule, known = CallReport(), variant.schedule, variant.recording
+    ) -> tuple[Any, CallReport | None]:
+        """Run a forward by its schedule; the report is None if it runs plain."""
+        schedule, known = variant.schedule, variant.recording
         if schedule is None:
             since = current_operation()
             result = function(*args, **kwargs)
             variant.ran_plain(current_operation() - since)
-            return result, report
+            return result, None
+        report = CallReport()
         result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
         if variant.contest is not None:
             variant.contest.watch(result)
@@ -263,7 +276,7 @@ class Runner:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
-            if self._is_handed_over(model):
+            if self._hand_over_if_compiled(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
             notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
             self._make_plan = None
@@ -294,7 +307,7 @@ class Runner:
         forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
         return result
 
-    def _is_handed_over(self, model: Any, callback: Any = None) -> bool:
+    def _hand_over_if_compiled(self, model: Any, callback: Any = None) -> bool:
         """Hand an unplanned compiled model to the planner of those. Whether it took it."""
         is_mine = isinstance(model, nn.Module) and vars(model).get(OPTIONS) is self
         if self.plan is not None or self._make_plan is None or not is_mine:
@@ -327,14 +340,15 @@ class Runner:
         end: Callable[[], None] | None = None,
     ) -> LiveStep:
         """A step of ``model`` to trace, whose forward begins now."""
-        return LiveStep(model, base, link, end, weakly(self.again), self._in_parts)
+        again, in_parts = weakly(self.again), self._in_parts
+        return LiveStep(model, base, link, on_end=end, on_again=again, in_parts=in_parts)
 
     def again(self, step: Step = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
         if self._in_parts:
             return
         self._in_parts = self._forwards.is_outgrown = True
-        if self._kinds is not None and self.plan is not None:
+        if self._kinds is not None:
             self._kinds.forget(step)
             notices.of_backwards(self._warnings)
 
@@ -358,24 +372,29 @@ class Runner:
         if forwards.waiting and live.can_join():
             return  # another forward of the same step
         forwards.waited += 1
-        is_first = self.plan is None
-        if is_first and forwards.is_outgrown and not forwards.waiting:
-            # As after a pipeline has tried its stages with one batch: the next one is traced.
-            live.close()
-            forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
-            return
-        if is_first and live.is_over and live.updates.are_awaited(forwards.waited, model):
-            return  # the optimizer may have no state yet, which counts
+        if self._kinds is None:
+            if forwards.is_outgrown and not forwards.waiting:
+                # As after a pipeline has tried its stages with one batch: the next one is traced.
+                live.close()
+                forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
+                return
+            if live.is_over and live.updates.are_awaited(forwards.waited, model):
+                return  # the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
+        self._learn_from(live, model)
+
+    def _learn_from(self, live: LiveStep, model: nn.Module) -> None:
+        """Choose schedules, or make the plan, if a whole step was traced."""
+        forwards = self._forwards
         if live.has_other_hooks:
             notices.of_hooks(self._warnings)
         if live.is_split:
             self._is_split = True
             notices.of_split(self._warnings)
-        if not is_first and self._kinds is not None:
+        if self._kinds is not None:
             if live.is_over and not live.is_split:
-                self._kinds.traced(forwards.traced, live.graph(), live.recordings)
+                self._kinds.traced(forwards.traced, live.finish(model).graph, live.recordings)
             else:
                 self._kinds.failed(forwards.traced)
         elif not (live.is_over or live.is_split):
@@ -394,19 +413,18 @@ class Runner:
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
         plan = self.plan
-        if self._checks >= 0 and plan is not None and plan.output_bytes is not None:
-            has_warned = report_output(alive, plan.output_bytes, plan.budget)
-            self._checks = -1 if has_warned else self._checks
+        if self._checks > 0 and plan is not None and plan.output_bytes is not None:
+            is_told = report_output(alive, plan.output_bytes, plan.budget)
+            self._checks = 0 if is_told else self._checks - 1
 
     # --- warnings ---------------------------------------------------------------------------------
 
     def _act_on_last_step(self, kinds: Kinds) -> None:
         """When the last step exceeded its budget: have later ones keep less, and warn."""
         over = self._peaks.take_excess()
-        if over is None or self.plan is None or not self._watched:
-            return
-        keeps_less = kinds.exceeded(self._watched, over)
-        notices.of_excess(self._warnings, self.plan, over, keeps_less=keeps_less)
+        if over is not None and self._watched:
+            keeps_less = kinds.exceeded(self._watched, over)
+            notices.of_excess(self._warnings, kinds.plan, over, keeps_less=keeps_less)
 
 
 def _run_uncompiled(
