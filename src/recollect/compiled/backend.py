@@ -25,7 +25,7 @@ from recollect._torch.inductor import (
     symbol_of,
 )
 from recollect._torch.tensors import storage_key
-from recollect.compiled.split import Observer, Player, SeenGraph
+from recollect.compiled.split import ObservingSplit, PlannedSplit, SeenGraph
 from recollect.compiled.views import fold_views
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
@@ -60,7 +60,7 @@ class Compiler:
         return self.options is not None
 
     def compile(
-        self, graph: fx.GraphModule, inputs: Any, split: Observer | Player
+        self, graph: fx.GraphModule, inputs: Any, split: ObservingSplit | PlannedSplit
     ) -> Callable[..., Any]:
         """Compile a graph of dynamo."""
         if self.options is None:
@@ -149,7 +149,7 @@ class Backend:
     """
 
     compiler: Compiler
-    split: Observer | Player
+    split: ObservingSplit | PlannedSplit
     notes: Notes
     on_larger: Callable[[], None] | None = None
     on_copy: Callable[[], None] | None = None
@@ -162,7 +162,7 @@ class Backend:
         self.notes.compiled += 1
         if self.notes.on_compile is not None:
             self.notes.on_compile()
-        if isinstance(split, Player):
+        if isinstance(split, PlannedSplit):
             split.source = source
             with self._for_largest(graph):
                 compiled = self.compiler.compile(graph, inputs, split)

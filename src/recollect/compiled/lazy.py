@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -40,7 +39,7 @@ from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, called_now, install, model_name, prepare, wrapped
-from recollect.compiled.split import Observer, Solve
+from recollect.compiled.split import Decide, ObservingSplit
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.watch import FULLGRAPH, Bypass
 from recollect.errors import PlanWarning
@@ -48,6 +47,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.loop import notices
+from recollect.planning.plan import Plan
 from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
@@ -164,7 +164,7 @@ class LazyFit(Installed):
         backends: list[Backend] = []
 
         def make_backend(compiler: Compiler, _: int) -> Backend:
-            split = Observer(self._least_of(compiler))
+            split = ObservingSplit(self._least_of(compiler))
             backends.append(Backend(compiler, split, self._notes))
             return backends[-1]
 
@@ -173,14 +173,14 @@ class LazyFit(Installed):
             backend.on_copy = self.warn_of_copy
         return called
 
-    def _least_of(self, compiler: Compiler) -> Solve:
+    def _least_of(self, compiler: Compiler) -> Decide:
         """Decides for graphs before there is a plan."""
 
-        def solve(key: str, joint: Joint) -> Collection[str]:
+        def decide(key: str, joint: Joint) -> Collection[str]:
             part = make_part(key, joint, NodeCosts(self._device), fused=compiler.is_fused)
             merged = merge_alone(part)
             solver = Solver(merged.graph, rough=True)
-            found = [each.schedule for each in (solver.least(), *solver.frontier())]
+            found = [each.schedule for each in (solver.least_solution(), *solver.frontier())]
 
             def peak(schedule: Schedule) -> int:
                 # What the graphs of other modules hold is there besides.
@@ -189,7 +189,7 @@ class LazyFit(Installed):
 
             return merged.kept_in(0, min((Schedule(frozenset()), *found), key=peak))
 
-        return solve
+        return decide
 
     def _install(self, called: Called) -> None:
         self._functions = [*map(function_of, called.values())]
@@ -290,8 +290,7 @@ class LazyFit(Installed):
         base = self._steps.updates.base_bytes(model, self._steps.gradients)
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
-        observed = observed_calls(self._calls, self.sites, timeline, base, costs)
-        observed = replace(observed, forwards=self._forwards)
+        observed = observed_calls(self._calls, self.sites, timeline, base, costs, self._forwards)
         peak = base + timeline.peak
         planner = LoopPlanner.of_loop(
             model, observed, self._state, self._steps.gradients, peak, self._progress
@@ -302,7 +301,7 @@ class LazyFit(Installed):
         notices.of_first_steps(plan, peak, how)
         self._apply(model, plan)
 
-    def _apply(self, model: nn.Module, plan: Any) -> None:
+    def _apply(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
             self._applied.unwrapped(model)
         else:

@@ -41,10 +41,10 @@ class LoopTrials(CompiledTrials):
     """Knows what the loop's steps took, and simulates the others."""
 
     #: By how many bytes steps take more than simulated.
-    excess = 0
+    excess_bytes = 0
 
     def _try(self, schedule: Schedule) -> int:
-        return simulate(self.graph, schedule).peak + self.excess
+        return simulate(self.graph, schedule).peak + self.excess_bytes
 
     def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
         return None
@@ -53,7 +53,7 @@ class LoopTrials(CompiledTrials):
         """A step of the loop under a schedule has taken ``peak`` bytes."""
         self._peaks[schedule] = Peaks.of_one(peak)
         self.code[schedule] = code
-        self.excess = peak - simulate(self.graph, schedule).peak
+        self.excess_bytes = peak - simulate(self.graph, schedule).peak
         self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
 
 
@@ -85,7 +85,7 @@ class LoopPlanner(CompiledPlanner):
         planner.trials = LoopTrials(step, observed, state, progress)
         saves = saves_of(observed.calls, lambda graph: graph.saved)
         ran = simulate(planner.graph, saved_schedule(observed.merged, saves)).peak
-        planner.trials.excess = max(0, peak - ran)
+        planner.trials.excess_bytes = max(0, peak - ran)
         planner._from_loop = True
         return planner
 
@@ -132,6 +132,7 @@ def observed_calls(
     timeline: Timeline,
     base: int,
     costs: NodeCosts,
+    forwards: int,
 ) -> ObservedStep:
     """A step of the loop: its calls of compiled graphs, and what it held around them."""
     merged = merged_calls(calls, sites, timeline, base, costs)
@@ -140,4 +141,4 @@ def observed_calls(
     outcome = simulate(merged.graph, torchs)
     plain_peak = outcome.peak + sum(unmodelled_bytes(merged, saves))
     profile = Profile(merged.graph, {}, None, plain_peak, outcome.seconds, can_run=False)
-    return ObservedStep(sites, {}, calls, merged, torchs, profile)
+    return ObservedStep(sites, {}, calls, merged, torchs, profile, forwards)

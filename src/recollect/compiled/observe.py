@@ -15,7 +15,7 @@ from recollect.compiled.joint import nbytes_of
 from recollect.compiled.merge import Merged, merge, saved_schedule
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
-from recollect.compiled.split import Observer, SeenGraph
+from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
@@ -54,7 +54,7 @@ class ObservedStep:
 def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     """Run the step, measure it, and make its graph."""
     notes = Notes()
-    called = prepare(sites, lambda compiler, _: Backend(compiler, Observer(), notes))
+    called = prepare(sites, lambda compiler, _: Backend(compiler, ObservingSplit(), notes))
     with step.undone(), installed(wrapped(called, notes.begun)):
         with compiled_collectives_refused():
             step.run()  # compiles

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
@@ -21,10 +20,11 @@ from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.planner import Planner, Solve
-from recollect.planning.prepare import Request, prepare_step
+from recollect.planning.prepare import Offload, Request, prepare_step
 from recollect.planning.progress import Progress, silent
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState
+from recollect.planning.solving.pool import Solution
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate
 from recollect.replay.named_schedule import NamedSchedule, trimmed
@@ -37,7 +37,7 @@ _CLOSE = 0.03
 WORTH = 0.01
 
 
-def check_not_offloaded(offload: Any) -> None:
+def check_not_offloaded(offload: Offload) -> None:
     """Refuse to offload."""
     if offload is True:
         raise ValueError(
@@ -123,12 +123,12 @@ class CompiledPlanner(Planner):
         is_tied = isinstance(self.solver, TiedSolver)
         return schedule if is_tied else trimmed(self.graph, schedule)
 
-    def _pays(self, solution: Any, schedule: Schedule) -> bool:
+    def _pays(self, solution: Solution | None, schedule: Schedule) -> bool:
         """Whether it is worth the while to compile another solution."""
         if solution is None:
             return False
         now = simulate(self.graph, schedule).seconds
-        return bool(solution.outcome.seconds < now - WORTH * self.graph.plain_seconds)
+        return solution.outcome.seconds < now - WORTH * self.graph.plain_seconds
 
     # --- the plan ---------------------------------------------------------------------------------
 

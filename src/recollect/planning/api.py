@@ -16,7 +16,7 @@ from recollect.graph.graph import Graph
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.distributed import ranks_of
-from recollect.planning.lazy import LazyPlan
+from recollect.planning.lazy import LazyPlanner
 from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
@@ -175,7 +175,7 @@ def lazy_runner(
     if _is_compiled(model):
         check_not_offloaded(offload)
         return LazyFit(model, budget, reporter(progress))
-    return Runner(None, LazyPlan(budget, offload, reporter(progress)))
+    return Runner(None, LazyPlanner(budget, offload, reporter(progress)))
 
 
 def frontier(
@@ -219,7 +219,7 @@ class Frontier:
     @property
     def least(self) -> int:
         """The least feasible budget in bytes."""
-        return self._planner.least()
+        return self._planner.least_budget()
 
     @property
     def plain_peak(self) -> int:

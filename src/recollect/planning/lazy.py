@@ -21,7 +21,7 @@ from recollect.graph.simulate import simulate
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop import notices
-from recollect.planning.loop.kinds import Step
+from recollect.planning.loop.kinds import StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.plan import Plan
@@ -49,7 +49,7 @@ _FIRST_STEPS = (
 
 
 @dataclass(frozen=True)
-class LazyPlan:
+class LazyPlanner:
     """What `fit` was given without a batch. Called with a traced step, it makes the plan."""
 
     budget: float | str
@@ -57,7 +57,7 @@ class LazyPlan:
     progress: Progress
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState
+        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
@@ -72,10 +72,10 @@ class LazyPlan:
         if _is_launched_by_host(live.device) and len(recordings) == 1 and not is_shared:
             profile = with_host_costs(profile, model)
         others = tuple(
-            SeenForward(kind.signature, size, kind.more)
-            for kind, size in zip(kinds[1:], made[1:], strict=True)
+            SeenForward(kind.signature, size, kind.extra_bytes)
+            for kind, size in zip(step_kind[1:], made[1:], strict=True)
         )
-        local = Local(graph, profile.made, kinds[0].signature, state, live.gradients, others)
+        local = Local(graph, profile.made, step_kind[0].signature, state, live.gradients, others)
         talks = next(filter(None, map(communicating_op, recordings)), None)
         if is_parallel(model):
             talks = None  # its collectives never run again
@@ -137,7 +137,7 @@ class LazyPlan:
         return planner.plan_or_least(self.budget)
 
     def __reduce__(self) -> Any:
-        return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
+        return LazyPlanner, (self.budget, self.offload, silent)  # what reports may not be picklable
 
 
 def _is_launched_by_host(device: torch.device) -> bool:

@@ -244,7 +244,7 @@ class Planner:
             self._warnings.warn("infeasible", f"{error}. Training goes on with the least")
             return self.least_plan(error.budget)
 
-    def least(self) -> int:
+    def least_budget(self) -> int:
         """The least feasible budget."""
         return min(self.trials.peak(self._least_schedule()), self.plain_peak)
 
@@ -261,7 +261,7 @@ class Planner:
 
     def _least_schedule(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
-        self.trials.consider(self._trimmed(self.solver.least().schedule))
+        self.trials.consider(self._trimmed(self.solver.least_solution().schedule))
         return self.trials.least_tried()
 
     def _trimmed(self, schedule: Schedule) -> Schedule:
@@ -285,8 +285,8 @@ class Planner:
         return next((each for each in fitting if _features_of(each) == features), None)
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
-        least = self.least()
-        outcome = self.solver.least().outcome
+        least = self.least_budget()
+        outcome = self.solver.least_solution().outcome
         parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
@@ -439,7 +439,7 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        schedule = self.solver.least().schedule
+        schedule = self.solver.least_solution().schedule
         outcome = simulate(self.graph, schedule, curve=True)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."

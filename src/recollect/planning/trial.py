@@ -257,7 +257,8 @@ class Trials:
         ]
         first, *others = sorted(timed, key=_seconds)
         points = [
-            Point(f"{_kind(each)} (measured)", each.peak, _seconds(each), "peer") for each in others
+            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "peer")
+            for each in others
         ]
         return replace(first, baselines=tuple(points), remark=_remark(first, others))
 
@@ -274,7 +275,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.time.seconds
 
 
-def _kind(candidate: Candidate) -> str:
+def _label(candidate: Candidate) -> str:
     return "whole modules" if candidate.schedule.modules else "op by op"
 
 

@@ -32,7 +32,7 @@ from recollect.planning.regions.module_regions import (
     unwrap_modules,
     wrap_modules,
 )
-from recollect.planning.solving.modules import ModuleCandidate, find_units, kind_of
+from recollect.planning.solving.modules import ModuleCandidate, find_units, module_kind
 from recollect.planning.warn_once import WarnOnce
 from recollect.policy.op_info import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
@@ -289,7 +289,7 @@ def _module_costs(graph: Graph, bench: Bench) -> dict[tuple[str, str], float]:
     """Seconds that checkpointing adds to a step, by module and engine."""
     steps = len(ENGINES) * (_LEAST + 2)
     count = max(1, min(_KINDS, int(_PRICING_SECONDS / (steps * graph.plain_seconds))))
-    kinds = _kinds(find_units(graph, callable_paths(bench.step.model)), count)
+    kinds = _largest_module_kinds(find_units(graph, callable_paths(bench.step.model)), count)
     ways: dict[tuple[str, str], Way] = {}
     for kind, units in kinds.items():
         for engine in ENGINES:
@@ -308,11 +308,13 @@ def _module_costs(graph: Graph, bench: Bench) -> dict[tuple[str, str], float]:
     return costs
 
 
-def _kinds(units: Sequence[ModuleCandidate], count: int) -> dict[str, list[ModuleCandidate]]:
+def _largest_module_kinds(
+    units: Sequence[ModuleCandidate], count: int
+) -> dict[str, list[ModuleCandidate]]:
     """The modules by kind: the ``count`` kinds that free most, if that is not little."""
     found: dict[str, list[ModuleCandidate]] = {}
     for unit in units:
-        found.setdefault(kind_of(unit.path), []).append(unit)
+        found.setdefault(module_kind(unit.path), []).append(unit)
     freed = {kind: sum(unit.freed for unit in found[kind]) for kind in found}
     most = max(freed.values(), default=0)
     kinds = sorted(freed, key=freed.__getitem__, reverse=True)[:count]

@@ -39,7 +39,7 @@ class Choice:
         may_be_plain: Whether the step may run without the engine, which checks its ops.
         is_predicted: Whether no forward of this kind was recorded yet. The first one will be, and
             holds all results that its schedule names, needed or not, until it ends.
-        more: Schedules beside those of the plan.
+        other_schedules: Schedules beside those of the plan.
         can_solve: Whether to solve for this graph if none of them fits.
     """
 
@@ -50,7 +50,7 @@ class Choice:
         *,
         may_be_plain: bool = True,
         is_predicted: bool = False,
-        more: Sequence[NamedSchedule] = (),
+        other_schedules: Sequence[NamedSchedule] = (),
         can_solve: bool = True,
     ) -> None:
         self._plan = plan
@@ -68,7 +68,7 @@ class Choice:
         #: Bytes of random states, which a recorded call holds too.
         self._states = sum(op.state for op in graph.ops) if is_predicted else 0
         self._outcomes[self.alike(None)] = simulate_plain(graph)
-        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *other_schedules)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
         #: The schedules to choose from, the same for all forwards.
         self.options = [each[0] for each in self._outcomes]

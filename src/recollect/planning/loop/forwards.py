@@ -8,7 +8,7 @@ from itertools import dropwhile
 from typing import Any
 from weakref import ref
 
-from recollect.planning.loop.kinds import Kind, Step
+from recollect.planning.loop.kinds import ForwardKind, StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.model_state import ModelState
@@ -29,17 +29,17 @@ class Forwards(threading.local):
     #: The model, and its forwards since none waited for a backward.
     owner: Callable[[], Any] = staticmethod(lambda: None)
     waiting: tuple[Waiting, ...] = ()
-    step: Step = ()
+    step: StepKind = ()
     #: How many of them, from the first that waits on, a backward has gone through; and how often a
     #: forward began when more had than at the forward before.
     reached: int = 0
     rounds: int = 0
     #: The step that is traced, and the kinds of its forwards; none before there is a plan.
     live: LiveStep | None = None
-    traced: Step = ()
+    traced: StepKind = ()
     #: Before there is a plan: the forwards that were traced, the state of the model, and how many
     #: forwards have run since.
-    kinds: Step = ()
+    kinds: StepKind = ()
     state: ModelState | None = None
     waited: int = 0
     #: And whether more of them waited at once than in the step that was traced.
@@ -59,6 +59,6 @@ class Forwards(threading.local):
             self.owner = (lambda: None) if model is None else ref(model)
             self.waiting, self.step, self.reached, self.rounds = (), (), 0, 0
 
-    def add(self, kind: Kind, waiting: Waiting) -> None:
+    def add(self, kind: ForwardKind, waiting: Waiting) -> None:
         """A forward has run."""
         self.waiting, self.step = (*self.waiting, waiting), (*self.step, kind)

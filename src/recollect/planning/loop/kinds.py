@@ -52,21 +52,21 @@ _REMEMBERED = 64
 _SOLVED = 8
 
 
-class Kind(NamedTuple):
+class ForwardKind(NamedTuple):
     """A kind of forward."""
 
     signature: tuple[Any, ...]  #: of its batch
     differences: Differences | None = None  #: of the model, from the planned one
-    more: int = 0  #: bytes allocated before it, beyond those of the plan
+    extra_bytes: int = 0  #: bytes allocated before it, beyond those of the plan
 
-    def is_within(self, other: Kind) -> bool:
+    def is_within(self, other: ForwardKind) -> bool:
         """Whether it takes no more memory than ``other``."""
         same_state = self[1:] == other[1:]
         return same_state and _is_within(self.signature, other.signature)
 
 
 #: The kinds of the forwards of a step.
-Step = tuple[Kind, ...]
+StepKind = tuple[ForwardKind, ...]
 
 
 class Kinds:
@@ -80,14 +80,16 @@ class Kinds:
         #: The recordings of the planned step, if it was traced in the loop.
         self._recordings = recordings
         #: By step: its last forward, and the choice of its schedules.
-        self._known: dict[Step, Variant] = {}
-        self._choices: dict[Step, Choice] = {}
-        self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
+        self._known: dict[StepKind, Variant] = {}
+        self._choices: dict[StepKind, Choice] = {}
+        self._planned = tuple(
+            ForwardKind(each.signature, None, each.extra_bytes) for each in plan.forwards
+        )
         #: The traced steps; the schedules solved for predicted steps; the kinds that no schedule
         #: brings into the budget.
         self._shapes = Shapes()
         self._solved: list[NamedSchedule] = []
-        self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
+        self._too_large: deque[ForwardKind] = deque(maxlen=_REMEMBERED)
         if plan.graph is not None and not plan.others:
             state, made = self._planned[0][1:], dict(plan.made)
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
@@ -101,10 +103,10 @@ class Kinds:
 
     # --- which kind -------------------------------------------------------------------------------
 
-    def kind_of(self, model: Any, signature: tuple[Any, ...]) -> Kind:
+    def kind_of(self, model: Any, signature: tuple[Any, ...]) -> ForwardKind:
         """The kind of a forward of ``model`` that begins now."""
         if not isinstance(model, nn.Module):
-            return Kind(signature)
+            return ForwardKind(signature)
         facts, found = self._seen  # once: another thread may change it
         now, parameters = facts_of(model)
         if facts is None:
@@ -116,7 +118,7 @@ class Kinds:
             self._seen = now, found
             notices.of_opaque_code(self._warnings, self.plan, model)
         more = gradient_bytes(model, parameters, self.plan.gradients)
-        return Kind(signature, found, more + (0 if found is None else found.nbytes))
+        return ForwardKind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
         """The bytes of optimizer state that were not there when the plan was made.
@@ -141,11 +143,11 @@ class Kinds:
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
         return state if state > 0 else math.inf  # it was made without an optimizer
 
-    def is_planned(self, step: Step) -> bool:
+    def is_planned(self, step: StepKind) -> bool:
         """Whether a step is the planned one."""
         return step == self._planned
 
-    def begin(self, step: Step) -> Variant:
+    def begin(self, step: StepKind) -> Variant:
         """The last forward of ``step`` begins. Returns its variant."""
         variant = self.find(step)
         variant.count()
@@ -154,7 +156,7 @@ class Kinds:
             variant.wants_trace |= is_wanted
         return variant
 
-    def find(self, step: Step) -> Variant:
+    def find(self, step: StepKind) -> Variant:
         """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
         if variant is None or self._is_worth_predicting(variant):
@@ -166,7 +168,7 @@ class Kinds:
             variant.version, self._known[step] = self._shapes.version, variant
         return variant
 
-    def _forget_oldest(self, step: Step) -> None:
+    def _forget_oldest(self, step: StepKind) -> None:
         """Forget the oldest kind of step, with all that begin like it, but no part of ``step``."""
         known = [*self._known]
         oldest = next((each for each in known if each != step[: len(each)]), None)
@@ -179,7 +181,7 @@ class Kinds:
         """Whether an unknown forward may be predicted now, from steps traced since."""
         return not variant.is_known and variant.version != self._shapes.version
 
-    def _predicted_variant(self, step: Step) -> Variant | None:
+    def _predicted_variant(self, step: StepKind) -> Variant | None:
         """Predict a forward that was never traced from others that were; None if impossible."""
         kind, plan = step[-1], self.plan
         # What follows a forward cannot be predicted.
@@ -193,7 +195,7 @@ class Kinds:
             found.graph,
             may_be_plain=found.is_covered and not self._differ,
             is_predicted=True,
-            more=self._solved,
+            other_schedules=self._solved,
             can_solve=not any(other.is_within(kind) for other in self._too_large),
         )
         self._solved = [*self._solved, *choice.solved][-_SOLVED:]
@@ -208,7 +210,7 @@ class Kinds:
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
 
-    def judge(self, step: Step, report: CallReport) -> None:
+    def judge(self, step: StepKind, report: CallReport) -> None:
         """The last forward of a step was recorded: compare it with its expected bytes."""
         variant = self._known.get(step)
         if variant is None:
@@ -232,11 +234,11 @@ class Kinds:
         """Whether forwards of one kind have ever done more than those before."""
         return any(each.differs for each in [*self._known.values()])
 
-    def is_surprise(self, step: Step) -> bool:
+    def is_surprise(self, step: StepKind) -> bool:
         """Whether the last forward follows others that it never followed before."""
         return len(step) > 1 and step not in self._known and self._larger(step) is None
 
-    def _new_variant(self, step: Step, first: Variant | None) -> Variant:
+    def _new_variant(self, step: StepKind, first: Variant | None) -> Variant:
         larger = self._larger(step)
         plan, warnings, count = self.plan, self._warnings, len(step)
         if step == self._planned[:count]:
@@ -249,11 +251,11 @@ class Kinds:
             return Variant.within(larger, first)
         kind = step[-1]
         only_gradients = kind.differences is None and _is_within(kind.signature, plan.signature)
-        least = plan.least_with(kind.more) if only_gradients else plan.least
+        least = plan.least_with(kind.extra_bytes) if only_gradients else plan.least
         differences = _describe_differences(plan, kind)
         return Variant(plan, warnings, least, differences=differences, first=first)
 
-    def _larger(self, step: Step) -> Variant | None:
+    def _larger(self, step: StepKind) -> Variant | None:
         """The smallest known forward that takes no less memory than the last one of ``step``."""
         known = [
             (other, variant)
@@ -277,7 +279,7 @@ class Kinds:
             variant.nodes = variant.recording.nodes
         return variant
 
-    def has_room(self, step: Step) -> bool:
+    def has_room(self, step: StepKind) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""
         base, needed = self.plan.base, 0
         for kind in step:
@@ -292,19 +294,19 @@ class Kinds:
 
     # --- what is learned --------------------------------------------------------------------------
 
-    def surprised(self, step: Step) -> None:
+    def surprised(self, step: StepKind) -> None:
         """More forwards than known have begun a step: the next one is traced."""
         for count in range(1, len(step)):
             variant = self._known.get(step[:count])
             if variant is not None:
                 variant.surprised()
 
-    def forget(self, step: Step) -> None:
+    def forget(self, step: StepKind) -> None:
         """A step does more than is known: the next one is traced."""
         for each in self._forwards(step):
             each.forget()
 
-    def traced(self, step: Step, graph: Graph, recordings: Sequence[Recording]) -> None:
+    def traced(self, step: StepKind, graph: Graph, recordings: Sequence[Recording]) -> None:
         """A step was traced: choose the schedules of later ones."""
         forwards = self._forwards(step)
         if not forwards:
@@ -333,7 +335,7 @@ class Kinds:
             self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
 
     def _peak_of_run(
-        self, step: Step, graph: Graph, choice: Choice, recordings: Sequence[Recording]
+        self, step: StepKind, graph: Graph, choice: Choice, recordings: Sequence[Recording]
     ) -> int | None:
         """The peak of the step that was traced, or of one that led to it; None if unknown.
 
@@ -346,13 +348,13 @@ class Kinds:
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
         return simulate(graph, schedule_of(recordings)).peak - early
 
-    def failed(self, step: Step) -> None:
+    def failed(self, step: StepKind) -> None:
         """The trace of a step failed: there was no backward."""
         variant = self._known.get(step[:1])
         if variant is not None:
             variant.failed()
 
-    def exceeded(self, step: Step, measured: int) -> bool:
+    def exceeded(self, step: StepKind, measured: int) -> bool:
         """A step exceeded its budget: it took ``measured`` bytes. Whether later ones keep less."""
         plan, forwards = self.plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
@@ -365,7 +367,7 @@ class Kinds:
             self._choose(forwards[0])
         return before != tuple(each.schedule for each in forwards)
 
-    def tighten(self, step: Step) -> int:
+    def tighten(self, step: StepKind) -> int:
         """A step ran out of memory: have later ones keep less. Returns by how many bytes."""
         before = tuple(each.schedule for each in self._forwards(step))
         if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self.plan.budget)):
@@ -375,13 +377,13 @@ class Kinds:
             return max(1, (after[0].peak - self.plan.base) // 2)  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
-    def _choice_of(self, step: Step) -> Choice | None:
+    def _choice_of(self, step: StepKind) -> Choice | None:
         """The choice of schedules for a step; None if its graph is not known."""
         if step == self._planned and step not in self._choices and self.plan.graph is not None:
             self._choices[step] = Choice(self.plan, self.plan.graph)
         return self._choices.get(step)
 
-    def _forwards(self, step: Step) -> list[Variant]:
+    def _forwards(self, step: StepKind) -> list[Variant]:
         """The forwards of a step; none if one of them is not known."""
         found = [self._known.get(step[: n + 1]) for n in range(len(step))]
         return [] if None in found else [each for each in found if each is not None]
@@ -399,7 +401,7 @@ class Kinds:
                     variant.choose(schedule, peak)
 
 
-def _are_within(step: Step, other: Step) -> bool:
+def _are_within(step: StepKind, other: StepKind) -> bool:
     pairs = zip(step, other, strict=False)
     return len(step) == len(other) and all(a.is_within(b) for a, b in pairs)
 
@@ -409,14 +411,14 @@ def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return is_alike(signature, other) and is_smaller(signature, other)
 
 
-def _numbers_in(kind: Kind) -> int:
+def _numbers_in(kind: ForwardKind) -> int:
     """The number of tensor elements in a batch."""
     return sum(math.prod(each[0]) for each in kind.signature if isinstance(each, tuple))
 
 
-def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
+def _describe_differences(plan: PlannedStep, kind: ForwardKind) -> Differences:
     """Say how a call differs from the planned ones, and how to plan for it."""
-    signature, other, more = kind.signature, kind.differences or Differences(), kind.more
+    signature, other = kind.signature, kind.differences or Differences()
     texts, cures = [*other.texts], [*other.cures]
     if not is_alike(signature, plan.signature):
         texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
@@ -424,7 +426,7 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
     elif not is_smaller(signature, plan.signature):
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
-    gradients = more - other.nbytes
+    gradients = kind.extra_bytes - other.nbytes
     if gradients:
         texts.append(
             f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
@@ -434,4 +436,4 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
             "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
             "to None before each forward"
         )
-    return replace(other, texts=tuple(texts), cures=tuple(cures), nbytes=more)
+    return replace(other, texts=tuple(texts), cures=tuple(cures))

@@ -31,7 +31,7 @@ from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.forwards import Forwards
-from recollect.planning.loop.kinds import Kind, Kinds, Step
+from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
 from recollect.planning.loop.live import LiveStep, drop_stale_trace, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
@@ -54,9 +54,9 @@ class MakePlan(Protocol):
     """Makes the plan for a fit without a batch."""
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState, /
+        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState, /
     ) -> PlannedStep | None:
-        """Make it from a traced step, the kinds of its forwards and the state of the model.
+        """Make it from a traced step, its kind and the state of the model.
 
         None if there can be none.
         """
@@ -100,7 +100,7 @@ class Runner:
         #: In how many more planned steps to check whether the loop holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
         #: The last step whose peak was compared with the budget.
-        self._watched: Step = ()
+        self._watched: StepKind = ()
 
     @property
     def plan(self) -> PlannedStep | None:
@@ -191,17 +191,19 @@ class Runner:
             self._peaks.compare(result, before)
         return result
 
-    def _live_for(self, kinds: Kinds, model: Any, step: Step, variant: Variant) -> LiveStep | None:
+    def _live_for(
+        self, kinds: Kinds, model: Any, step: StepKind, variant: Variant
+    ) -> LiveStep | None:
         """The step to trace from its first forward on; None if it is not to be traced."""
         if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
             return None
-        base, end = kinds.plan.base + step[0].more, partial(self._end_trace, model)
+        base, end = kinds.plan.base + step[0].extra_bytes, partial(self._end_trace, model)
         return self._live_step(model, base, kinds.plan.link, end)
 
     def _run_or_retry(
         self,
         kinds: Kinds,
-        step: Step,
+        step: StepKind,
         run: Callable[[], tuple[Any, CallReport | None]],
         attempt: Attempt | None,
     ) -> tuple[Any, CallReport | None]:
@@ -238,7 +240,7 @@ class Runner:
 
     # --- memory that has run out ------------------------------------------------------------------
 
-    def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
+    def _tighten(self, kinds: Kinds, step: StepKind, error: BaseException) -> bool:
         """A step ran out of memory: have later ones keep less. Returns whether they do."""
         less = kinds.tighten(step)
         note = (
@@ -283,7 +285,7 @@ class Runner:
             return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
-        live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        live, kind = forwards.live, ForwardKind(signature_of_batch(args, kwargs))
         if live is None and (unsupported := obstacle_in(model)) is not None:
             self._make_plan = None
             self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
@@ -294,8 +296,8 @@ class Runner:
             live = forwards.live = self._live_step(model)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
-            more = gradient_bytes(model, parameters_of(model), live.gradients)
-            kind = kind._replace(more=more)
+            extra_bytes = gradient_bytes(model, parameters_of(model), live.gradients)
+            kind = kind._replace(extra_bytes=extra_bytes)
             forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
@@ -343,7 +345,7 @@ class Runner:
         again, in_parts = weakly(self.again), self._in_parts
         return LiveStep(model, base, link, on_end=end, on_again=again, in_parts=in_parts)
 
-    def again(self, step: Step = ()) -> None:
+    def again(self, step: StepKind = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
         if self._in_parts:
             return

@@ -258,7 +258,7 @@ class LargestSearch:
                 budget=error.budget,
                 least=error.least,
             ) from None
-        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        self._leasts[size] = min(planner.least_budget(), plan.predicted_peak)
         plain = plan.measured_plain_time or plan.plain_time
         return self._noted(size, plan, plain / size, is_fast=True)
 
@@ -374,7 +374,7 @@ class LargestSearch:
             del planner
         planner = self._record(size, partial(record_under, by=self._by))
         plan = planner.plan_for(self._budget)
-        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        self._leasts[size] = min(planner.least_budget(), plan.predicted_peak)
         self._by = plan.least
         return plan
 
