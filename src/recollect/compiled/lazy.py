@@ -105,7 +105,7 @@ def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> Laz
 def fit_called_by_compiler(
     model: nn.Module, budget: float | str, progress: Progress, callback: Any
 ) -> bool:
-    """The same for a model that compiled code calls now. Returns whether it can be.
+    """As `fit_lazily`, for a model that compiled code calls now. Returns whether it can be.
 
     The code around it stops where it calls the model, and the model is compiled by itself.
     ``callback``: that of the compiler.
@@ -139,12 +139,12 @@ class LazyFit(Installed):
         #: What was measured: the largest step without a plan, or one like it under the plan.
         self._timeline: Timeline | None = None
         self._measured = 0
-        #: Of the largest step without a plan: its calls of compiled graphs, the size and shapes of
-        #: what they take, and how often it calls the model. And the size of the largest of all.
-        self._calls: list[Call] = []
-        self._size, self._largest = 0, 0
-        self._shapes: Sequence[Any] = ()
-        self._forwards = 1
+        # Of the largest step that was measured without a plan:
+        self._calls: list[Call] = []  #: its calls of compiled graphs
+        self._size = 0  #: how many numbers they take
+        self._shapes: Sequence[Any] = ()  #: the shapes of what they take
+        self._forwards = 1  #: how often it calls the model
+        self._largest = 0  #: the size of the largest step, measured or not
         #: The state of the model before the step that is under way.
         self._state: ModelState | None = None
         self._planner: LoopPlanner | None = None
@@ -251,19 +251,21 @@ class LazyFit(Installed):
 
     def _act_on_last_step(self) -> None:
         """Make the plan, correct it, or give up, by what was measured."""
-        steps = self._steps
+        steps, model, timeline = self._steps, self._model(), self._timeline
+        if model is None:
+            return
         if self._applied is not None:
-            if self._timeline is not None:
-                self._judge(self._applied)
+            if timeline is not None:
+                self._judge(model, self._applied, timeline)
             elif steps.missed >= _FUTILE:
                 self._finish()
         else:
             self._largest = max(self._largest, _size_of(self._notes.calls))
             is_largest = self._size == self._largest or self._measured >= _FUTILE
-            is_updated = not steps.updates.are_awaited(steps.count, self._model())
-            if self._timeline is not None and is_largest and is_updated:
-                self._make_plan()
-            elif self._timeline is None and steps.missed >= _FUTILE:
+            is_updated = not steps.updates.are_awaited(steps.count, model)
+            if timeline is not None and is_largest and is_updated:
+                self._make_plan(model, timeline)
+            elif timeline is None and steps.missed >= _FUTILE:
                 self._give_up()
 
     def _keep(self, timeline: Timeline) -> None:
@@ -282,10 +284,7 @@ class LazyFit(Installed):
             self._calls = self._notes.observed()
             self._forwards = self._notes.forwards
 
-    def _make_plan(self) -> None:
-        model, timeline = self._model(), self._timeline
-        assert model is not None
-        assert timeline is not None
+    def _make_plan(self, model: nn.Module, timeline: Timeline) -> None:
         assert self._state is not None
         base = self._steps.updates.base_bytes(model, self._steps.gradients)
         costs = NodeCosts(self._device)
@@ -318,13 +317,10 @@ class LazyFit(Installed):
             bytes_text(plan.predicted_peak),
         )
 
-    def _judge(self, applied: Applied) -> None:
+    def _judge(self, model: nn.Module, applied: Applied, timeline: Timeline) -> None:
         """A step under the plan was measured."""
-        model, planner, timeline = self._model(), self._planner, self._timeline
-        assert model is not None
+        plan, planner = applied.plan, self._planner
         assert planner is not None
-        assert timeline is not None
-        plan = applied.plan
         peak = self._steps.updates.base_bytes(model, self._steps.gradients) + timeline.peak
         planner.note(peak, applied.code)
         better = planner.better_plan(plan, peak)

@@ -57,8 +57,8 @@ class LoopSteps:
         self._waiting: list[Waiting] = []
         #: How many calls of the model and its modules are under way: the outermost begins a step.
         self._depth = 0
-        #: How many steps have begun, and how many of them could not be measured.
-        self.count = self.missed = 0
+        self.count = 0  #: how many steps have begun
+        self.missed = 0  #: how many of them could not be measured
         self._is_over = False
         #: The most bytes of gradients that were there when a step began.
         self.gradients = 0

@@ -116,8 +116,7 @@ class LoopPlanner(CompiledPlanner):
         gain = plan.predicted_time - found.predicted_time
         is_close = peak >= (1 - self._untried) * budget
         if peak <= budget and (is_close or gain < WORTH * plan.plain_time):
-            peaks = Peaks.of_one(peak)
-            return self.make_plan(budget, replace(last, peak=peak, peaks=peaks))
+            return self.make_plan(budget, replace(last, peak=peak, peaks=Peaks.of_one(peak)))
         return found
 
     @property

@@ -48,7 +48,7 @@ class Merged:
         return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
 
     def decided(self, call: int, schedule: Schedule) -> frozenset[int]:
-        """The same as numbers of the ops of the call."""
+        """The ops of a call that a schedule keeps, by their numbers in the call."""
         first, count = self.first[call], len(self.parts[call].ops)
         return frozenset(n - first for n in schedule.kept if first <= n < first + count)
 

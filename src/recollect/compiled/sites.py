@@ -110,7 +110,7 @@ Called = dict[nn.Module, Any]
 
 
 def wrapped(called: Called, wrap: Callable[[int, Callable[..., Any]], Any]) -> Called:
-    """The same, each wrapped. ``wrap``: from the number of the module and what it calls."""
+    """What modules call, wrapped. ``wrap``: from the number of a module and what it calls."""
     return {
         module: called_around(each, partial(wrap, number))
         for number, (module, each) in enumerate(called.items())

@@ -139,7 +139,8 @@ def tag(joint: Joint, kept: Collection[str]) -> None:
     """Say of every node that backward needs whether it is saved or recomputed.
 
     The partitioner is left with nothing to choose. What checkpointed regions in the compiled code
-    say is taken back: it may contradict.
+    say is taken back: it may contradict. From a schedule to here: `Merged.kept_in` ->
+    `CompiledTrials.decisions` -> `GraphDecision.kept` -> `applied.make_code` -> `PlannedSplit`.
     """
     for node in joint.nodes:
         node.meta.pop("recompute", None)

@@ -17,11 +17,10 @@ from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.sampling import Timing
 from recollect.planning.recording.step import TrainingStep
 from recollect.planning.trial import Trials
 from recollect.planning.warn_once import WarnOnce
-from recollect.planning.ways import Bench, Peaks, Way, peaks_under, times_under
+from recollect.planning.ways import Bench, Peaks, Way, peaks_under
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,26 +95,16 @@ class CompiledTrials(Trials):
         self.code[schedule] = code
         return peaks, False
 
+    def _way(self, schedule: Schedule | None) -> Way:
+        plain = self.observed.called
+        return _CompiledWay(called=plain if schedule is None else self.code[schedule].called)
+
     @contextmanager
     def _plan_removed(self) -> Iterator[None]:
         obstacle = self._difference()
         if obstacle is not None:
             raise ValueError(obstacle)
         yield  # whatever runs has code of its own
-
-    # --- times ------------------------------------------------------------------------------------
-
-    def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
-        if schedules not in self._times:
-            self._times[schedules] = None
-            if all(each in self.code for each in schedules):
-                self._progress("timing the plan", 0.0)
-                codes = [self.observed.called, *(self.code[each].called for each in schedules)]
-                ways = [_CompiledWay(called=called) for called in codes]
-                with self._plan_removed():
-                    plain, *found = times_under(ways, self._bench)
-                self._times[schedules] = found, plain
-        return self._times[schedules]
 
 
 def _variants(kept: dict[tuple[int, str], tuple[str, ...] | None], count: int) -> list[int]:

@@ -48,16 +48,14 @@ Record = Callable[[TrainingStep, Link | None], Profile]
 
 #: How often a lower target is set for a plan that takes more memory than predicted.
 _CORRECTIONS = 6
-#: How many schedules a plan carries for other batches: so many of the best for the planned batch,
-#: and so many of the best for a larger one.
+#: How many schedules a plan carries for the planned batch, and as many for one `_LARGER` times as
+#: large.
 _ALTERNATIVES = 8
-#: The fraction of a budget that stays free if the plan cannot be tried. On CUDA, blocks of the
-#: allocator may be larger than what was asked for. And on the CPU, for the numbers that autograd
-#: saves (as in ``2.0 * x``), which no op makes.
+_LARGER = 2
+#: The fraction of a budget that stays free if the plan cannot be tried: for blocks of the allocator
+#: that are larger than requested (CUDA), and for numbers that autograd saves, as in ``2.0 * x``.
 _UNTRIED = 0.01
 _UNTRIED_ON_CPU = 1e-4
-#: How many times as large the larger one is.
-_LARGER = 2
 #: Finds the quickest solution within a budget, if there is one.
 Solve = Callable[[int], Solution | None]
 #: A schedule that is predicted to take so many times as long as another is not tried; nor in the
@@ -256,7 +254,7 @@ class Planner:
         found = Candidate(schedule, profile.plain_peak)
         if profile.measured_peak is None or profile.timing is None:
             return found
-        peaks = Peaks(profile.measured_peak, profile.plain_peak, None)
+        peaks = Peaks(profile.measured_peak, profile.plain_peak)
         return replace(found, peaks=peaks, time=profile.timing, plain_time=profile.timing)
 
     def _least_schedule(self) -> Schedule:

@@ -27,7 +27,7 @@ from recollect.report.units import percent_text
 
 #: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.
 _OUT_OF_MEMORY = 1.1
-#: The same for a step whose forward depends on chance, and was not run as it was recorded.
+#: The least peak that is assumed for a step whose forward depends on chance, as such a multiple.
 _BY_CHANCE = 1.05
 #: The peak that is assumed for modules whose rerun fails.
 _NEVER = 1 << 62
@@ -64,10 +64,10 @@ class Trials:
         self._bench = bench
         self._state = state
         self._progress = progress
-        #: By schedule that was tried: the peak to expect, and the measured ones. And the times of
-        #: schedules that were timed in turn.
+        #: By schedule that was tried: the peak to expect.
         self.expected: dict[Schedule, int] = {}
-        self._peaks: dict[Schedule, Peaks] = {}
+        self._peaks: dict[Schedule, Peaks] = {}  #: those that were measured
+        #: By schedules that were timed in turn: their times, and that of the plain step.
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
         self._named: dict[tuple[Schedule, int], NamedSchedule] = {}
         #: Whether a forward that was tried was not the recorded one.
@@ -164,7 +164,11 @@ class Trials:
     def _run(self, schedule: Schedule) -> tuple[Peaks, bool]:
         """The peaks of steps under a schedule, and whether one was not as recorded."""
         with self._plan_removed():
-            return self._bench.peaks(Way(self.named(schedule)), self._trying)
+            return self._bench.peaks(self._way(schedule), self._trying)
+
+    def _way(self, schedule: Schedule | None) -> Way:
+        """How steps run under a schedule; None: without a plan."""
+        return Way(None if schedule is None else self.named(schedule))
 
     def _trying(self, done: float) -> None:
         self._progress("trying the plan", done)
@@ -225,12 +229,12 @@ class Trials:
             self._times[schedules] = None
             if all(each in self._peaks for each in schedules):
                 self._progress("timing the plan", 0.0)
-                ways = [Way(self.named(each)) for each in schedules]
-                both = None if self.profile.timing is None else self._time_in_turn([Way(), *ways])
+                plain, *ways = map(self._way, (None, *schedules))
+                both = None if self.profile.timing is None else self._time_in_turn([plain, *ways])
                 found = both or self._time_in_turn(ways)
                 if found is not None:
-                    plain = found.pop(0) if both else None
-                    self._times[schedules] = found, plain
+                    plain_time = found.pop(0) if both else None
+                    self._times[schedules] = found, plain_time
         return self._times[schedules]
 
     def _time_in_turn(self, ways: Sequence[Way]) -> list[Timing] | None:

@@ -41,7 +41,7 @@ from recollect.state.rng import read_streams, settle_streams, write_streams
 
 #: How many steps are run to know a peak: one is recorded, one checked against that, one is known.
 _STEPS = 3
-#: Rounds of steps that are timed; and the seconds after which two have to do.
+#: The least and the most rounds of steps that are timed; after so many seconds, two are enough.
 _LEAST, _MOST = 3, 8
 _SECONDS = 6.0
 #: The engine is not timed if this many seconds for each op were less than this part of the step.
@@ -49,10 +49,10 @@ _PER_OP = 50e-6
 _LITTLE = 0.03
 #: How many tensors are offloaded to see what that costs.
 _SENT = 16
-#: Kinds of modules of which the cost is measured: as many as take so many seconds, and so many at
-#: most. Those that free less than this part of what the first kind frees are left out.
+#: Modules are priced in so many seconds, of so many kinds at most.
 _PRICING_SECONDS = 10.0
 _KINDS = 5
+#: A kind is left out if it frees less than this fraction of what the first one frees.
 _SLIGHT = 0.1
 
 
@@ -110,13 +110,13 @@ class Peaks:
     measured: int  #: the highest
     expected: int  #: the same, with room for what other steps like them may take more
     #: Bytes of the model's output that were there when backward reached it, if it did.
-    output: int | None
+    output: int | None = None
     each: tuple[int, ...] = ()  #: the peak of each step
 
     @classmethod
     def of_one(cls, peak: int) -> Peaks:
         """The peak of one step."""
-        return cls(peak, peak, None, (peak,))
+        return cls(peak, peak, each=(peak,))
 
 
 def peaks_under(
@@ -166,7 +166,9 @@ class Bench:
         self._made = made
         self._warnings = WarnOnce()
 
-    def peaks(self, way: Way, progress: Callable[[float], None]) -> tuple[Peaks, bool]:
+    def peaks(
+        self, way: Way, progress: Callable[[float], None] = lambda _: None
+    ) -> tuple[Peaks, bool]:
         """The peaks of steps, and whether one of them was not as recorded: it depends on chance."""
         reports: list[CallReport] = []
         peaks = peaks_under(way, self.step, self._warnings, progress, reports)

@@ -56,9 +56,9 @@ class Choice:
         self._plan = plan
         self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
-        #: If shapes depend on data: the number of steps seen, and the most and the least bytes that
-        #: a forward made, relative to the graph.
-        self._varies, self._seen = graph.varies, 0
+        self._varies = graph.varies  #: whether shapes depend on data
+        self._seen = 0  #: how many steps were seen, if so
+        #: The most and the least bytes that a forward made in them, relative to the graph.
         self._most = self._least = 1.0
         #: The ratio of measured to simulated peaks.
         self._scale = 1 + plan.excess
@@ -151,7 +151,7 @@ class Choice:
         return best if self._unrecorded is None else self._without_unneeded(self._unrecorded, best)
 
     def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
-        """The same for ``graph``, without results that only other kinds of steps need."""
+        """``schedules`` without results that only other kinds of steps need, not ``graph``."""
         names = self._plan.schedule.alike
         needed = tuple(
             each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)

@@ -5,7 +5,7 @@ is the kinds of its forwards, in order: a loop may call the model several times 
 When a forward runs, the later ones are not known yet. So it runs by the schedule for the longest
 step that began in the same way.
 
-`find` decides, in this order: the record known for this step; a prediction from traced steps
+`find` decides, in this order: the variant known for this step; a prediction from traced steps
 (`shapes`); the planned step; the schedule of the smallest known step that is no smaller; else the
 schedule of the least peak, and the step is traced.
 """
@@ -79,16 +79,14 @@ class Kinds:
         self._warnings = warnings
         #: The recordings of the planned step, if it was traced in the loop.
         self._recordings = recordings
-        #: By step: its last forward, and the choice of its schedules.
-        self._known: dict[StepKind, Variant] = {}
-        self._choices: dict[StepKind, Choice] = {}
+        self._known: dict[StepKind, Variant] = {}  #: by step: its last forward
+        self._choices: dict[StepKind, Choice] = {}  #: by step: the choice of its schedules
         self._planned = tuple(
-            ForwardKind(each.signature, None, each.extra_bytes) for each in plan.forwards
+            ForwardKind(each.signature, extra_bytes=each.extra_bytes) for each in plan.forwards
         )
-        #: The traced steps; the schedules solved for predicted steps; the kinds that no schedule
-        #: brings into the budget.
-        self._shapes = Shapes()
-        self._solved: list[NamedSchedule] = []
+        self._shapes = Shapes()  #: the traced steps
+        self._solved: list[NamedSchedule] = []  #: schedules solved for predicted steps
+        #: The kinds of forwards that no schedule brings into the budget.
         self._too_large: deque[ForwardKind] = deque(maxlen=_REMEMBERED)
         if plan.graph is not None and not plan.others:
             state, made = self._planned[0][1:], dict(plan.made)

@@ -92,7 +92,7 @@ class LiveStep:
         link: The link to the host, if results may be offloaded.
         on_end: Called when backward has ended.
         on_again: As in `Waiting`.
-        in_parts: The same.
+        in_parts: As in `Waiting`.
     """
 
     def __init__(
@@ -121,16 +121,13 @@ class LiveStep:
         #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
-        #: What its forwards did, and whether their backward has come.
-        self.recordings: list[Recording] = []
-        self._waiting: list[Waiting] = []
-        #: Whether it is being traced, and whether its backward has ended.
-        self.is_open = False
-        self.is_over = False
-        #: Whether forwards have followed that were not traced.
-        self.is_followed = False
-        #: Whether backward has reached it, and whether one has that did not end.
-        self._is_reached = self._is_running = False
+        self.recordings: list[Recording] = []  #: of its forwards
+        self._waiting: list[Waiting] = []  #: tells of each forward whether its backward has come
+        self.is_open = False  #: whether it is being traced
+        self.is_over = False  #: whether its backward has ended
+        self.is_followed = False  #: whether forwards have followed that were not traced
+        self._is_reached = False  #: whether a backward has reached it
+        self._is_running = False  #: whether that backward has yet to end
         #: By forward that backward has reached: whether it left gradients to a later one.
         self._split: dict[int, bool] = {}
         #: How many backwards have ended that were not its own.
@@ -285,5 +282,5 @@ class LiveStep:
 
     @property
     def accumulated(self) -> int:
-        """The bytes of gradients with which the forwards began that followed before an update."""
+        """The bytes of gradients that forwards found which followed it before an update."""
         return max(0, self.updates.gradients - self.gradients) if self.is_followed else 0

@@ -68,8 +68,10 @@ def of_opaque_code(warnings: WarnOnce, plan: PlannedStep, model: nn.Module) -> N
         )
 
 
-def of_unrecorded(warnings: WarnOnce, reason: str) -> None:
-    """A forward could not be recorded to its end."""
+def of_unrecorded(warnings: WarnOnce, plan: PlannedStep, reason: str) -> None:
+    """A forward could not be recorded to its end, as the planned one could."""
+    if plan.stopped is not None:
+        return
     warnings.warn(
         reason,
         "the plan is not in effect for a part of the step, which may exceed its budget: forward "

@@ -33,7 +33,7 @@ class SeenForward(NamedTuple):
     extra_bytes: int  #: the bytes of gradients that were there since the first forward
 
     def planned(self, schedule: NamedSchedule) -> PlannedForward:
-        """The same, with the schedule by which it runs from now on."""
+        """The forward with the schedule by which it runs from now on."""
         return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.extra_bytes)
 
 
@@ -88,7 +88,7 @@ class PlannedStep:
         return self.alternatives[-1] if self.alternatives else self.schedule
 
     def least_with(self, gradients: int) -> NamedSchedule:
-        """The same, for the planned step with so many bytes of gradients there before it."""
+        """The schedule of the least peak if so many bytes of gradients are there before."""
         if self.graph is None or not self.alternatives:
             return self.least
         graph = with_gradients(self.graph, gradients)

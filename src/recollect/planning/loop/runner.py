@@ -25,7 +25,6 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
-from recollect.graph.graph import Link
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in
 from recollect.planning.loop import notices
@@ -48,6 +47,10 @@ from recollect.replay.engine import CallReport, obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
+
+_Function = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 
 class MakePlan(Protocol):
@@ -87,6 +90,7 @@ class Runner:
         self._is_watching = False
         #: Whether backwards go through parts of an output, one after the other.
         self._in_parts = False
+        self._on_again = weakly(self.again)
         #: Why a compiled model is not planned as such.
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
@@ -120,9 +124,7 @@ class Runner:
     def __deepcopy__(self, memo: Any) -> Runner:
         return Runner(self.plan, self._make_plan)
 
-    def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -141,7 +143,7 @@ class Runner:
         return function(*args, **kwargs)  # there can be no plan
 
     def _run_in_compiled(
-        self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, callback: Any, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a forward that compiled code has called."""
         model: Any = getattr(function, "__self__", None)
@@ -151,12 +153,7 @@ class Runner:
         return self(function, args, kwargs)
 
     def _run(
-        self,
-        kinds: Kinds,
-        model: Any,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, kinds: Kinds, model: Any, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         self._act_on_last_step(kinds)
         before, forwards = self._peaks.read(model), self._forwards
@@ -178,7 +175,7 @@ class Runner:
         run = partial(self._run_by, variant, function, args, kwargs)
         result, report = self._run_or_retry(kinds, step, run, attempt)
         remat = None if report is None else report.remat
-        again, in_parts = partial(weakly(self.again), step), self._in_parts
+        again, in_parts = partial(self._on_again, step), self._in_parts
         forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
         if report is not None:
             if report.recording is not None or report.is_unrecorded:
@@ -197,8 +194,14 @@ class Runner:
         """The step to trace from its first forward on; None if it is not to be traced."""
         if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
             return None
-        base, end = kinds.plan.base + step[0].extra_bytes, partial(self._end_trace, model)
-        return self._live_step(model, base, kinds.plan.link, end)
+        return LiveStep(
+            model,
+            kinds.plan.base + step[0].extra_bytes,
+            kinds.plan.link,
+            on_end=partial(self._end_trace, model),
+            on_again=self._on_again,
+            in_parts=self._in_parts,
+        )
 
     def _run_or_retry(
         self,
@@ -219,11 +222,7 @@ class Runner:
         return run()
 
     def _run_by(
-        self,
-        variant: Variant,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, variant: Variant, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> tuple[Any, CallReport | None]:
         """Run a forward by its schedule; the report is None if it runs plain."""
         schedule, known = variant.schedule, variant.recording
@@ -272,9 +271,7 @@ class Runner:
 
     # --- steps that are traced --------------------------------------------------------------------
 
-    def _run_first(
-        self, model: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _run_first(self, model: Any, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
@@ -293,7 +290,8 @@ class Runner:
         if live is None and obstacle is not None and not self._is_split:
             self._tried_in_vain(obstacle)
         elif live is None and not self._is_split:
-            live = forwards.live = self._live_step(model)
+            again, in_parts = self._on_again, self._in_parts
+            live = forwards.live = LiveStep(model, on_again=again, in_parts=in_parts)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
             extra_bytes = gradient_bytes(model, parameters_of(model), live.gradients)
@@ -322,7 +320,7 @@ class Runner:
         return reason is None
 
     def _run_untraced(
-        self, model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, model: nn.Module, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a forward before there is a plan with little kept, if possible."""
         if obstacle_around() is not None:
@@ -333,17 +331,6 @@ class Runner:
             by = NamedSchedule(units=units)
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, find_blocks(model))
-
-    def _live_step(
-        self,
-        model: nn.Module,
-        base: int = 0,
-        link: Link | None = None,
-        end: Callable[[], None] | None = None,
-    ) -> LiveStep:
-        """A step of ``model`` to trace, whose forward begins now."""
-        again, in_parts = weakly(self.again), self._in_parts
-        return LiveStep(model, base, link, on_end=end, on_again=again, in_parts=in_parts)
 
     def again(self, step: StepKind = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
@@ -429,14 +416,12 @@ class Runner:
             notices.of_excess(self._warnings, kinds.plan, over, keeps_less=keeps_less)
 
 
-def _run_uncompiled(
-    runner: Runner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_uncompiled(runner: Runner, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
     """Run by the plan from within code that is compiled."""
     return runner(_bound(function), args, kwargs)
 
 
-def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(function: _Function) -> _Function:
     """The forward of a model as a method, which dynamo turns into a partial."""
     if isinstance(function, partial) and isinstance(function.args[0], nn.Module):
         return MethodType(function.func, function.args[0])

@@ -102,15 +102,12 @@ class Waiting:
         self._since = since
         self._remat = None if remat is None else ref(remat)
         self._on_reached, self._on_again, self._in_parts = on_reached, on_again, in_parts
-        #: The last backward that reached it; and if another one is expected to go through the rest,
-        #: the number of saved tensors when it had ended.
-        self._backward = -1
-        self._retained = 0
-        #: Of a graph that a backward has retained: whether any node is alive; from which nodes of
-        #: the output it was followed; and the last backward that freed a part of it.
-        self._left: Callable[[], _Token | None] | None = None
-        self._followed: set[int] = set()
-        self._freed_by = -1
+        self._backward = -1  #: the last backward that reached it
+        self._retained = 0  #: how many saved tensors that has left to another one
+        # Of a graph that a backward has retained:
+        self._left: Callable[[], _Token | None] | None = None  #: whether any node is alive
+        self._followed: set[int] = set()  #: the nodes of the output from which it was followed
+        self._freed_by = -1  #: the last backward that freed a part of it
         self._is_running = False
         #: Whether a backward has gone through it, and whether that has freed the graph.
         self.is_reached = self._is_over = False

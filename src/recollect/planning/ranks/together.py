@@ -148,7 +148,7 @@ class Meeting:
         cls,
         model: nn.Module,
         state: ModelState,
-        budget: Any,
+        budget: float | str,
         forwards: int = 1,
         obstacle: str | None = None,
     ) -> Meeting:
@@ -247,7 +247,9 @@ class Leader(Bench):
         """The peak of the plain step, on the rank where it is the highest."""
         return max(self._all("plain_peak", lambda: here))
 
-    def peaks(self, way: Way, progress: Callable[[float], None]) -> tuple[Peaks, bool]:
+    def peaks(
+        self, way: Way, progress: Callable[[float], None] = lambda _: None
+    ) -> tuple[Peaks, bool]:
         run = partial(super().peaks, way, progress)
         found = self._all("peaks", run, way)
         peaks = [each for each, _ in found]
@@ -291,11 +293,6 @@ class Follower(Bench):
     def plain_peak(self) -> int:
         """The peak of the plain step here."""
         return self._plain_peak
-
-    def peaks(
-        self, way: Way, progress: Callable[[float], None] = lambda _: None
-    ) -> tuple[Peaks, bool]:
-        return super().peaks(way, progress)
 
     def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
         graph = self.local.graph
