@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recollect._torch.inductor import backend_in, compiler_context
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
-from recollect.compiled.split import Observer, SeenGraph
+from recollect.compiled.split import ObservingSplit, SeenGraph
 from tests._support import measure
 from tests.planning._models import Made, Mixture, made, static_bytes
 
@@ -96,7 +96,7 @@ def observing(notes: Notes | None = None) -> Backend:
     module = torch.compile(nn.Linear(1, 1), backend="aot_eager")
     compiler = Compiler.of(backend_in(compiler_context(module)))
     assert compiler is not None
-    return Backend(compiler, Observer(), notes or Notes())
+    return Backend(compiler, ObservingSplit(), notes or Notes())
 
 
 def seen(function: Callable[..., Tensor], *inputs: Tensor) -> SeenGraph:

@@ -59,7 +59,7 @@ def test_equal_modules_may_have_a_few_variants(merged: Merged):
 
 def test_a_budget_gets_the_fastest_that_fits(merged: Merged):
     solver = TiedSolver(Solver(merged.graph), merged, [*range(CALLS)])
-    least, most = solver.least(), solver.frontier()[-1]
+    least, most = solver.least_solution(), solver.frontier()[-1]
     assert solver.solve(least.outcome.peak - 1) is None
     for budget in (least.outcome.peak, (least.outcome.peak + most.outcome.peak) // 2):
         solution = solver.solve(budget)

@@ -444,7 +444,7 @@ def test_progress_says_what_is_being_done() -> None:
         told.append((what, done))
 
     made_by = Planner.of(Request(_model(), X, squares), progress=progress)
-    made_by.plan_for(made_by.least())
+    made_by.plan_for(made_by.least_budget())
     assert {what for what, _ in told} == {
         "recording a step",
         "timing the engine",

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import recollect
-from recollect.planning.planner import silent
-from recollect.planning.progress import reporter
+from recollect.planning.progress import reporter, silent
 
 
 class Bar:

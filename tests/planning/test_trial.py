@@ -158,6 +158,17 @@ def test_the_same_budget_gives_the_same_plan_with_what_was_measured() -> None:
     assert frontier.plan_for(0.7) == frontier.plan_for(0.7)
 
 
+def test_a_model_that_is_fitted_lazily_since_has_no_plan_to_remove() -> None:
+    model = _model()
+    frontier = recollect.frontier(model, X, loss=squares)
+    recollect.fit(model, budget=0.9)
+    assert frontier.plan_for(0.7).predicted_peak <= 0.7 * frontier.plain_peak
+    for _ in range(2):
+        squares(model(X)).backward()
+        model.zero_grad()
+    recollect.unwrap(model)
+
+
 # --- what the engine costs ------------------------------------------------------------------------
 
 

@@ -19,21 +19,19 @@ from recollect.compiled.backend import Backend, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
-from recollect.compiled.merge import merge_alone
+from recollect.compiled.merge import NOTHING_AROUND, merge_alone
 from recollect.compiled.part import make_part
 from recollect.compiled.sites import Called, Site, called_now, find_sites, install, prepare
-from recollect.compiled.split import Player
+from recollect.compiled.split import PlannedSplit
 from recollect.compiled.watch import Watch
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
-from recollect.planning.loop.choice import IF_SHAPES_VARY
+from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
-#: What is around the only graph of a step: before forward, before backward, and after that.
-_GAPS = 3
 
 
 class Installed:
@@ -78,8 +76,8 @@ class Applied(Installed):
         if code is None or not code.is_for(self.sites):
             code = make_code(step, self.sites)
         fused = self.sites[0].compiler.is_fused
-        for player in code.players:
-            player.solve = _Unplanned(step, plan.budget, device_of(model), fused)
+        for split in code.splits:
+            split.decide = _Unplanned(step, plan.budget, device_of(model), fused)
         self.code = code
         self._watch = Watch(plan, model, self.sites, code.notes, step.forwards)
         install(self._watch.watched(code.called))
@@ -105,7 +103,7 @@ class Code:
     """Compiled code for the modules of a model."""
 
     called: Called
-    players: Sequence[Player]
+    splits: Sequence[PlannedSplit]
     notes: Notes
 
     def is_for(self, sites: Sequence[Site]) -> bool:
@@ -115,17 +113,17 @@ class Code:
 
 def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
     """The code of modules that run by decisions. It is compiled when they are called."""
-    notes, players = Notes(), list[Player]()
+    notes, splits = Notes(), list[PlannedSplit]()
     sizes = {each.source: each.sizes for each in step.graphs}
     variants = dict(step.sites)
 
     def backend(compiler: Compiler, variant: int) -> Backend:
         decisions = {each.key: each.kept for each in step.graphs if each.variant == variant}
-        players.append(Player(decisions, sizes, f"{step.uuid}-{variant}"))
-        return Backend(compiler, players[-1], notes, _warn_of_larger)
+        splits.append(PlannedSplit(decisions, sizes, f"{step.uuid}-{variant}"))
+        return Backend(compiler, splits[-1], notes, _warn_of_larger)
 
     called = prepare(sites, backend, [variants[site.path] for site in sites])
-    return Code(called, players, notes)
+    return Code(called, splits, notes)
 
 
 def _warn_of_larger() -> None:
@@ -168,20 +166,20 @@ class _Unplanned:
 
     def __call__(self, key: str, joint: Joint) -> Collection[str]:
         part = make_part(key, joint, NodeCosts(self._device), fused=self._fused)
-        alone = len(self._step.around) == _GAPS
-        around = self._around(part.returned) if alone else [(0, 0)] * _GAPS
+        alone = len(self._step.around) == len(NOTHING_AROUND)
+        around = self._around(part.returned) if alone else NOTHING_AROUND
         merged = merge_alone(part, self._step.base, around)
         solver = Solver(merged.graph, rough=True)
         target = int(self._step.target * IF_SHAPES_VARY)
         solution = solver.solve(target) if alone else None
         if solution is None:
-            solution = solver.least()
+            solution = solver.least_solution()
             self._warn(solution.outcome.peak, target, alone=alone)
         else:
             _log.info("recollect: a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
 
-    def _around(self, returned: int) -> list[tuple[int, int]]:
+    def _around(self, returned: int) -> Sequence[tuple[int, int]]:
         """What is around a graph: the loss takes more if forward returns more."""
         more = max(1.0, returned / self._step.returned) if self._step.returned else 1.0
         *others, last = self._step.around

@@ -27,7 +27,7 @@ from recollect._torch.inductor import (
 )
 from recollect._torch.tensors import storage_key
 from recollect.compiled.gradients import separate_gradients
-from recollect.compiled.split import Observer, Player, SeenGraph
+from recollect.compiled.split import ObservingSplit, PlannedSplit, SeenGraph
 from recollect.compiled.views import fold_views
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
@@ -62,7 +62,7 @@ class Compiler:
         return self.options is not None
 
     def compile(
-        self, graph: fx.GraphModule, inputs: Any, split: Observer | Player
+        self, graph: fx.GraphModule, inputs: Any, split: ObservingSplit | PlannedSplit
     ) -> Callable[..., Any]:
         """Compile a graph of dynamo."""
         if self.options is None:
@@ -123,6 +123,15 @@ class Notes:
         self.site = site
         self.forwards += site == 0
 
+    def begun(self, site: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a compiled module calls, whose calls are noted."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.begin(site)
+            return function(*args, **kwargs)
+
+        return noted
+
     def clear(self) -> None:
         """A step begins whose calls are to be noted."""
         self.calls, self.forwards = [], 0
@@ -145,7 +154,7 @@ class Backend:
     """
 
     compiler: Compiler
-    split: Observer | Player
+    split: ObservingSplit | PlannedSplit
     notes: Notes
     on_larger: Callable[[], None] | None = None
     on_copy: Callable[[], None] | None = None
@@ -158,7 +167,7 @@ class Backend:
         self.notes.compiled += 1
         if self.notes.on_compile is not None:
             self.notes.on_compile()
-        if isinstance(split, Player):
+        if isinstance(split, PlannedSplit):
             split.source = source
             with self._for_largest(graph):
                 compiled = self.compiler.compile(graph, inputs, split)

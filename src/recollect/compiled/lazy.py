@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -23,7 +22,6 @@ from torch import nn
 
 from recollect._torch.dynamo import never_traced, outside_of_compiler
 from recollect._torch.inductor import (
-    called_around,
     compile_in_place,
     drop_compiled,
     function_of,
@@ -40,18 +38,20 @@ from recollect.compiled.loop import LoopSteps
 from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.part import make_part
-from recollect.compiled.sites import Called, called_now, install, model_name, prepare
-from recollect.compiled.split import Observer, Solve
+from recollect.compiled.sites import Called, called_now, install, model_name, prepare, wrapped
+from recollect.compiled.split import Decide, ObservingSplit
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.watch import FULLGRAPH, Bypass, Graphs
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
+from recollect.planning.loop import notices
+from recollect.planning.plan import Plan
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
-from recollect.planning.trial import Progress
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
@@ -62,7 +62,6 @@ _FUTILE = 8
 _MEASURED = 4
 #: How many plans are compiled.
 _COMPILES = 3
-_NOTHING_AROUND = [(0, 0)] * 3
 
 
 class CompiledMethod(nn.Module):
@@ -106,7 +105,7 @@ def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> Laz
 def fit_called_by_compiler(
     model: nn.Module, budget: float | str, progress: Progress, callback: Any
 ) -> bool:
-    """The same for a model that compiled code calls now. Returns whether it can be.
+    """As `fit_lazily`, for a model that compiled code calls now. Returns whether it can be.
 
     The code around it stops where it calls the model, and the model is compiled by itself.
     ``callback``: that of the compiler.
@@ -141,12 +140,12 @@ class LazyFit(Installed):
         #: What was measured: the largest step without a plan, or one like it under the plan.
         self._timeline: Timeline | None = None
         self._measured = 0
-        #: Of the largest step without a plan: its calls of compiled graphs, the size and shapes of
-        #: what they take, and how often it calls the model. And the size of the largest of all.
-        self._calls: list[Call] = []
-        self._size, self._largest = 0, 0
-        self._shapes: Sequence[Any] = ()
-        self._forwards = 1
+        # Of the largest step that was measured without a plan:
+        self._calls: list[Call] = []  #: its calls of compiled graphs
+        self._size = 0  #: how many numbers they take
+        self._shapes: Sequence[Any] = ()  #: the shapes of what they take
+        self._forwards = 1  #: how often it calls the model
+        self._largest = 0  #: the size of the largest step, measured or not
         #: The state of the model before the step that is under way.
         self._state: ModelState | None = None
         self._planner: LoopPlanner | None = None
@@ -166,7 +165,7 @@ class LazyFit(Installed):
         backends: list[Backend] = []
 
         def make_backend(compiler: Compiler, _: int) -> Backend:
-            split = Observer(self._least_of(compiler))
+            split = ObservingSplit(self._least_of(compiler))
             backends.append(Backend(compiler, split, self._notes))
             return backends[-1]
 
@@ -175,14 +174,14 @@ class LazyFit(Installed):
             backend.on_copy = self.warn_of_copy
         return called
 
-    def _least_of(self, compiler: Compiler) -> Solve:
+    def _least_of(self, compiler: Compiler) -> Decide:
         """Decides for graphs before there is a plan."""
 
-        def solve(key: str, joint: Joint) -> Collection[str]:
+        def decide(key: str, joint: Joint) -> Collection[str]:
             part = make_part(key, joint, NodeCosts(self._device), fused=compiler.is_fused)
-            merged = merge_alone(part, 0, _NOTHING_AROUND)
+            merged = merge_alone(part)
             solver = Solver(merged.graph, rough=True)
-            found = [each.schedule for each in (solver.least(), *solver.frontier())]
+            found = [each.schedule for each in (solver.least_solution(), *solver.frontier())]
 
             def peak(schedule: Schedule) -> int:
                 # What the graphs of other modules hold is there besides.
@@ -191,12 +190,11 @@ class LazyFit(Installed):
 
             return merged.kept_in(0, min((Schedule(frozenset()), *found), key=peak))
 
-        return solve
+        return decide
 
     def _install(self, called: Called) -> None:
         self._functions = [*map(function_of, called.values())]
-        calls = enumerate(called.items())
-        install({m: called_around(each, partial(self._noticed, n)) for n, (m, each) in calls})
+        install(wrapped(called, self._noticed))
 
     def _noticed(self, number: int, _: Any) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -244,29 +242,35 @@ class LazyFit(Installed):
     # --- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """A step begins: the last one may tell something. Returns whether to measure it."""
-        steps, model = self._steps, self._model()
+        """A step begins. Returns whether to measure it."""
+        self._act_on_last_step()
+        self._notes.clear()
         if self._applied is not None:
-            if self._timeline is not None:
-                self._judge(self._applied)
+            if self._planner is not None:
+                self._applied.code.notes.clear()
+            return True
+        if (model := self._model()) is not None:
+            self._state = ModelState.of(model)
+        return self._measured < _MEASURED or self._size < self._largest
+
+    def _act_on_last_step(self) -> None:
+        """Make the plan, correct it, or give up, by what was measured."""
+        steps, model, timeline = self._steps, self._model(), self._timeline
+        if model is None:
+            return
+        if self._applied is not None:
+            if timeline is not None:
+                self._judge(model, self._applied, timeline)
             elif steps.missed >= _FUTILE:
                 self._finish()
         else:
             self._largest = max(self._largest, _size_of(self._notes.calls))
             is_largest = self._size == self._largest or self._measured >= _FUTILE
             is_updated = not steps.updates.are_awaited(steps.count, model)
-            if self._timeline is not None and is_largest and is_updated:
-                self._make_plan()
-            elif self._timeline is None and steps.missed >= _FUTILE:
+            if timeline is not None and is_largest and is_updated:
+                self._make_plan(model, timeline)
+            elif timeline is None and steps.missed >= _FUTILE:
                 self._give_up()
-        self._notes.clear()
-        if self._applied is not None:
-            if self._planner is not None:
-                self._applied.code.notes.clear()
-            return True
-        if model is not None:
-            self._state = ModelState.of(model)
-        return self._measured < _MEASURED or self._size < self._largest
 
     def _keep(self, timeline: Timeline) -> None:
         """A step was measured."""
@@ -287,26 +291,23 @@ class LazyFit(Installed):
             self._calls = self._notes.observed()
             self._forwards = self._notes.forwards
 
-    def _make_plan(self) -> None:
-        model, timeline = self._model(), self._timeline
-        assert model is not None
-        assert timeline is not None
+    def _make_plan(self, model: nn.Module, timeline: Timeline) -> None:
         assert self._state is not None
-        base = self._steps.base_bytes(model)
+        base = self._steps.updates.base_bytes(model, self._steps.gradients)
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
-        observed = observed_calls(self._calls, self.sites, timeline, base, costs)
-        observed = replace(observed, forwards=self._forwards)
+        observed = observed_calls(self._calls, self.sites, timeline, base, costs, self._forwards)
         peak = base + timeline.peak
         planner = LoopPlanner.of_loop(
             model, observed, self._state, self._steps.gradients, peak, self._progress
         )
         self._planner = planner
-        plan = planner.plan_within(self._budget)
-        _compare_first(peak, plan)
+        plan = planner.plan_or_least(self._budget)
+        how = "with as little saved of each compiled graph as possible"
+        notices.of_first_steps(plan, peak, how)
         self._apply(model, plan)
 
-    def _apply(self, model: nn.Module, plan: Any) -> None:
+    def _apply(self, model: nn.Module, plan: Plan) -> None:
         if self._applied is not None:
             self._applied.unwrapped(model)
         else:
@@ -323,14 +324,11 @@ class LazyFit(Installed):
             bytes_text(plan.predicted_peak),
         )
 
-    def _judge(self, applied: Applied) -> None:
+    def _judge(self, model: nn.Module, applied: Applied, timeline: Timeline) -> None:
         """A step under the plan was measured."""
-        model, planner, timeline = self._model(), self._planner, self._timeline
-        assert model is not None
+        plan, planner = applied.plan, self._planner
         assert planner is not None
-        assert timeline is not None
-        plan = applied.plan
-        peak = self._steps.base_bytes(model) + timeline.peak
+        peak = self._steps.updates.base_bytes(model, self._steps.gradients) + timeline.peak
         planner.note(peak, applied.code)
         better = planner.better_plan(plan, peak)
         is_last = planner.is_measured or self._compiles >= _COMPILES
@@ -355,8 +353,7 @@ class LazyFit(Installed):
         self._applied.code.notes.calls = self._notes.calls = None
         self._planner = None
         self._calls = []
-        calls = enumerate(called_now(self.sites).items())
-        install({m: called_around(each, partial(self._bare, n)) for n, (m, each) in calls})
+        install(wrapped(called_now(self.sites), self._bare))
 
     def _bare(self, number: int, _: Any) -> Callable[..., Any]:
         return self._functions[number]
@@ -386,14 +383,3 @@ def _shapes_of(calls: Sequence[Call] | None) -> list[Any]:
 def _size_of(calls: Sequence[Call] | None) -> int:
     """How many numbers that are."""
     return sum(prod(shape) for shapes in _shapes_of(calls) for shape in shapes)
-
-
-def _compare_first(peak: int, plan: Any) -> None:
-    """Warn if the steps before there was a plan have exceeded the budget."""
-    if peak > plan.budget >= plan.predicted_peak:
-        warn_user(
-            f"the training steps before there was a plan took {bytes_text(peak)}, more than the "
-            f"budget of {bytes_text(plan.budget)}, with as little saved of each compiled graph as "
-            "possible. Those that follow are within the budget",
-            PlanWarning,
-        )

@@ -18,15 +18,15 @@ from torch.autograd.profiler import profile
 from recollect._torch.autograd import after_each_backward, current_graph_task
 from recollect.compiled.backend import Notes
 from recollect.compiled.timeline import Timeline, timeline_of
-from recollect.planning.loop.updates import Updates, local_bytes
-from recollect.planning.loop.watch import Waiting
+from recollect.planning.loop.updates import Updates
+from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.memory_events import (
     ended_profiler,
     may_communicate,
     started_profiler,
 )
-from recollect.planning.recording.model_state import gradients_of, parameters_of
-from recollect.planning.recording.step import device_of, storage_sizes
+from recollect.planning.recording.model_state import parameters_of
+from recollect.planning.recording.step import bytes_of_gradients, device_of
 
 
 class LoopSteps:
@@ -57,15 +57,14 @@ class LoopSteps:
         self._waiting: list[Waiting] = []
         #: How many calls of the model and its modules are under way: the outermost begins a step.
         self._depth = 0
-        #: How many steps have begun, and how many of them could not be measured.
-        self.count = self.missed = 0
+        self.count = 0  #: how many steps have begun
+        self.missed = 0  #: how many of them could not be measured
         self._is_over = False
         #: Whether the step is not to be measured, which backward is still part of.
         self._is_void = False
         #: The most bytes of gradients that were there when a step began.
         self.gradients = 0
-        weak = ref(self)
-        self._stop = after_each_backward(lambda: _call(weak, LoopSteps._after_backward))
+        self._stop = after_each_backward(weakly(self._after_backward))
         finalize(self, self._stop)
         finalize(self, _end_all, self._profilers)
 
@@ -109,7 +108,7 @@ class LoopSteps:
         self._waiting.clear()
         model = self._model()
         if model is not None:
-            self.gradients = max(self.gradients, sum(storage_sizes(gradients_of(model))))
+            self.gradients = max(self.gradients, bytes_of_gradients(model))
         is_wanted = self._on_begin()
         self.count += 1
         if self._is_over or not is_wanted:
@@ -137,14 +136,6 @@ class LoopSteps:
             else:  # nothing compiled has run
                 self.missed += 1
 
-    def base_bytes(self, model: nn.Module) -> int:
-        """The bytes that are allocated before a later step, which may begin now."""
-        if self.device.type == "cuda":
-            now = sum(storage_sizes(gradients_of(model)))
-            return torch.cuda.memory_allocated(self.device) - now + self.gradients
-        held = local_bytes([*parameters_of(model), *model.buffers()])
-        return held + self.updates.state_bytes() + self.gradients
-
     def _give_up(self) -> None:
         """Do not measure the step that has begun."""
         self._is_void = _is_in_backward()
@@ -161,9 +152,3 @@ def _is_in_backward() -> bool:
 def _end_all(profilers: list[profile]) -> None:
     while profilers:
         ended_profiler(profilers.pop())
-
-
-def _call(weak: Callable[[], LoopSteps | None], method: Callable[[LoopSteps], None]) -> None:
-    steps = weak()
-    if steps is not None:
-        method(steps)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from recollect.checks.place import warn_user
 from recollect.compiled.applied import Code
 from recollect.compiled.backend import Call
 from recollect.compiled.costs import NodeCosts
@@ -21,16 +20,15 @@ from recollect.compiled.planner import WORTH, CompiledPlanner
 from recollect.compiled.sites import Site
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.trials import CompiledTrials
-from recollect.errors import InfeasibleBudget, PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning.budget import resolve_budget
 from recollect.planning.plan import Plan
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.sampling import Timing
 from recollect.planning.recording.step import TrainingStep
-from recollect.planning.trial import Candidate, Progress
+from recollect.planning.trial import Candidate
 from recollect.planning.ways import Peaks
 
 #: The fraction of a budget that stays free before a plan was measured: where ops run as they are,
@@ -43,19 +41,19 @@ class LoopTrials(CompiledTrials):
     """Knows what the loop's steps took, and simulates the others."""
 
     #: By how many bytes steps take more than simulated.
-    excess = 0
+    excess_bytes = 0
 
     def _try(self, schedule: Schedule) -> int:
-        return simulate(self.graph, schedule).peak + self.excess
+        return simulate(self.graph, schedule).peak + self.excess_bytes
 
     def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
         return None
 
     def note(self, schedule: Schedule, peak: int, code: Code) -> None:
         """A step of the loop under a schedule has taken ``peak`` bytes."""
-        self._peaks[schedule] = Peaks(peak, peak, None, (peak,))
+        self._peaks[schedule] = Peaks.of_one(peak)
         self.code[schedule] = code
-        self.excess = peak - simulate(self.graph, schedule).peak
+        self.excess_bytes = peak - simulate(self.graph, schedule).peak
         self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
 
 
@@ -65,7 +63,6 @@ class LoopPlanner(CompiledPlanner):
     trials: LoopTrials
     #: What the last plan was made of.
     last: Candidate
-    _has_warned = False  # that there is none for the budget
 
     @classmethod
     def of_loop(
@@ -81,27 +78,16 @@ class LoopPlanner(CompiledPlanner):
 
         ``gradients``: the bytes of those that were there before it; ``peak``: what it took.
         """
-        step = TrainingStep(model, (), {})
-        step.gradient_bytes = gradients
+        step = TrainingStep.of_loop(model, gradients)
         is_fused = any(site.compiler.is_fused for site in observed.sites)
         untried = _UNTRIED_FUSED if is_fused else _UNTRIED
         planner = cls(step, observed.profile, state, (), progress=progress, untried=untried)
         planner.trials = LoopTrials(step, observed, state, progress)
         saves = saves_of(observed.calls, lambda graph: graph.saved)
         ran = simulate(planner.graph, saved_schedule(observed.merged, saves)).peak
-        planner.trials.excess = max(0, peak - ran)
+        planner.trials.excess_bytes = max(0, peak - ran)
         planner._from_loop = True
         return planner
-
-    def plan_within(self, budget: float | str) -> Plan:
-        """The plan for the budget, or of the least peak."""
-        try:
-            return self.plan_for(budget)
-        except InfeasibleBudget as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warn_user(f"{error}. Training goes on with the least", PlanWarning)
-            return self.least_plan(resolve_budget(budget, self.plain_peak, self.step.device))
 
     def make_plan(self, budget: int, candidate: Candidate) -> Plan:
         """Make the plan that compiles the step as ``candidate`` does."""
@@ -126,12 +112,11 @@ class LoopPlanner(CompiledPlanner):
     def better_plan(self, plan: Plan, peak: int) -> Plan:
         """The next plan to take, after a step under ``plan`` has taken ``peak`` bytes."""
         budget, last = plan.budget, self.last
-        found = self.plan_within(budget)
+        found = self.plan_or_least(budget)
         gain = plan.predicted_time - found.predicted_time
         is_close = peak >= (1 - self._untried) * budget
         if peak <= budget and (is_close or gain < WORTH * plan.plain_time):
-            peaks = Peaks(peak, peak, None, (peak,))
-            return self.make_plan(budget, replace(last, peak=peak, peaks=peaks))
+            return self.make_plan(budget, replace(last, peak=peak, peaks=Peaks.of_one(peak)))
         return found
 
     @property
@@ -146,6 +131,7 @@ def observed_calls(
     timeline: Timeline,
     base: int,
     costs: NodeCosts,
+    forwards: int,
 ) -> ObservedStep:
     """A step of the loop: its calls of compiled graphs, and what it held around them."""
     merged = merged_calls(calls, sites, timeline, base, costs)
@@ -154,4 +140,4 @@ def observed_calls(
     outcome = simulate(merged.graph, torchs)
     plain_peak = outcome.peak + sum(unmodelled_bytes(merged, saves))
     profile = Profile(merged.graph, {}, None, plain_peak, outcome.seconds, can_run=False)
-    return ObservedStep(sites, {}, calls, merged, torchs, profile)
+    return ObservedStep(sites, {}, calls, merged, torchs, profile, forwards)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from recollect.compiled.backend import Call
 from recollect.compiled.part import FOREVER, Part
@@ -17,6 +18,9 @@ from recollect.compiled.timeline import Stretch
 from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import levels_under
+
+#: Of a step with one graph: the gaps before forward, before backward and after that, all empty.
+NOTHING_AROUND = ((0, 0), (0, 0), (0, 0))
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Merged:
         return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
 
     def decided(self, call: int, schedule: Schedule) -> frozenset[int]:
-        """The same as numbers of the ops of the call."""
+        """The ops of a call that a schedule keeps, by their numbers in the call."""
         first, count = self.first[call], len(self.parts[call].ops)
         return frozenset(n - first for n in schedule.kept if first <= n < first + count)
 
@@ -78,7 +82,9 @@ def merge(
     return replace(_Merger(parts, calls, order, base, around).merged(), around=around)
 
 
-def merge_alone(part: Part, base: int, around: Sequence[tuple[int, int]]) -> Merged:
+def merge_alone(
+    part: Part, base: int = 0, around: Sequence[tuple[int, int]] = NOTHING_AROUND
+) -> Merged:
     """The graph of a step with one call. ``around``: as of `Merged`."""
     call = Call(None, "", [], [], 0)
     return _Merger([part], [call], _order_of(1, None), base, around).merged()
@@ -149,8 +155,8 @@ class _Merger:
     ) -> None:
         self.parts, self.calls, self.order, self.base = parts, calls, order, base
         self.around = around
-        self.first_op = _starts([len(part.ops) for part in parts])
-        self.first_value = _starts([len(part.values) for part in parts])
+        self.first_op = [*accumulate((len(part.ops) for part in parts), initial=0)][:-1]
+        self.first_value = [*accumulate((len(part.values) for part in parts), initial=0)][:-1]
         #: By call: the event of its first op, in forward and in backward.
         self.begin: list[dict[bool, int]] = [{} for _ in parts]
         self.gaps: list[int] = []
@@ -290,12 +296,3 @@ class _Merger:
                 events.append(Event(each.seconds, before, during, op, numbers, numbers))
         held, most = self.around[-1]
         return [*events, Event(0.0, held, most)]
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each of several rows begins if they are put one behind the other."""
-    found, total = [], 0
-    for count in counts:
-        found.append(total)
-        total += count
-    return found

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import fx
 
-from recollect._torch.inductor import assumed, called_around
+from recollect._torch.inductor import assumed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.joint import nbytes_of
 from recollect.compiled.merge import Merged, merge, saved_schedule
 from recollect.compiled.part import Part, make_part
-from recollect.compiled.sites import Called, Site, installed, model_name, prepare
-from recollect.compiled.split import Observer, SeenGraph
+from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
+from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
@@ -55,12 +54,8 @@ class ObservedStep:
 def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
     """Run the step, measure it, and make its graph."""
     notes = Notes()
-    called = prepare(sites, lambda compiler, _: Backend(compiler, Observer(), notes))
-    noting = {
-        module: called_around(each, partial(_noting, notes, number))
-        for number, (module, each) in enumerate(called.items())
-    }
-    with step.undone(), installed(noting):
+    called = prepare(sites, lambda compiler, _: Backend(compiler, ObservingSplit(), notes))
+    with step.undone(), installed(wrapped(called, notes.begun)):
         with compiled_collectives_refused():
             step.run()  # compiles
         notes.clear()
@@ -96,14 +91,6 @@ def merged_calls(
     merged = merge(parts, calls, stretches, saves, base)
     costs.settle()
     return replace(merged, graph=replace(merged.graph, spread=costs.spread))
-
-
-def _noting(notes: Notes, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        notes.begin(number)
-        return function(*args, **kwargs)
-
-    return noting
 
 
 def sizes_of(calls: Sequence[Call]) -> dict[str, dict[Any, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from recollect.checks.place import warn_user
 from recollect.compiled.decisions import CompiledStep
@@ -20,12 +19,14 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning.planner import Planner, Solve, silent
-from recollect.planning.prepare import Request, prepare_step
+from recollect.planning.planner import Planner, Solve
+from recollect.planning.prepare import Offload, Request, prepare_step
+from recollect.planning.progress import Progress, silent
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState
+from recollect.planning.solving.pool import Solution
 from recollect.planning.solving.solve import Solver
-from recollect.planning.trial import Candidate, Progress
+from recollect.planning.trial import Candidate
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 
 #: How often a schedule is compiled for a budget.
@@ -36,7 +37,7 @@ _CLOSE = 0.03
 WORTH = 0.01
 
 
-def check_not_offloaded(offload: Any) -> None:
+def check_not_offloaded(offload: Offload) -> None:
     """Refuse to offload."""
     if offload is True:
         raise ValueError(
@@ -99,7 +100,7 @@ class CompiledPlanner(Planner):
             if solution is None:
                 break
             schedule = self._trimmed(solution.schedule)
-            if schedule in self.trials.expected and self.trials.expected[schedule] <= room:
+            if schedule in self.trials.tried_within(room):
                 break
             peak = self.trials.peak(schedule)
             simulated = solution.outcome.peak
@@ -110,29 +111,24 @@ class CompiledPlanner(Planner):
                 target = min(target, before - 1, simulated - (peak - room))
             elif not self._pays(solve(target), schedule):
                 break
-        fitting = [each for each, peak in self.trials.expected.items() if peak <= room]
-        return min(fitting, key=lambda each: simulate(self.graph, each).seconds, default=None)
+        return next(iter(self.trials.tried_within(room)), None)
 
     def _known_excess(self) -> int:
         """The bytes by which all that was tried took more than simulated."""
         tried = self.trials.expected.items()
         return max(0, min((p - simulate(self.graph, s).peak for s, p in tried), default=0))
 
-    def _least_schedule(self) -> Schedule:
-        self.trials.peak(self._trimmed(self.solver.least().schedule))
-        return min(self.trials.expected, key=self.trials.expected.__getitem__)
-
     def _trimmed(self, schedule: Schedule) -> Schedule:
         """The schedule without results that backward does not need, if calls may differ so."""
         is_tied = isinstance(self.solver, TiedSolver)
         return schedule if is_tied else trimmed(self.graph, schedule)
 
-    def _pays(self, solution: Any, schedule: Schedule) -> bool:
+    def _pays(self, solution: Solution | None, schedule: Schedule) -> bool:
         """Whether it is worth the while to compile another solution."""
         if solution is None:
             return False
         now = simulate(self.graph, schedule).seconds
-        return bool(solution.outcome.seconds < now - WORTH * self.graph.plain_seconds)
+        return solution.outcome.seconds < now - WORTH * self.graph.plain_seconds
 
     # --- the plan ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from recollect._torch.inductor import (
     UnknownTorch,
     backend_in,
     backend_name,
+    called_around,
     called_by_compiler,
     check_names,
     compiled_with,
@@ -105,6 +107,14 @@ def _named(path: str) -> str:
 
 #: What compiled modules call.
 Called = dict[nn.Module, Any]
+
+
+def wrapped(called: Called, wrap: Callable[[int, Callable[..., Any]], Any]) -> Called:
+    """What modules call, wrapped. ``wrap``: from the number of a module and what it calls."""
+    return {
+        module: called_around(each, partial(wrap, number))
+        for number, (module, each) in enumerate(called.items())
+    }
 
 
 def called_now(sites: Sequence[Site]) -> Called:

@@ -19,7 +19,7 @@ from recollect.errors import CheckpointError
 
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
 #: Decides which nodes of a graph that was not planned are kept.
-Solve = Callable[[str, Joint], Collection[str]]
+Decide = Callable[[str, Joint], Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class SeenGraph:
     torch_saves: Sequence[fx.Node]
 
 
-class Observer:
-    """Splits as torch does, or as ``solve`` says, and keeps what it has seen."""
+class ObservingSplit:
+    """Splits as torch does, or as ``decide`` says, and keeps what it has seen."""
 
-    def __init__(self, solve: Solve | None = None) -> None:
+    def __init__(self, decide: Decide | None = None) -> None:
         self.seen: list[SeenGraph] = []
-        self._solve = solve
+        self._decide = decide
         self._count = 0
         #: Whether anything is decided, and not left to torch.
-        self.decides = solve is not None
+        self.decides = decide is not None
 
     def uuid(self) -> str:
         """Of its own at each call: out of a cache, nothing would be seen."""
@@ -62,10 +62,10 @@ class Observer:
         key, outputs = key_of(graph), kwargs["num_fwd_outputs"]
         joint = Joint(graph, outputs)
         torch_saves: Sequence[fx.Node] | None = None
-        if self._solve is not None:
+        if self._decide is not None:
             torchs = plain(copied(graph), inputs, **kwargs)[0]
             torch_saves = _saved(joint, torchs, outputs)
-            tag(joint, self._solve(key, joint))
+            tag(joint, self._decide(key, joint))
             plain = min_cut
         halves = plain(graph, inputs, **kwargs)
         saved = _saved(joint, halves[0], outputs)
@@ -74,7 +74,7 @@ class Observer:
         return halves
 
 
-class Player:
+class PlannedSplit:
     """Splits as decided.
 
     Args:
@@ -84,7 +84,7 @@ class Player:
     """
 
     #: For graphs without a decision. While a plan is tried there should be none.
-    solve: Solve | None = None
+    decide: Decide | None = None
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Player:
         joint = Joint(graph, kwargs["num_fwd_outputs"])
         if key in self._decisions:
             kept = self._decisions[key]
-        elif self.solve is not None:
-            kept = self.solve(key, joint)
+        elif self.decide is not None:
+            kept = self.decide(key, joint)
         else:
             raise CheckpointError(
                 "model: compiling the same step again gave another graph. Its forward depends on "
@@ -139,7 +139,8 @@ def tag(joint: Joint, kept: Collection[str]) -> None:
     """Say of every node that backward needs whether it is saved or recomputed.
 
     The partitioner is left with nothing to choose. What checkpointed regions in the compiled code
-    say is taken back: it may contradict.
+    say is taken back: it may contradict. From a schedule to here: `Merged.kept_in` ->
+    `CompiledTrials.decisions` -> `GraphDecision.kept` -> `applied.make_code` -> `PlannedSplit`.
     """
     for node in joint.nodes:
         node.meta.pop("recompute", None)

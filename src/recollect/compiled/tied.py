@@ -48,7 +48,7 @@ class TiedSolver:
         self._units = [unit_of(merged, sites, call) for call in range(len(merged.parts))]
         self._pool: Pool | None = None
 
-    def least(self) -> Solution:
+    def least_solution(self) -> Solution:
         """The solution with the lowest peak."""
         return self.frontier()[0]
 
@@ -113,7 +113,7 @@ class TiedSolver:
         main = Counter(keys).most_common(1)[0][0]
         chosen = [kept for (key, kept), _ in seen.most_common() if key == main][:_PAIRED]
         calls = [n for n, key in enumerate(keys) if key == main]
-        least = self._solver.least().schedule
+        least = self._solver.least_solution().schedule
         others = [self._merged.decided(n, least) for n in range(len(keys))]
         places = range(1, len(calls), max(1, len(calls) // _PLACES))
         for early, late in permutations(chosen, 2):

@@ -15,22 +15,17 @@ from recollect.compiled.sites import Called, installed, model_name
 from recollect.compiled.tied import Unit, unit_of
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
-from recollect.planning.recording.sampling import Timing
-from recollect.planning.recording.step import TrainingStep, is_out_of_memory
-from recollect.planning.trial import Progress, Trials
-from recollect.planning.ways import Bench, Peaks, times_under
-
-#: How many steps are run to know a peak, after the one that compiles.
-_STEPS = 2
-#: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.
-_OUT_OF_MEMORY = 1.1
+from recollect.planning.recording.step import TrainingStep
+from recollect.planning.trial import Trials
+from recollect.planning.warn_once import WarnOnce
+from recollect.planning.ways import Bench, Peaks, Way, peaks_under
 
 
-@dataclass(frozen=True)
-class _CompiledWay:
-    """The step with certain code in its compiled modules; in the place of a `Way`."""
+@dataclass(frozen=True, kw_only=True)
+class _CompiledWay(Way):
+    """The step with certain code in its compiled modules."""
 
     called: Called
 
@@ -91,47 +86,25 @@ class CompiledTrials(Trials):
 
     # --- peaks ------------------------------------------------------------------------------------
 
-    def _try(self, schedule: Schedule) -> int:
+    def _run(self, schedule: Schedule) -> tuple[Peaks, bool]:
         self._progress("compiling", 0.0)
         code = make_code(self.decisions(schedule), self.observed.sites)
-        try:
-            with self._unplanned(), self.step.undone(), installed(code.called):
-                self.step.run()  # compiles
-                measured, spare = [], []
-                for number in range(_STEPS):
-                    self._progress("trying the plan", number / _STEPS)
-                    measured.append(self.step.measured_peak())
-                    spare.append(self.step.spare_blocks())
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.step.free_memory()
-            return int(simulate(self.graph, schedule).peak * _OUT_OF_MEMORY)
+        way = _CompiledWay(called=code.called)
+        with self._plan_removed():  # the first step compiles
+            peaks = peaks_under(way, self.step, WarnOnce(), self._trying, warm=1)
         self.code[schedule] = code
-        expected = max(map(sum, zip(measured, spare, strict=True)))
-        self._peaks[schedule] = Peaks(max(measured), expected, None, tuple(measured))
-        return expected
+        return peaks, False
+
+    def _way(self, schedule: Schedule | None) -> Way:
+        plain = self.observed.called
+        return _CompiledWay(called=plain if schedule is None else self.code[schedule].called)
 
     @contextmanager
-    def _unplanned(self) -> Iterator[None]:
+    def _plan_removed(self) -> Iterator[None]:
         obstacle = self._difference()
         if obstacle is not None:
             raise ValueError(obstacle)
         yield  # whatever runs has code of its own
-
-    # --- times ------------------------------------------------------------------------------------
-
-    def _time(self, schedules: tuple[Schedule, ...]) -> tuple[list[Timing], Timing | None] | None:
-        if schedules not in self._times:
-            self._times[schedules] = None
-            if all(each in self.code for each in schedules):
-                self._progress("timing the plan", 0.0)
-                codes = [self.observed.called, *(self.code[each].called for each in schedules)]
-                ways: list[Any] = [*map(_CompiledWay, codes)]
-                with self._unplanned():
-                    plain, *found = times_under(ways, self._bench)
-                self._times[schedules] = found, plain
-        return self._times[schedules]
 
 
 def _variants(kept: dict[tuple[int, str], tuple[str, ...] | None], count: int) -> list[int]:

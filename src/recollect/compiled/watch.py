@@ -17,9 +17,9 @@ from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
 from recollect._torch.dynamo import hide_with_calls, outside_of_compiler
-from recollect._torch.inductor import called_around
 from recollect.compiled.backend import Notes
-from recollect.compiled.sites import Called, Site
+from recollect.compiled.sites import Called, Site, wrapped
+from recollect.planning.loop import notices
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.watch import PeakWatch, Waiting
 from recollect.planning.recording.model_state import compare_state, gradient_bytes
@@ -31,10 +31,6 @@ from recollect.report.units import bytes_text
 FULLGRAPH = (
     "a compiled model with a plan of recollect is called in code that is compiled, too: leave out "
     "fullgraph=True there, or plan.remove(model)"
-)
-_PLAN_AS_TRAINED = (
-    "Make the plan with the loss, the optimizer and the largest batch of the training: "
-    "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
 )
 
 
@@ -75,10 +71,7 @@ class Watch:
 
     def watched(self, called: Called) -> Called:
         """What modules call, watched."""
-        return {
-            module: called_around(each, partial(self._watched, number))
-            for number, (module, each) in enumerate(called.items())
-        }
+        return wrapped(called, self._watched)
 
     def _watched(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         notes = self._notes
@@ -112,14 +105,9 @@ class Watch:
                 "recollect.fit(model, budget=...); or if there is no backward, delete the "
                 "output, or call the model under torch.no_grad()",
             )
-        model, over = self._model(), self._peaks.over
+        model, over = self._model(), self._peaks.take_excess()
         if over is not None:
-            self._peaks.over = None
-            self._warnings.warn(
-                "measured",
-                f"the last step under the plan took {bytes_text(over)} on the device, more than "
-                f"its budget of {bytes_text(self._plan.budget)}. {_PLAN_AS_TRAINED}",
-            )
+            notices.of_excess(self._warnings, self._plan, over, keeps_less=False)
         if model is None:
             return None
         if self._bypass.has_gradient:

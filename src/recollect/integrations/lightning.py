@@ -20,7 +20,7 @@ from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
 from recollect.planning.prepare import Offload, check_offload
-from recollect.planning.trial import Progress
+from recollect.planning.progress import Progress
 from recollect.report.units import argument_text
 
 __all__ = ["Fit"]

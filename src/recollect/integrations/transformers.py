@@ -22,7 +22,7 @@ from recollect.planning.api import fit
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
 from recollect.planning.prepare import Offload, check_offload, is_gradient_checkpointing
-from recollect.planning.trial import Progress
+from recollect.planning.progress import Progress
 
 __all__ = ["FitCallback"]
 

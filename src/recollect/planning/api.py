@@ -16,17 +16,16 @@ from recollect.graph.graph import Graph
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.budget import check_budget
 from recollect.planning.distributed import ranks_of
-from recollect.planning.lazy import LazyPlan
+from recollect.planning.lazy import LazyPlanner
 from recollect.planning.loop.runner import Runner
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner
 from recollect.planning.prepare import Offload, Request, check_offload, check_unplanned
-from recollect.planning.progress import reporter, tell_plan
+from recollect.planning.progress import Progress, reporter, silent, tell_plan
 from recollect.planning.ranks.together import make_plan
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
-from recollect.planning.trial import Progress
 from recollect.report.page import framed, page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
@@ -176,7 +175,7 @@ def lazy_runner(
     if _is_compiled(model):
         check_not_offloaded(offload)
         return LazyFit(model, budget, reporter(progress))
-    return Runner(None, LazyPlan(budget, offload, reporter(progress)))
+    return Runner(None, LazyPlanner(budget, offload, reporter(progress)))
 
 
 def frontier(
@@ -220,7 +219,7 @@ class Frontier:
     @property
     def least(self) -> int:
         """The least feasible budget in bytes."""
-        return self._planner.least()
+        return self._planner.least_budget()
 
     @property
     def plain_peak(self) -> int:

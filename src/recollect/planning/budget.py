@@ -12,6 +12,8 @@ from recollect.store.pool import memory_of_machine
 
 #: The fraction of a device that ``"auto"`` leaves free: the allocator cannot use every gap.
 _SPARE = 0.06
+#: Where shapes depend on data: the fraction of a budget that is used until more is known.
+IF_SHAPES_VARY = 0.97
 #: A number below is no number of bytes: 24 means 24 GiB, which has to be written.
 _LEAST = 193
 

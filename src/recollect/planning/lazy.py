@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,24 +11,22 @@ from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.groups import has_peers, shows_collectives
-from recollect.checks.place import warn_user
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
-from recollect.errors import CheckpointError, InfeasibleBudget, PlanWarning
-from recollect.graph.graph import Graph
+from recollect.errors import CheckpointError
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
-from recollect.planning.loop.kinds import Step
+from recollect.planning.loop import notices
+from recollect.planning.loop.kinds import StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner
 from recollect.planning.prepare import Offload
-from recollect.planning.progress import tell_plan
+from recollect.planning.progress import Progress, silent, tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
@@ -40,16 +37,18 @@ from recollect.planning.recording.record import (
     simulated_profile,
 )
 from recollect.planning.recording.sampling import now
-from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed
-from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
+_FIRST_STEPS = (
+    "although they kept only the outputs of the modules in nn.ModuleList and nn.Sequential, and "
+    "recomputed the rest"
+)
 
 
 @dataclass(frozen=True)
-class LazyPlan:
+class LazyPlanner:
     """What `fit` was given without a batch. Called with a traced step, it makes the plan."""
 
     budget: float | str
@@ -57,14 +56,15 @@ class LazyPlan:
     progress: Progress
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState
+        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
         is_shared = shards_of(model) is not None or is_parallel(model)
         offloads = self.offload and len(recordings) == 1 and not is_shared
         link = measured_link(live.device) if offloads else None
-        graph = replace(live.graph(), base=live.later_base(model), link=link)
+        traced = live.finish(model)
+        graph = replace(traced.graph, base=traced.later_base, link=link)
         made = [*map(bytes_by_module, recordings)]
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
@@ -72,10 +72,10 @@ class LazyPlan:
         if len(recordings) == 1 and not is_shared and not has_peers():
             profile = with_host_costs(profile, model)
         others = tuple(
-            SeenForward(kind.signature, size, kind.more)
-            for kind, size in zip(kinds[1:], made[1:], strict=True)
+            SeenForward(kind.signature, size, kind.extra_bytes)
+            for kind, size in zip(step_kind[1:], made[1:], strict=True)
         )
-        local = Local(graph, profile.made, kinds[0].signature, state, live.gradients, others)
+        local = Local(graph, profile.made, step_kind[0].signature, state, live.gradients, others)
         talks = next(filter(None, map(communicating_op, recordings)), None)
         if is_parallel(model) or shows_collectives():
             talks = None  # they never run again
@@ -85,15 +85,14 @@ class LazyPlan:
             local,
             self.budget,
             talks,
-            live.has_messages,
+            traced.has_messages,
             partial(self._plan, model, local, schedule_of(recordings)),
         )
         if plan is None:
             return None
-        first = replace(graph, base=live.first_base(model))
-        _compare_first(
-            (first, with_gradients(first, live.accumulated)), schedule_of(recordings), plan
-        )
+        first, ran = replace(graph, base=traced.first_base), schedule_of(recordings)
+        graphs = (first, with_gradients(first, live.accumulated))
+        notices.of_first_steps(plan, max(simulate(each, ran).peak for each in graphs), _FIRST_STEPS)
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
@@ -134,26 +133,8 @@ class LazyPlan:
             bench=bench,
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        planner.trials.peak(trimmed(planner.graph, ran))
-        try:
-            return planner.plan_for(self.budget)
-        except InfeasibleBudget as error:
-            warn_user(f"{error}. Training goes on with the least", PlanWarning)
-            budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
-            return planner.least_plan(budget)
+        planner.trials.consider(trimmed(planner.graph, ran))
+        return planner.plan_or_least(self.budget)
 
     def __reduce__(self) -> Any:
-        return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
-
-
-def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:
-    """Warn if the steps before there was a plan have exceeded the budget."""
-    peak = max(simulate(graph, ran).peak for graph in graphs)
-    if peak > plan.budget >= plan.predicted_peak:
-        warn_user(
-            f"the training steps before there was a plan took about {bytes_text(peak)}, more "
-            f"than the budget of {bytes_text(plan.budget)}, although they kept only the outputs "
-            "of the modules in nn.ModuleList and nn.Sequential, and recomputed the rest. Later "
-            "steps are within the budget",
-            PlanWarning,
-        )
+        return LazyPlanner, (self.budget, self.offload, silent)  # what reports may not be picklable

@@ -223,7 +223,7 @@ class Plan(PlannedStep):
             "compiled": None if self.compiled is None else self.compiled.to_json(),
             "alternatives": [each.to_json() for each in self.alternatives],
             "others": [
-                (each.signature, each.schedule.to_json(), each.made, each.more)
+                (each.signature, each.schedule.to_json(), each.made, each.extra_bytes)
                 for each in self.others
             ],
         }

@@ -24,19 +24,20 @@ from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
-from recollect.planning.budget import resolve_budget
+from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
 from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
-from recollect.planning.loop.choice import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Prepared, Request, prepare
+from recollect.planning.progress import Progress, silent
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.pool import Solution, best_of
 from recollect.planning.solving.solve import Solver
-from recollect.planning.trial import Candidate, Progress, Trials
+from recollect.planning.trial import Candidate, Trials
+from recollect.planning.warn_once import WarnOnce
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
@@ -47,26 +48,20 @@ Record = Callable[[TrainingStep, Link | None], Profile]
 
 #: How often a lower target is set for a plan that takes more memory than predicted.
 _CORRECTIONS = 6
-#: How many schedules a plan carries for other batches: so many of the best for the planned batch,
-#: and so many of the best for a larger one.
+#: How many schedules a plan carries for the planned batch, and as many for one `_LARGER` times as
+#: large.
 _ALTERNATIVES = 8
-#: The fraction of a budget that stays free if the plan cannot be tried. On CUDA, blocks of the
-#: allocator may be larger than what was asked for. And on the CPU, for the numbers that autograd
-#: saves (as in ``2.0 * x``), which no op makes.
+_LARGER = 2
+#: The fraction of a budget that stays free if the plan cannot be tried: for blocks of the allocator
+#: that are larger than requested (CUDA), and for numbers that autograd saves, as in ``2.0 * x``.
 _UNTRIED = 0.01
 _UNTRIED_ON_CPU = 1e-4
-#: How many times as large the larger one is.
-_LARGER = 2
 #: Finds the quickest solution within a budget, if there is one.
 Solve = Callable[[int], Solution | None]
 #: A schedule that is predicted to take so many times as long as another is not tried; nor in the
 #: user's loop, where less is known of times.
 _CLEARLY_SLOWER = 1.3
 _CLEARLY_SLOWER_IN_LOOP = 2.0
-
-
-def silent(_what: str, _done: float) -> None:
-    """Report nothing."""
 
 
 class Planner:
@@ -108,6 +103,7 @@ class Planner:
         #: Whether the step is one of the user's loop.
         self._from_loop = False
         self._bounds: dict[int, float] = {}
+        self._warnings = WarnOnce()
 
     @classmethod
     def of(
@@ -160,8 +156,7 @@ class Planner:
 
         ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
         """
-        step = TrainingStep(model, (), {})
-        step.gradient_bytes = gradients
+        step = TrainingStep.of_loop(model, gradients)
         found = cls(
             step,
             profile,
@@ -239,7 +234,15 @@ class Planner:
         schedule = self._least_schedule()
         return self.make_plan(budget, Candidate(schedule, self.trials.peak(schedule)))
 
-    def least(self) -> int:
+    def plan_or_least(self, budget: float | str) -> Plan:
+        """The plan for a budget; if there is none that of the least peak, with a warning."""
+        try:
+            return self.plan_for(budget)
+        except InfeasibleBudget as error:
+            self._warnings.warn("infeasible", f"{error}. Training goes on with the least")
+            return self.least_plan(error.budget)
+
+    def least_budget(self) -> int:
         """The least feasible budget."""
         return min(self.trials.peak(self._least_schedule()), self.plain_peak)
 
@@ -251,37 +254,37 @@ class Planner:
         found = Candidate(schedule, profile.plain_peak)
         if profile.measured_peak is None or profile.timing is None:
             return found
-        peaks = Peaks(profile.measured_peak, profile.plain_peak, None)
+        peaks = Peaks(profile.measured_peak, profile.plain_peak)
         return replace(found, peaks=peaks, time=profile.timing, plain_time=profile.timing)
 
     def _least_schedule(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
-        self.trials.peak(trimmed(self.graph, self.solver.least().schedule))
-        return min(self.trials.expected, key=self.trials.expected.__getitem__)
+        self.trials.consider(self._trimmed(self.solver.least_solution().schedule))
+        return self.trials.least_tried()
+
+    def _trimmed(self, schedule: Schedule) -> Schedule:
+        """The schedule without results that backward does not need."""
+        return trimmed(self.graph, schedule)
 
     def _fastest_schedule(self, room: int, solve: Solve) -> Schedule | None:
         """The fastest schedule of a solver within ``room``, of those that were tried."""
-        target, kind = room, None
+        target, features = room, None
         for _ in range(_CORRECTIONS):
             solution = solve(target)
             if solution is None:
                 break
-            kind = _kind_of(solution.schedule)
-            peak = self.trials.peak(trimmed(self.graph, solution.schedule))
+            features = _features_of(solution.schedule)
+            peak = self.trials.peak(self._trimmed(solution.schedule))
             if peak <= room:
                 break
             target = min(target, solution.outcome.peak) - (peak - room)
         # A schedule that was tried for another budget may be faster than this one.
-        found = [
-            schedule
-            for schedule, peak in self.trials.expected.items()
-            if peak <= room and _kind_of(schedule) == kind
-        ]
-        return min(found, key=lambda each: simulate(self.graph, each).seconds, default=None)
+        fitting = self.trials.tried_within(room)
+        return next((each for each in fitting if _features_of(each) == features), None)
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
-        least = self.least()
-        outcome = self.solver.least().outcome
+        least = self.least_budget()
+        outcome = self.solver.least_solution().outcome
         parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
@@ -434,7 +437,7 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        schedule = self.solver.least().schedule
+        schedule = self.solver.least_solution().schedule
         outcome = simulate(self.graph, schedule, curve=True)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
@@ -442,7 +445,7 @@ class Planner:
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 
-def _kind_of(schedule: Schedule) -> tuple[bool, bool]:
+def _features_of(schedule: Schedule) -> tuple[bool, bool]:
     """Whether it checkpoints whole modules, and whether it offloads."""
     return bool(schedule.modules), bool(schedule.away)
 

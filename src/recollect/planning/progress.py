@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from recollect.planning.plan import Plan
-from recollect.planning.planner import silent
-from recollect.planning.trial import Progress
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
+#: Called with the work that is being done, and the fraction of it that is.
+Progress = Callable[[str, float], None]
+
+
+def silent(_what: str, _done: float) -> None:
+    """Report nothing."""
 
 
 def reporter(progress: bool | Progress | None) -> Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.runner import Runner
+from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState, compare_state
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.sampling import Timing
@@ -24,12 +25,9 @@ from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
 
-#: Called with the work that is being done, and the fraction of it that is.
-Progress = Callable[[str, float], None]
-
 #: The peak that is assumed for a plan that ran out of memory, as a multiple of the simulated one.
 _OUT_OF_MEMORY = 1.1
-#: The same for a step whose forward depends on chance, and was not run as it was recorded.
+#: The least peak that is assumed for a step whose forward depends on chance, as such a multiple.
 _BY_CHANCE = 1.05
 #: The peak that is assumed for modules whose rerun fails.
 _NEVER = 1 << 62
@@ -66,10 +64,10 @@ class Trials:
         self._bench = bench
         self._state = state
         self._progress = progress
-        #: By schedule that was tried: the peak to expect, and the measured ones. And the times of
-        #: schedules that were timed in turn.
+        #: By schedule that was tried: the peak to expect.
         self.expected: dict[Schedule, int] = {}
-        self._peaks: dict[Schedule, Peaks] = {}
+        self._peaks: dict[Schedule, Peaks] = {}  #: those that were measured
+        #: By schedules that were timed in turn: their times, and that of the plain step.
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
         self._named: dict[tuple[Schedule, int], NamedSchedule] = {}
         #: Whether a forward that was tried was not the recorded one.
@@ -81,7 +79,7 @@ class Trials:
         if self.profile.timing is not None and self._obstacle() is None:
             self._progress("timing the engine", 0.0)
             try:
-                with self._unplanned():
+                with self._plan_removed():
                     self.profile = with_overhead(self.profile, self._bench)
             except RuntimeError as error:
                 self._recover_memory(error)
@@ -128,6 +126,19 @@ class Trials:
             self.expected[schedule] = self._try(schedule)
         return self.expected[schedule]
 
+    def consider(self, schedule: Schedule) -> None:
+        """Have a schedule be among those that were tried."""
+        self.peak(schedule)
+
+    def least_tried(self) -> Schedule:
+        """The schedule of the least peak, of those that were tried."""
+        return min(self.expected, key=self.expected.__getitem__)
+
+    def tried_within(self, room: int) -> list[Schedule]:
+        """The schedules that were tried and take no more than ``room``, the fastest one first."""
+        found = [each for each, peak in self.expected.items() if peak <= room]
+        return sorted(found, key=lambda each: simulate(self.graph, each).seconds)
+
     def _try(self, schedule: Schedule) -> int:
         simulated = simulate(self.graph, schedule).peak
         if not self.profile.can_run:
@@ -135,7 +146,7 @@ class Trials:
             by = [self.named(schedule, region) for region in regions]
             return self._bench.predicted_peak(by, simulated)
         try:
-            peaks, differs = self._run(Way(self.named(schedule)))
+            peaks, differs = self._run(schedule)
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 self.step.free_memory()
@@ -150,17 +161,22 @@ class Trials:
         self._peaks[schedule] = peaks
         return peaks.expected
 
-    def _run(self, way: Way) -> tuple[Peaks, bool]:
-        def progress(done: float) -> None:
-            self._progress("trying the plan", done)
+    def _run(self, schedule: Schedule) -> tuple[Peaks, bool]:
+        """The peaks of steps under a schedule, and whether one was not as recorded."""
+        with self._plan_removed():
+            return self._bench.peaks(self._way(schedule), self._trying)
 
-        with self._unplanned():
-            return self._bench.peaks(way, progress)
+    def _way(self, schedule: Schedule | None) -> Way:
+        """How steps run under a schedule; None: without a plan."""
+        return Way(None if schedule is None else self.named(schedule))
+
+    def _trying(self, done: float) -> None:
+        self._progress("trying the plan", done)
 
     # --- the model as it was recorded -------------------------------------------------------------
 
     @contextmanager
-    def _unplanned(self) -> Iterator[None]:
+    def _plan_removed(self) -> Iterator[None]:
         """A context without the plan that was applied since the step was recorded, if any."""
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -174,7 +190,8 @@ class Trials:
         finally:
             if runner is not None:
                 wrap_module(model, runner)
-                wrap_modules(model, runner.plan.wrapped)
+                # A lazily fitted model may have no plan yet.
+                wrap_modules(model, () if runner.plan is None else runner.plan.wrapped)
 
     def _obstacle(self) -> str | None:
         """Why the step cannot be run now as it was recorded, if so."""
@@ -212,18 +229,18 @@ class Trials:
             self._times[schedules] = None
             if all(each in self._peaks for each in schedules):
                 self._progress("timing the plan", 0.0)
-                ways = [Way(self.named(each)) for each in schedules]
-                both = None if self.profile.timing is None else self._time_in_turn([Way(), *ways])
+                plain, *ways = map(self._way, (None, *schedules))
+                both = None if self.profile.timing is None else self._time_in_turn([plain, *ways])
                 found = both or self._time_in_turn(ways)
                 if found is not None:
-                    plain = found.pop(0) if both else None
-                    self._times[schedules] = found, plain
+                    plain_time = found.pop(0) if both else None
+                    self._times[schedules] = found, plain_time
         return self._times[schedules]
 
     def _time_in_turn(self, ways: Sequence[Way]) -> list[Timing] | None:
         """Time steps that take turns; None if there is no room for one of them."""
         try:
-            with self._unplanned():
+            with self._plan_removed():
                 return times_under(ways, self._bench)
         except RuntimeError as error:
             self._recover_memory(error)
@@ -244,7 +261,8 @@ class Trials:
         ]
         first, *others = sorted(timed, key=_seconds)
         points = [
-            Point(f"{_kind(each)} (measured)", each.peak, _seconds(each), "peer") for each in others
+            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "peer")
+            for each in others
         ]
         return replace(first, baselines=tuple(points), remark=_remark(first, others))
 
@@ -261,7 +279,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.time.seconds
 
 
-def _kind(candidate: Candidate) -> str:
+def _label(candidate: Candidate) -> str:
     return "whole modules" if candidate.schedule.modules else "op by op"
 
 

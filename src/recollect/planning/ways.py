@@ -32,7 +32,7 @@ from recollect.planning.regions.module_regions import (
     unwrap_modules,
     wrap_modules,
 )
-from recollect.planning.solving.modules import ModuleCandidate, find_units, kind_of
+from recollect.planning.solving.modules import ModuleCandidate, find_units, module_kind
 from recollect.planning.warn_once import WarnOnce
 from recollect.policy.op_info import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
@@ -41,7 +41,7 @@ from recollect.state.rng import read_streams, settle_streams, write_streams
 
 #: How many steps are run to know a peak: one is recorded, one checked against that, one is known.
 _STEPS = 3
-#: Rounds of steps that are timed; and the seconds after which two have to do.
+#: The least and the most rounds of steps that are timed; after so many seconds, two are enough.
 _LEAST, _MOST = 3, 8
 _SECONDS = 6.0
 #: The engine is not timed if this many seconds for each op were less than this part of the step.
@@ -49,10 +49,10 @@ _PER_OP = 50e-6
 _LITTLE = 0.03
 #: How many tensors are offloaded to see what that costs.
 _SENT = 16
-#: Kinds of modules of which the cost is measured: as many as take so many seconds, and so many at
-#: most. Those that free less than this part of what the first kind frees are left out.
+#: Modules are priced in so many seconds, of so many kinds at most.
 _PRICING_SECONDS = 10.0
 _KINDS = 5
+#: A kind is left out if it frees less than this fraction of what the first one frees.
 _SLIGHT = 0.1
 
 
@@ -110,8 +110,13 @@ class Peaks:
     measured: int  #: the highest
     expected: int  #: the same, with room for what other steps like them may take more
     #: Bytes of the model's output that were there when backward reached it, if it did.
-    output: int | None
+    output: int | None = None
     each: tuple[int, ...] = ()  #: the peak of each step
+
+    @classmethod
+    def of_one(cls, peak: int) -> Peaks:
+        """The peak of one step."""
+        return cls(peak, peak, each=(peak,))
 
 
 def peaks_under(
@@ -120,12 +125,16 @@ def peaks_under(
     warnings: WarnOnce,
     progress: Callable[[float], None],
     reports: list[CallReport] | None = None,
+    warm: int = 0,
 ) -> Peaks:
-    """The peaks of steps that are run in a way."""
+    """The peaks of steps that are run in a way. The first ``warm`` of them do not count."""
     measured, spare = [], []
     output: list[int] = []
     with step.undone(), way.applied(step.model, warnings, output.append, reports):
         for number in range(_STEPS):
+            if number < warm:
+                step.run()
+                continue
             progress(number / _STEPS)
             measured.append(step.measured_peak())
             spare.append(step.spare_blocks())
@@ -157,7 +166,9 @@ class Bench:
         self._made = made
         self._warnings = WarnOnce()
 
-    def peaks(self, way: Way, progress: Callable[[float], None]) -> tuple[Peaks, bool]:
+    def peaks(
+        self, way: Way, progress: Callable[[float], None] = lambda _: None
+    ) -> tuple[Peaks, bool]:
         """The peaks of steps, and whether one of them was not as recorded: it depends on chance."""
         reports: list[CallReport] = []
         peaks = peaks_under(way, self.step, self._warnings, progress, reports)
@@ -280,7 +291,7 @@ def _module_costs(graph: Graph, bench: Bench) -> dict[tuple[str, str], float]:
     """Seconds that checkpointing adds to a step, by module and engine."""
     steps = len(ENGINES) * (_LEAST + 2)
     count = max(1, min(_KINDS, int(_PRICING_SECONDS / (steps * graph.plain_seconds))))
-    kinds = _kinds(find_units(graph, callable_paths(bench.step.model)), count)
+    kinds = _largest_module_kinds(find_units(graph, callable_paths(bench.step.model)), count)
     ways: dict[tuple[str, str], Way] = {}
     for kind, units in kinds.items():
         for engine in ENGINES:
@@ -299,11 +310,13 @@ def _module_costs(graph: Graph, bench: Bench) -> dict[tuple[str, str], float]:
     return costs
 
 
-def _kinds(units: Sequence[ModuleCandidate], count: int) -> dict[str, list[ModuleCandidate]]:
+def _largest_module_kinds(
+    units: Sequence[ModuleCandidate], count: int
+) -> dict[str, list[ModuleCandidate]]:
     """The modules by kind: the ``count`` kinds that free most, if that is not little."""
     found: dict[str, list[ModuleCandidate]] = {}
     for unit in units:
-        found.setdefault(kind_of(unit.path), []).append(unit)
+        found.setdefault(module_kind(unit.path), []).append(unit)
     freed = {kind: sum(unit.freed for unit in found[kind]) for kind in found}
     most = max(freed.values(), default=0)
     kinds = sorted(freed, key=freed.__getitem__, reverse=True)[:count]

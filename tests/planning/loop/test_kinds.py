@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning.loop.kinds import Kind, Kinds
+from recollect.planning.loop import kinds as kinds_module
+from recollect.planning.loop.kinds import ForwardKind, Kinds
+from recollect.planning.warn_once import WarnOnce
 from tests._support import assert_identical, measure
 from tests.planning._models import squares, static_bytes
 from tests.planning.test_lazy import batch, net
@@ -108,9 +110,33 @@ def test_steps_that_begin_alike_and_go_on_otherwise() -> None:
 
 
 def test_a_kind_is_within_a_larger_one_in_the_same_state() -> None:
-    small, large = Kind((((4, 8), "f"),)), Kind((((5, 8), "f"),))
+    small, large = ForwardKind((((4, 8), "f"),)), ForwardKind((((5, 8), "f"),))
     assert small.is_within(large)
     assert not large.is_within(small)
-    assert not small._replace(more=1).is_within(large)
-    grad = Kind((((4, 8), "f", "requires grad"),))
+    assert not small._replace(extra_bytes=1).is_within(large)
+    grad = ForwardKind((((4, 8), "f", "requires grad"),))
     assert not grad.is_within(large)
+
+
+def test_only_the_oldest_kinds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds_module, "_REMEMBERED", 3)
+    plan = recollect.plan(net(), batch(), 0.7, loss=squares)
+    kinds = Kinds(plan, WarnOnce())
+    a, b, c, d = (ForwardKind((((n, 32), "torch.float32"),)) for n in (200, 300, 400, 500))
+    for step in ((a,), (a, b), (b,)):
+        kinds.find(step)
+    first = kinds.find((c,))
+    assert [*kinds._known] == [(b,), (c,)]  # no longer step without its beginning
+    for step in ((c, c), (c, d)):
+        assert kinds.find(step).first is first
+    assert [*kinds._known] == [(c,), (c, c), (c, d)]
+    kinds.find((c, d, d))
+    assert [*kinds._known] == [(c,), (c, d), (c, d, d)]
+
+
+def test_a_step_without_much_that_runs_out_of_memory_keeps_less_all_the_same() -> None:
+    plan = recollect.plan(net(), batch(), 0.7, loss=squares)
+    kinds, step = Kinds(plan, WarnOnce()), (ForwardKind((((500, 32), "torch.float32"),)),)
+    variant = kinds.find(step)
+    variant.schedule, variant.peak = plan.schedule, plan.base + 1
+    assert kinds.tighten(step) == 1

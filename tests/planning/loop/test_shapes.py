@@ -180,6 +180,15 @@ def test_the_first_forward_of_a_predicted_shape_is_within_the_budget() -> None:
     assert max(loop.peaks) <= loop.plan.budget
 
 
+def test_generator_states_count_until_a_predicted_forward_is_recorded() -> None:
+    lengths = [64, 80, 96, 112, 112, 112]
+    loop = Loop(net(dropout=0.1), plain_peak(net(), batch(104)))
+    loop.run(lambda model, n: squares(model(batch(lengths[n]))), len(lengths))
+    predicted = [*vars(loop.model)[OPTIONS]._kinds._choices.values()][-1]
+    assert predicted._unrecorded is None
+    assert predicted._states == 0
+
+
 class Longer(Net):
     """Does more from some length on."""
 

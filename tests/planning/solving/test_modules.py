@@ -14,7 +14,7 @@ from recollect.planning.solving.modules import (
     ModuleSolver,
     block_paths,
     find_units,
-    kind_of,
+    module_kind,
     module_schedule,
 )
 from tests.planning._graphs import Maker, decoder
@@ -86,7 +86,7 @@ def test_a_module_with_most_of_the_memory_is_none() -> None:
 
 
 def test_kinds_and_blocks() -> None:
-    assert kind_of("layers.11.wide.0") == "layers.*.wide.*"
+    assert module_kind("layers.11.wide.0") == "layers.*.wide.*"
     assert block_paths(_graph(), PATHS) == tuple(f"layers.{n}" for n in range(LAYERS))
 
 

@@ -21,7 +21,7 @@ from tests.planning._graphs import graph_of, solver_of
 
 
 def budgets_of(name: str, count: int = 23) -> list[int]:
-    low = solver_of(name).least().outcome.peak
+    low = solver_of(name).least_solution().outcome.peak
     high = simulate_plain(graph_of(name)).peak
     return [low + (high - low) * n // (count - 1) for n in range(count)]
 
@@ -49,7 +49,7 @@ def test_more_memory_never_takes_longer(name):
 @every_graph
 def test_least_is_the_lowest(name):
     solver = solver_of(name)
-    lowest = solver.least().outcome.peak
+    lowest = solver.least_solution().outcome.peak
     assert solver.solve(lowest - 1) is None
     assert solver.solve(lowest).outcome.peak == lowest
     assert all(solution.outcome.peak >= lowest for solution in solver.frontier())
@@ -120,7 +120,7 @@ def test_near_the_best_of_all(seed):
     graph = graphs.random_dag(seed, 11)
     solver = Solver(graph)
     truth = best_within(graph)
-    assert solver.least().outcome.peak <= 1.01 * truth[0][0]
+    assert solver.least_solution().outcome.peak <= 1.01 * truth[0][0]
     for peak, seconds in truth:
         solution = solver.solve(peak)
         if solution is not None:
@@ -139,13 +139,13 @@ def test_nothing_to_choose():
     make.op("input", [], 1024)
     graph = make.graph()
     solver = Solver(graph)
-    assert solver.least().outcome == simulate_plain(graph)
+    assert solver.least_solution().outcome == simulate_plain(graph)
     assert len(solver.frontier()) == 1
 
 
 def test_tells_how_far_it_is():
     told: list[float] = []
-    Solver(graph_of("random"), progress=told.append).least()
+    Solver(graph_of("random"), progress=told.append).least_solution()
     assert told == sorted(told)
     assert told[-1] == 1.0
 
@@ -161,7 +161,7 @@ class TestOffload:
     def test_lowers_the_peak(self):
         graph = graphs.decoder(2, link=self.link)
         here, there = Solver(graph), offloading_solver()
-        assert there.least().outcome.peak < here.least().outcome.peak
+        assert there.least_solution().outcome.peak < here.least_solution().outcome.peak
         for solution in here.frontier()[::10]:
             better = there.solve(solution.outcome.peak)
             assert better.outcome.seconds <= solution.outcome.seconds
@@ -191,7 +191,7 @@ class TestOffload:
         graph = graphs.decoder(8, link=self.link)
         graph = replace(graph, ops=[replace(op, can_send=op.can_keep) for op in graph.ops])
         solver, plain = Solver(graph, offload=True), simulate_plain(graph)
-        low = solver.least().outcome.peak
+        low = solver.least_solution().outcome.peak
         for part in (0.2, 0.4, 0.6):
             budget = round(low + part * (plain.peak - low))
             found = solver.solve(budget)

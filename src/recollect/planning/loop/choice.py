@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
 from recollect.replay.named_schedule import NamedSchedule, trimmed
@@ -19,8 +20,7 @@ from recollect.replay.named_schedule import NamedSchedule, trimmed
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
 
-#: Where shapes depend on data, the first steps use this fraction of the budget; how many steps.
-IF_SHAPES_VARY = 0.97
+#: Where shapes depend on data: how many steps use `IF_SHAPES_VARY` of the budget.
 _LEARNED = 8
 #: The smallest change of the margin for which to choose again.
 _WORTH = 1e-3
@@ -39,7 +39,7 @@ class Choice:
         may_be_plain: Whether the step may run without the engine, which checks its ops.
         is_predicted: Whether no forward of this kind was recorded yet. The first one will be, and
             holds all results that its schedule names, needed or not, until it ends.
-        more: Schedules beside those of the plan.
+        other_schedules: Schedules beside those of the plan.
         can_solve: Whether to solve for this graph if none of them fits.
     """
 
@@ -50,15 +50,15 @@ class Choice:
         *,
         may_be_plain: bool = True,
         is_predicted: bool = False,
-        more: Sequence[NamedSchedule] = (),
+        other_schedules: Sequence[NamedSchedule] = (),
         can_solve: bool = True,
     ) -> None:
         self._plan = plan
         self.may_be_plain = may_be_plain
         self._count = len(graph.regions)
-        #: If shapes depend on data: the number of steps seen, and the most and the least bytes that
-        #: a forward made, relative to the graph.
-        self._varies, self._seen = graph.varies, 0
+        self._varies = graph.varies  #: whether shapes depend on data
+        self._seen = 0  #: how many steps were seen, if so
+        #: The most and the least bytes that a forward made in them, relative to the graph.
         self._most = self._least = 1.0
         #: The ratio of measured to simulated peaks.
         self._scale = 1 + plan.excess
@@ -68,7 +68,7 @@ class Choice:
         #: Bytes of random states, which a recorded call holds too.
         self._states = sum(op.state for op in graph.ops) if is_predicted else 0
         self._outcomes[self.alike(None)] = simulate_plain(graph)
-        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *more)):
+        for each in dict.fromkeys((plan.schedule, *plan.alternatives, *other_schedules)):
             self._outcomes[self.alike(each)] = simulate(graph, each.schedule_in(graph))
         #: The schedules to choose from, the same for all forwards.
         self.options = [each[0] for each in self._outcomes]
@@ -151,7 +151,7 @@ class Choice:
         return best if self._unrecorded is None else self._without_unneeded(self._unrecorded, best)
 
     def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
-        """The same for ``graph``, without results that only other kinds of steps need."""
+        """``schedules`` without results that only other kinds of steps need, not ``graph``."""
         names = self._plan.schedule.alike
         needed = tuple(
             each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)
@@ -159,6 +159,10 @@ class Choice:
         )
         self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
         return needed
+
+    def recorded(self) -> None:
+        """A forward of a predicted step was recorded: later ones hold what they need alone."""
+        self._unrecorded, self._states = None, 0
 
     def measured(self, schedules: Schedules, peak: int) -> None:
         """A step was measured."""

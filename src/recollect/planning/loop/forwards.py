@@ -8,7 +8,7 @@ from itertools import dropwhile
 from typing import Any
 from weakref import ref
 
-from recollect.planning.loop.kinds import Kind, Step
+from recollect.planning.loop.kinds import ForwardKind, StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.watch import Waiting
 from recollect.planning.recording.model_state import ModelState
@@ -26,26 +26,19 @@ class Forwards(threading.local):
     A step is over when no forward of it waits for a backward.
     """
 
-    #: The model, and its forwards since none waited for a backward.
-    owner: Callable[[], Any] = staticmethod(lambda: None)
-    waiting: tuple[Waiting, ...] = ()
-    step: Step = ()
-    #: How many of them, from the first that waits on, a backward has gone through; and how often a
-    #: forward began when more had than at the forward before.
-    reached: int = 0
-    rounds: int = 0
-    #: The step that is traced, and the kinds of its forwards; none before there is a plan.
-    live: LiveStep | None = None
-    traced: Step = ()
-    #: Before there is a plan: the forwards that were traced, the state of the model, and how many
-    #: forwards have run since.
-    kinds: Step = ()
-    state: ModelState | None = None
-    waited: int = 0
-    #: And whether more of them waited at once than in the step that was traced.
-    is_outgrown: bool = False
-    #: How often no step could be traced, before there was a plan.
-    futile: int = 0
+    owner: Callable[[], Any] = staticmethod(lambda: None)  #: the model
+    waiting: tuple[Waiting, ...] = ()  #: its forwards since none waited for a backward
+    step: StepKind = ()  #: the kinds of these
+    reached: int = 0  #: how many of them a backward has reached, from the first that waits on
+    rounds: int = 0  #: how often more were reached than at the forward before
+    live: LiveStep | None = None  #: the step that is traced
+    traced: StepKind = ()  #: its kind
+    # Before there is a plan:
+    kinds: StepKind = ()  #: the kind of the step that is traced
+    state: ModelState | None = None  #: the state of the model when it began
+    waited: int = 0  #: how many forwards have begun after it
+    is_outgrown: bool = False  #: whether more forwards waited at once than were traced
+    futile: int = 0  #: how often no step could be traced
 
     def begin(self, model: Any) -> None:
         """A forward of ``model`` begins: forget those of a step that is over."""
@@ -59,6 +52,6 @@ class Forwards(threading.local):
             self.owner = (lambda: None) if model is None else ref(model)
             self.waiting, self.step, self.reached, self.rounds = (), (), 0, 0
 
-    def add(self, kind: Kind, waiting: Waiting) -> None:
+    def add(self, kind: ForwardKind, waiting: Waiting) -> None:
         """A forward has run."""
         self.waiting, self.step = (*self.waiting, waiting), (*self.step, kind)

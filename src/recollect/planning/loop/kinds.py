@@ -4,6 +4,10 @@ The kind of a forward is the signature of its batch and the state of the model. 
 is the kinds of its forwards, in order: a loop may call the model several times before backward.
 When a forward runs, the later ones are not known yet. So it runs by the schedule for the longest
 step that began in the same way.
+
+`find` decides, in this order: the variant known for this step; a prediction from traced steps
+(`shapes`); the planned step; the schedule of the smallest known step that is no smaller; else the
+schedule of the least peak, and the step is traced.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from torch import nn
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import simulate
-from recollect.planning.loop.choice import IF_SHAPES_VARY, Choice, choose
+from recollect.planning.budget import IF_SHAPES_VARY
+from recollect.planning.loop import notices
+from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.companions import Companion, Companions, Settled
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
@@ -32,8 +38,6 @@ from recollect.planning.recording.model_state import (
     compare_state,
     facts_of,
     gradient_bytes,
-    newly_compiled,
-    scripted_parts,
     with_state,
 )
 from recollect.planning.recording.record import schedule_of
@@ -50,21 +54,21 @@ _REMEMBERED = 64
 _SOLVED = 8
 
 
-class Kind(NamedTuple):
+class ForwardKind(NamedTuple):
     """A kind of forward."""
 
     signature: tuple[Any, ...]  #: of its batch
     differences: Differences | None = None  #: of the model, from the planned one
-    more: int = 0  #: bytes allocated before it, beyond those of the plan
+    extra_bytes: int = 0  #: bytes allocated before it, beyond those of the plan
 
-    def is_within(self, other: Kind) -> bool:
+    def is_within(self, other: ForwardKind) -> bool:
         """Whether it takes no more memory than ``other``."""
         same_state = self[1:] == other[1:]
         return same_state and _is_within(self.signature, other.signature)
 
 
 #: The kinds of the forwards of a step.
-Step = tuple[Kind, ...]
+StepKind = tuple[ForwardKind, ...]
 
 
 class Kinds:
@@ -77,19 +81,19 @@ class Kinds:
         recordings: Sequence[Recording] = (),
         companions: Sequence[Companion] = (),
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._warnings = warnings
         #: The recordings of the planned step, if it was traced in the loop.
         self._recordings = recordings
-        #: By step: its last forward, and the choice of its schedules.
-        self._known: dict[Step, Variant] = {}
-        self._choices: dict[Step, Choice] = {}
-        self._planned = tuple(Kind(each.signature, None, each.more) for each in plan.forwards)
-        #: The traced steps; the schedules solved for predicted steps; the kinds that no schedule
-        #: brings into the budget.
-        self._shapes = Shapes()
-        self._solved: list[NamedSchedule] = []
-        self._too_large: deque[Kind] = deque(maxlen=_REMEMBERED)
+        self._known: dict[StepKind, Variant] = {}  #: by step: its last forward
+        self._choices: dict[StepKind, Choice] = {}  #: by step: the choice of its schedules
+        self._planned = tuple(
+            ForwardKind(each.signature, extra_bytes=each.extra_bytes) for each in plan.forwards
+        )
+        self._shapes = Shapes()  #: the traced steps
+        self._solved: list[NamedSchedule] = []  #: schedules solved for predicted steps
+        #: The kinds of forwards that no schedule brings into the budget.
+        self._too_large: deque[ForwardKind] = deque(maxlen=_REMEMBERED)
         self._companions = Companions()
         self._companions.traced(self._planned, companions)
         if plan.graph is not None and not plan.others:
@@ -105,24 +109,24 @@ class Kinds:
 
     # --- which kind -------------------------------------------------------------------------------
 
-    def kind_of(self, model: Any, signature: tuple[Any, ...]) -> Kind:
+    def kind_of(self, model: Any, signature: tuple[Any, ...]) -> ForwardKind:
         """The kind of a forward of ``model`` that begins now."""
         if not isinstance(model, nn.Module):
-            return Kind(signature)
+            return ForwardKind(signature)
         facts, found = self._seen  # once: another thread may change it
         now, parameters = facts_of(model)
         if facts is None:
             self._is_on_cuda = any(each.is_cuda for each in parameters)
         now.append(self._state_growth(model, parameters))
         if now != facts:
-            found = compare_state(self._plan.state, model)
-            with_optimizer = self._plan.from_loop or bool(self._planned_state)
-            unit = self._plan.budget // 256
+            found = compare_state(self.plan.state, model)
+            with_optimizer = self.plan.from_loop or bool(self._planned_state)
+            unit = self.plan.budget // 256
             found = with_state(found, now[-1], unit, with_optimizer=with_optimizer)
             self._seen = now, found
-            self._warn_if_compiled(model)
-        more = gradient_bytes(model, parameters, self._plan.gradients)
-        return Kind(signature, found, more + (0 if found is None else found.nbytes))
+            notices.of_opaque_code(self._warnings, self.plan, model)
+        more = gradient_bytes(model, parameters, self.plan.gradients)
+        return ForwardKind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
         """The bytes of optimizer state that were not there when the plan was made.
@@ -139,7 +143,7 @@ class Kinds:
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
         """The bytes of optimizer state that the plan counts; infinite where that is no matter."""
-        plan = self._plan
+        plan = self.plan
         if plan.from_loop:
             return nbytes  # this is its first forward
         if self._is_on_cuda:
@@ -147,52 +151,49 @@ class Kinds:
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
         return max(0.0, state)  # nothing if it was made without an optimizer
 
-    def _warn_if_compiled(self, model: nn.Module) -> None:
-        compiled = newly_compiled(self._plan.state, model)
-        if compiled is not None:
-            self._warnings.warn(
-                "compiled",
-                f"{compiled}. The plan does not see into compiled code, and the step may exceed "
-                "its budget: compile first, then recollect.plan(model, batch, budget)",
-            )
-        scripted = scripted_parts(model)
-        if scripted is not None:
-            self._warnings.warn(
-                "TorchScript",
-                f"{scripted}, which changes its code after a few calls, so that it runs other ops "
-                "than the recorded ones: steps may exceed the budget. Train the Python module that "
-                "it was made from",
-            )
-
-    def is_planned(self, step: Step) -> bool:
+    def is_planned(self, step: StepKind) -> bool:
         """Whether a step is the planned one."""
         return step == self._planned
 
-    def find(self, step: Step) -> Variant:
-        """The variant for the last forward of ``step``; the others have begun before."""
-        variant = self._known.get(step)
-        if variant is None or self._is_worth_predicting(variant):
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-                self._choices.clear()
-            first = self._known.get(step[:1])
-            found = self._predicted_variant(step) if step != self._planned else None
-            variant = found or variant or self._new_variant(step, first)
-            variant.version, self._known[step] = self._shapes.version, variant
+    def begin(self, step: StepKind) -> Variant:
+        """The last forward of ``step`` begins. Returns its variant."""
+        variant = self.find(step)
         variant.count()
         if len(step) == 1 and self._companions.have_changed(step[0]):
             variant.forget()
         if not variant.is_known and variant.schedule is not None and len(step) == 1:
-            variant.wants_trace |= self._shapes.wants(step[0].signature, step[0][1:])
+            is_wanted = self._shapes.note_unpredicted(step[0].signature, step[0][1:])
+            variant.wants_trace |= is_wanted
         return variant
+
+    def find(self, step: StepKind) -> Variant:
+        """The variant for the last forward of ``step``; the others have begun before."""
+        variant = self._known.get(step)
+        if variant is None or self._is_worth_predicting(variant):
+            if variant is None and len(self._known) >= _REMEMBERED:
+                self._forget_oldest(step)
+            first = self._known.get(step[:1])
+            found = self._predicted_variant(step) if step != self._planned else None
+            variant = found or variant or self._new_variant(step, first)
+            variant.version, self._known[step] = self._shapes.version, variant
+        return variant
+
+    def _forget_oldest(self, step: StepKind) -> None:
+        """Forget the oldest kind of step, with all that begin like it, but no part of ``step``."""
+        known = [*self._known]
+        oldest = next((each for each in known if each != step[: len(each)]), None)
+        for each in known:
+            if oldest is not None and each[: len(oldest)] == oldest:
+                self._known.pop(each, None)
+                self._choices.pop(each, None)
 
     def _is_worth_predicting(self, variant: Variant) -> bool:
         """Whether an unknown forward may be predicted now, from steps traced since."""
         return not variant.is_known and variant.version != self._shapes.version
 
-    def _predicted_variant(self, step: Step) -> Variant | None:
+    def _predicted_variant(self, step: StepKind) -> Variant | None:
         """Predict a forward that was never traced from others that were; None if impossible."""
-        kind, plan = step[-1], self._plan
+        kind, plan = step[-1], self.plan
         # What follows a forward cannot be predicted.
         if len(step) > 1 or plan.others or any(len(each) > 1 for each in self._choices):
             return None
@@ -204,7 +205,7 @@ class Kinds:
             found.graph,
             may_be_plain=found.is_covered and not self._differ,
             is_predicted=True,
-            more=self._solved,
+            other_schedules=self._solved,
             can_solve=not any(other.is_within(kind) for other in self._too_large),
         )
         self._solved = [*self._solved, *choice.solved][-_SOLVED:]
@@ -219,14 +220,14 @@ class Kinds:
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
 
-    def settled(self, step: Step) -> Settled | None:
+    def settled(self, step: StepKind) -> Settled | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         variant = self._known.get(step)
         if variant is None or not variant.is_known or variant.contest is not None:
             return None
         return None if variant.first.wants_trace else Settled(variant.schedule)
 
-    def judge(self, step: Step, report: CallReport) -> None:
+    def judge(self, step: StepKind, report: CallReport) -> None:
         """The last forward of a step was recorded: compare it with its expected bytes."""
         variant = self._known.get(step)
         if variant is None:
@@ -239,8 +240,10 @@ class Kinds:
         if variant.is_predicted:
             variant.is_predicted = False
             self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
-            if is_right and not self._choices[step].may_be_plain and not self._differ:
-                self._choices[step].may_be_plain = True
+            choice = self._choices[step]
+            choice.recorded()
+            if is_right:
+                choice.may_be_plain |= not self._differ
                 self._choose(variant)
 
     @property
@@ -248,13 +251,13 @@ class Kinds:
         """Whether forwards of one kind have ever done more than those before."""
         return any(each.differs for each in [*self._known.values()])
 
-    def is_surprise(self, step: Step) -> bool:
+    def is_surprise(self, step: StepKind) -> bool:
         """Whether the last forward follows others that it never followed before."""
         return len(step) > 1 and step not in self._known and self._larger(step) is None
 
-    def _new_variant(self, step: Step, first: Variant | None) -> Variant:
+    def _new_variant(self, step: StepKind, first: Variant | None) -> Variant:
         larger = self._larger(step)
-        plan, warnings, count = self._plan, self._warnings, len(step)
+        plan, warnings, count = self.plan, self._warnings, len(step)
         if step == self._planned[:count]:
             found = self._planned_variant(count, first)
             if plan.rivals and found.schedule is not None:
@@ -265,11 +268,11 @@ class Kinds:
             return Variant.within(larger, first)
         kind = step[-1]
         only_gradients = kind.differences is None and _is_within(kind.signature, plan.signature)
-        least = plan.least_with(kind.more) if only_gradients else plan.least
+        least = plan.least_with(kind.extra_bytes) if only_gradients else plan.least
         differences = _describe_differences(plan, kind)
         return Variant(plan, warnings, least, differences=differences, first=first)
 
-    def _larger(self, step: Step) -> Variant | None:
+    def _larger(self, step: StepKind) -> Variant | None:
         """The smallest known forward that takes no less memory than the last one of ``step``."""
         known = [
             (other, variant)
@@ -285,7 +288,7 @@ class Kinds:
 
     def _planned_variant(self, count: int, first: Variant | None) -> Variant:
         """The forward of the planned step with the number ``count``."""
-        plan, forward = self._plan, self._plan.forwards[count - 1]
+        plan, forward = self.plan, self.plan.forwards[count - 1]
         schedule = None if plan.needed_schedule is None else forward.schedule
         variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
         if self._recordings:
@@ -293,44 +296,44 @@ class Kinds:
             variant.nodes = variant.recording.nodes
         return variant
 
-    def has_room(self, step: Step) -> bool:
+    def has_room(self, step: StepKind) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""
-        base, needed = self._plan.base, 0
+        base, needed = self.plan.base, 0
         for kind in step:
             variant = self._known.get((kind,))
             if variant is not None and variant.is_known:
                 needed += variant.peak - base
             elif kind.is_within(self._planned[0]):
-                needed += self._plan.predicted_peak - base
+                needed += self.plan.predicted_peak - base
             else:
                 return False
-        return base + needed <= self._plan.budget
+        return base + needed <= self.plan.budget
 
-    def has_room_for_plain(self, step: Step = ()) -> bool:
+    def has_room_for_plain(self, step: StepKind = ()) -> bool:
         """Whether the budget has ample room for a traced step without the engine.
 
         Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
         """
         choice = self._choice_of(step or self._planned)
-        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self._plan.budget
+        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self.plan.budget
 
     # --- what is learned --------------------------------------------------------------------------
 
-    def surprised(self, step: Step) -> None:
+    def surprised(self, step: StepKind) -> None:
         """More forwards than known have begun a step: the next one is traced."""
         for count in range(1, len(step)):
             variant = self._known.get(step[:count])
             if variant is not None:
                 variant.surprised()
 
-    def forget(self, step: Step) -> None:
+    def forget(self, step: StepKind) -> None:
         """A step does more than is known: the next one is traced."""
         for each in self._forwards(step):
             each.forget()
 
     def traced(
         self,
-        step: Step,
+        step: StepKind,
         graph: Graph,
         recordings: Sequence[Recording],
         companions: Sequence[Companion] = (),
@@ -345,7 +348,7 @@ class Kinds:
         made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
         before = self._choice_of(step)
         # What differs from step to step is always recorded or checked, and the largest step counts.
-        choice = traced = Choice(self._plan, graph, may_be_plain=not self._differ)
+        choice = traced = Choice(self.plan, graph, may_be_plain=not self._differ)
         if self._differ and before is not None and before.plain_peak > choice.plain_peak:
             choice, before.may_be_plain = before, False
         self._choices[step] = choice
@@ -356,7 +359,7 @@ class Kinds:
         chosen = tuple(each.schedule for each in forwards)
         later = choice.expected(chosen) or 0
         ran = self._peak_of_run(step, graph, traced, recordings) or later
-        if max(later, ran) > self._plan.budget:
+        if max(later, ran) > self.plan.budget:
             first.warn(ran, made[0], later, len(step))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
@@ -364,7 +367,7 @@ class Kinds:
             self._shapes.add(step[0].signature, step[0][1:], graph, made[0])
 
     def _peak_of_run(
-        self, step: Step, graph: Graph, choice: Choice, recordings: Sequence[Recording]
+        self, step: StepKind, graph: Graph, choice: Choice, recordings: Sequence[Recording]
     ) -> int | None:
         """The peak of the step that was traced, or of one that led to it; None if unknown.
 
@@ -377,15 +380,15 @@ class Kinds:
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
         return simulate(graph, schedule_of(recordings)).peak - early
 
-    def failed(self, step: Step) -> None:
+    def failed(self, step: StepKind) -> None:
         """The trace of a step failed: there was no backward."""
         variant = self._known.get(step[:1])
         if variant is not None:
             variant.failed()
 
-    def exceeded(self, step: Step, measured: int) -> bool:
+    def exceeded(self, step: StepKind, measured: int) -> bool:
         """A step exceeded its budget: it took ``measured`` bytes. Whether later ones keep less."""
-        plan, forwards = self._plan, self._forwards(step)
+        plan, forwards = self.plan, self._forwards(step)
         before = tuple(each.schedule for each in forwards)
         choice = self._choice_of(step)
         if choice is None:
@@ -396,23 +399,23 @@ class Kinds:
             self._choose(forwards[0])
         return before != tuple(each.schedule for each in forwards)
 
-    def tighten(self, step: Step) -> int:
+    def tighten(self, step: StepKind) -> int:
         """A step ran out of memory: have later ones keep less. Returns by how many bytes."""
         before = tuple(each.schedule for each in self._forwards(step))
-        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self._plan.budget)):
+        if not self.exceeded(step, math.ceil(_OUT_OF_MEMORY * self.plan.budget)):
             return 0
         after, choice = self._forwards(step), self._choices.get(step)
         if choice is None or choice.expected(before) is None:
-            return max(1, after[0].peak - self._plan.base) // 2  # not known: as if it were halved
+            return max(1, (after[0].peak - self.plan.base) // 2)  # not known: as if it were halved
         return choice.peak(before) - choice.peak(tuple(each.schedule for each in after))
 
-    def _choice_of(self, step: Step) -> Choice | None:
+    def _choice_of(self, step: StepKind) -> Choice | None:
         """The choice of schedules for a step; None if its graph is not known."""
-        if step == self._planned and step not in self._choices and self._plan.graph is not None:
-            self._choices[step] = Choice(self._plan, self._plan.graph)
+        if step == self._planned and step not in self._choices and self.plan.graph is not None:
+            self._choices[step] = Choice(self.plan, self.plan.graph)
         return self._choices.get(step)
 
-    def _forwards(self, step: Step) -> list[Variant]:
+    def _forwards(self, step: StepKind) -> list[Variant]:
         """The forwards of a step; none if one of them is not known."""
         found = [self._known.get(step[: n + 1]) for n in range(len(step))]
         return [] if None in found else [each for each in found if each is not None]
@@ -430,7 +433,7 @@ class Kinds:
                     variant.choose(schedule, peak)
 
 
-def _are_within(step: Step, other: Step) -> bool:
+def _are_within(step: StepKind, other: StepKind) -> bool:
     pairs = zip(step, other, strict=False)
     return len(step) == len(other) and all(a.is_within(b) for a, b in pairs)
 
@@ -440,14 +443,14 @@ def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return is_alike(signature, other) and is_smaller(signature, other)
 
 
-def _numbers_in(kind: Kind) -> int:
+def _numbers_in(kind: ForwardKind) -> int:
     """The number of tensor elements in a batch."""
     return sum(math.prod(each[0]) for each in kind.signature if isinstance(each, tuple))
 
 
-def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
+def _describe_differences(plan: PlannedStep, kind: ForwardKind) -> Differences:
     """Say how a call differs from the planned ones, and how to plan for it."""
-    signature, other, more = kind.signature, kind.differences or Differences(), kind.more
+    signature, other = kind.signature, kind.differences or Differences()
     texts, cures = [*other.texts], [*other.cures]
     if not is_alike(signature, plan.signature):
         texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
@@ -455,7 +458,7 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
     elif not is_smaller(signature, plan.signature):
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
-    gradients = more - other.nbytes
+    gradients = kind.extra_bytes - other.nbytes
     if gradients:
         texts.append(
             f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
@@ -465,4 +468,4 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
             "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
             "to None before each forward"
         )
-    return replace(other, texts=tuple(texts), cures=tuple(cures), nbytes=more)
+    return replace(other, texts=tuple(texts), cures=tuple(cures))

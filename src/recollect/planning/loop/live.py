@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
@@ -28,13 +28,13 @@ from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
 from recollect.planning.loop.companions import Companion
-from recollect.planning.loop.updates import Updates, local_bytes
-from recollect.planning.loop.watch import Waiting
+from recollect.planning.loop.updates import Updates
+from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
-from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.model_state import parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
-from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
+from recollect.planning.recording.step import bytes_of_gradients, device_of, late_bytes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
 from recollect.replay.engine import obstacle_around
@@ -43,14 +43,6 @@ from recollect.replay.recording import Recording
 
 #: A step whose output is only kept is given up after this many backwards elsewhere.
 _PATIENCE = 3
-#: Why there is no plan for a step whose backward is split.
-SPLIT = (
-    "backward computes the gradients of activations first, and those of parameters later, as in "
-    "a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: there is "
-    "none for these steps, which may exceed the budget. Checkpoint blocks in place of it: "
-    'recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a schedule '
-    "without zero bubbles, such as ScheduleInterleaved1F1B"
-)
 
 
 class _Active(threading.local):
@@ -61,15 +53,18 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def drop_stale_trace() -> None:
+    """Leave the mode of a step that was closed in another thread, which has modes of its own."""
+    if _active.step is not None and not _active.step.is_open:
+        _active.step.close()
+
+
 def obstacle_to_tracing() -> str | None:
     """Why no step can be traced now; None if one can.
 
     The trace outlives the call of forward. A dispatch mode that is on the stack now may be exited
     earlier, and would pop the trace in its place.
     """
-    step = _active.step
-    if step is not None and not step.is_open:
-        step.close()  # in another thread it was closed, whose stack of modes is another
     if dispatch_modes_active():
         return "it is inside of a dispatch mode"
     if _active.step is not None:
@@ -84,6 +79,15 @@ def note_companion(companion: Callable[[], Companion]) -> None:
         step.companions.append(companion())
 
 
+class TracedStep(NamedTuple):
+    """What a trace has found."""
+
+    graph: Graph
+    later_base: int  #: bytes that are allocated before a later step, which may begin now
+    first_base: int  #: those that were there before it, when optimizers had no state perhaps
+    has_messages: bool  #: whether it has exchanged messages with another process
+
+
 class LiveStep:
     """One training step of the user's loop: forwards of a model, up to the end of their backward.
 
@@ -96,7 +100,7 @@ class LiveStep:
         link: The link to the host, if results may be offloaded.
         on_end: Called when backward has ended.
         on_again: As in `Waiting`.
-        in_parts: The same.
+        in_parts: As in `Waiting`.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class LiveStep:
         self.updates = Updates(parameters)
         self._parameters = [ref(each) for each in parameters]
         #: The bytes of gradients that are there before it.
-        self.gradients = sum(storage_sizes(gradients_of(model)))
+        self.gradients = bytes_of_gradients(model)
         self._base = base
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
@@ -125,23 +129,16 @@ class LiveStep:
         #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
-        #: What its forwards did, and whether their backward has come.
-        self.recordings: list[Recording] = []
-        self._waiting: list[Waiting] = []
+        self.recordings: list[Recording] = []  #: of its forwards
+        self._waiting: list[Waiting] = []  #: tells of each forward whether its backward has come
         #: The forwards of other models under plans that ran inside of it.
         self.companions: list[Companion] = []
-        #: Whether a backward can come: frozen models on plain inputs have no graph.
-        self.has_graph = False
-        #: Whether it is being traced, and whether its backward has ended.
-        self.is_open = False
-        self.is_over = False
-        #: Whether forwards have followed that were not traced.
-        self.is_followed = False
-        #: Whether it has exchanged messages with another process, once there is a graph.
-        self.has_messages = False
-        self._largest_collective = 0
-        #: Whether backward has reached it, and whether one has that did not end.
-        self._is_reached = self._is_running = False
+        self.has_graph = False  #: whether a backward can come: not through a frozen model
+        self.is_open = False  #: whether it is being traced
+        self.is_over = False  #: whether its backward has ended
+        self.is_followed = False  #: whether forwards have followed that were not traced
+        self._is_reached = False  #: whether a backward has reached it
+        self._is_running = False  #: whether that backward has yet to end
         #: By forward that backward has reached: whether it left gradients to a later one.
         self._split: dict[int, bool] = {}
         #: How many backwards have ended that were not its own.
@@ -176,10 +173,9 @@ class LiveStep:
         except BaseException:
             self.close()
             raise
-        weak, number = ref(self), len(self.recordings)
+        reached = partial(weakly(self.reached), len(self.recordings))
         self.recordings.append(recording)
-        reached = partial(_call, weak, partial(LiveStep.reached, number=number))
-        dropped = partial(_call, weak, LiveStep.dropped)
+        dropped = weakly(self.dropped)
         again, in_parts = self._on_again, self._in_parts
         waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
         self._waiting.append(waiting)
@@ -193,8 +189,7 @@ class LiveStep:
         self.updates.begin()
         self._trace.__enter__()
         # Nothing of the process may hold this object: its thread or its model may be gone first.
-        weak = ref(self)
-        self._stop_waiting = after_each_backward(lambda: _call(weak, LiveStep._after_backward))
+        self._stop_waiting = after_each_backward(weakly(self._after_backward))
         finalize(self, self._stop_waiting)
 
     def dropped(self) -> None:
@@ -276,12 +271,10 @@ class LiveStep:
 
     # --- the result -------------------------------------------------------------------------------
 
-    def graph(self) -> Graph:
-        """The graph of the step, once it is over."""
+    def finish(self, model: nn.Module) -> TracedStep:
+        """What was traced, once the step is over. ``model``: as a later step finds it."""
         self._prices.settle()
         trace = self._trace.finish()
-        self.has_messages = trace.has_messages
-        self._largest_collective = trace.largest_collective
         graph = build_graph(
             trace,
             self.recordings,
@@ -289,22 +282,13 @@ class LiveStep:
             on_device=self.device.type == "cuda",
             link=self._link if len(self.recordings) == 1 else None,
         )
-        return replace(graph, units=self.units)
-
-    def later_base(self, model: nn.Module) -> int:
-        """The bytes that are allocated before a later step like it, which may begin now."""
-        gradients = sum(storage_sizes(gradients_of(model)))
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - gradients + self.gradients
-        late = late_bytes(shards_of(model), self._largest_collective, self.device)
-        held = local_bytes([*parameters_of(model), *model.buffers()]) + self.updates.state_bytes()
-        return held + self.gradients + late
-
-    def first_base(self, model: nn.Module) -> int:
-        """The bytes that were allocated before it, when optimizers had no state perhaps."""
-        if self.device.type == "cuda":
-            return self._base
-        return self.later_base(model) - self.updates.made_bytes()
+        later = self.updates.base_bytes(model, self.gradients)
+        if self.device.type == "cuda":  # what is late is among it
+            first = self._base
+        else:
+            later += late_bytes(shards_of(model), trace.largest_collective, self.device)
+            first = later - self.updates.made_bytes()
+        return TracedStep(replace(graph, units=self.units), later, first, trace.has_messages)
 
     @property
     def has_other_hooks(self) -> bool:
@@ -313,11 +297,5 @@ class LiveStep:
 
     @property
     def accumulated(self) -> int:
-        """The bytes of gradients with which the forwards began that followed before an update."""
+        """The bytes of gradients that forwards found which followed it before an update."""
         return max(0, self.updates.gradients - self.gradients) if self.is_followed else 0
-
-
-def _call(weak: Callable[[], LiveStep | None], method: Callable[[LiveStep], None]) -> None:
-    step = weak()
-    if step is not None:
-        method(step)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from recollect.checks.place import warn_user
+from recollect.errors import PlanWarning
 from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.recording.model_state import newly_compiled, scripted_parts
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
@@ -24,6 +29,16 @@ def of_excess(warnings: WarnOnce, plan: PlannedStep, took: int, *, keeps_less: b
     )
 
 
+def of_first_steps(plan: PlannedStep, took: int, how: str) -> None:
+    """Warn if the steps before there was a plan exceeded its budget. ``how``: what they kept."""
+    if took > plan.budget >= plan.predicted_peak:
+        warn_user(
+            f"the training steps before there was a plan took about {bytes_text(took)}, more than "
+            f"the budget of {bytes_text(plan.budget)}, {how}. Later steps are within the budget",
+            PlanWarning,
+        )
+
+
 def of_no_plan(warnings: WarnOnce, forwards: int, reason: str) -> None:
     """No step could be traced to make the plan from."""
     warnings.warn(
@@ -31,6 +46,49 @@ def of_no_plan(warnings: WarnOnce, forwards: int, reason: str) -> None:
         f"there is no plan after {forwards} forwards, and steps may exceed the budget. No "
         f"step could be traced: {reason}. Make a plan with a batch: "
         "recollect.fit(model, batch, budget)",
+    )
+
+
+def of_opaque_code(warnings: WarnOnce, plan: PlannedStep, model: nn.Module) -> None:
+    """Warn of parts of the model that run other code than was recorded."""
+    compiled = newly_compiled(plan.state, model)
+    if compiled is not None:
+        warnings.warn(
+            "compiled",
+            f"{compiled}. The plan does not see into compiled code, and the step may exceed its "
+            "budget: compile first, then recollect.plan(model, batch, budget)",
+        )
+    scripted = scripted_parts(model)
+    if scripted is not None:
+        warnings.warn(
+            "TorchScript",
+            f"{scripted}, which changes its code after a few calls, so that it runs other ops than "
+            "the recorded ones: steps may exceed the budget. Train the Python module that it was "
+            "made from",
+        )
+
+
+def of_unrecorded(warnings: WarnOnce, plan: PlannedStep, reason: str) -> None:
+    """A forward could not be recorded to its end, as the planned one could."""
+    if plan.stopped is not None:
+        return
+    warnings.warn(
+        reason,
+        "the plan is not in effect for a part of the step, which may exceed its budget: forward "
+        f"could not be recorded from some op on ({reason}), and every tensor that autograd saves "
+        "after it stays in memory",
+    )
+
+
+def of_split(warnings: WarnOnce) -> None:
+    """Backward leaves the gradients of parameters to a later one, which no trace sees."""
+    warnings.warn(
+        "split",
+        "backward computes the gradients of activations first, and those of parameters later, as "
+        "in a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: "
+        "there is none for these steps, which may exceed the budget. Checkpoint blocks in place of "
+        'it: recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a '
+        "schedule without zero bubbles, such as ScheduleInterleaved1F1B",
     )
 
 

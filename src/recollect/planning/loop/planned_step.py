@@ -24,7 +24,7 @@ class PlannedForward(NamedTuple):
     signature: tuple[Any, ...]  #: of its batch
     schedule: NamedSchedule  #: by which it runs
     made: tuple[tuple[str, int], ...]  #: the bytes that it makes, by module
-    more: int = 0  #: the bytes of gradients that are there since the first forward
+    extra_bytes: int = 0  #: the bytes of gradients that are there since the first forward
 
 
 class SeenForward(NamedTuple):
@@ -32,11 +32,11 @@ class SeenForward(NamedTuple):
 
     signature: tuple[Any, ...]  #: of its batch
     made: Mapping[str, int]  #: the bytes that it made, by module
-    more: int  #: the bytes of gradients that were there since the first forward
+    extra_bytes: int  #: the bytes of gradients that were there since the first forward
 
     def planned(self, schedule: NamedSchedule) -> PlannedForward:
-        """The same, with the schedule by which it runs from now on."""
-        return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.more)
+        """The forward with the schedule by which it runs from now on."""
+        return PlannedForward(self.signature, schedule, tuple(self.made.items()), self.extra_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -95,7 +95,7 @@ class PlannedStep:
         return self.alternatives[-1] if self.alternatives else self.schedule
 
     def least_with(self, gradients: int) -> NamedSchedule:
-        """The same, for the planned step with so many bytes of gradients there before it."""
+        """The schedule of the least peak if so many bytes of gradients are there before."""
         if self.graph is None or not self.alternatives:
             return self.least
         graph = with_gradients(self.graph, gradients)

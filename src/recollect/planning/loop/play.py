@@ -60,5 +60,5 @@ def run_blocks(
 ) -> Any:
     """Call the forward of a model, keeping only the results of ``blocks``."""
     return observe_region(
-        function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), None, blocks
+        function, args, kwargs, lambda recorder, remat: (recorder.pack, remat.unpack), blocks=blocks
     )[0]

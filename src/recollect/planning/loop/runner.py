@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -25,19 +25,23 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
-from recollect.graph.graph import Link
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt
 from recollect.planning.loop.companions import Companion, Settled
 from recollect.planning.loop.forwards import Forwards
-from recollect.planning.loop.kinds import Kind, Kinds, Step
-from recollect.planning.loop.live import SPLIT, LiveStep, note_companion, obstacle_to_tracing
+from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
+from recollect.planning.loop.live import (
+    LiveStep,
+    drop_stale_trace,
+    note_companion,
+    obstacle_to_tracing,
+)
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.variant import Variant
-from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
+from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output, weakly
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
@@ -50,14 +54,18 @@ from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 from recollect.report.units import bytes_text
 
+_Function = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
 
 class MakePlan(Protocol):
     """Makes the plan for a fit without a batch."""
 
     def __call__(
-        self, model: nn.Module, live: LiveStep, kinds: Step, state: ModelState, /
+        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState, /
     ) -> PlannedStep | None:
-        """Make it from a traced step, the kinds of its forwards and the state of the model.
+        """Make it from a traced step, its kind and the state of the model.
 
         None if there can be none.
         """
@@ -88,6 +96,7 @@ class Runner:
         self._is_watching = False
         #: Whether backwards go through parts of an output, one after the other.
         self._in_parts = False
+        self._on_again = weakly(self.again)
         #: Why a compiled model is not planned as such.
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
@@ -100,14 +109,19 @@ class Runner:
         recordings: Sequence[Recording] = (),
         companions: Sequence[Companion] = (),
     ) -> None:
-        self.plan = plan
         kinds = Kinds(plan, self._warnings, recordings, companions) if plan is not None else None
+        #: The kinds of steps under the plan; None if there is no plan.
         self._kinds = kinds
         self._peaks = PeakWatch(plan.budget if plan is not None else sys.maxsize)
-        #: In how many more planned calls to check whether the loop holds the output.
+        #: In how many more planned steps to check whether the loop holds the output.
         self._checks = 0 if plan is None or plan.output_bytes is None else _CHECKS
         #: The last step whose peak was compared with the budget.
-        self._watched: Step = ()
+        self._watched: StepKind = ()
+
+    @property
+    def plan(self) -> PlannedStep | None:
+        """The plan that is in effect."""
+        return None if self._kinds is None else self._kinds.plan
 
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
@@ -122,9 +136,7 @@ class Runner:
     def __deepcopy__(self, memo: Any) -> Runner:
         return Runner(self.plan, self._make_plan)
 
-    def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         if not torch.is_grad_enabled() or is_exporting():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -134,12 +146,13 @@ class Runner:
             return run_without_dynamo(run, dynamo_callback(), _bound(function), args, kwargs)
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
+        drop_stale_trace()
         self._end_trace(model)
         if self._runs_plain(model):
             return function(*args, **kwargs)
-        if self._kinds is None or self.plan is None:
-            return self._run_first(model, function, args, kwargs)
-        return self._run(self.plan, self._kinds, model, function, args, kwargs)
+        if self._kinds is not None:
+            return self._run(self._kinds, model, function, args, kwargs)
+        return self._run_first(model, function, args, kwargs)
 
     def _runs_plain(self, model: Any) -> bool:
         """Whether there can be no plan, or none that can be in effect now."""
@@ -151,90 +164,96 @@ class Runner:
         return unsupported is not None
 
     def _run_in_compiled(
-        self, callback: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, callback: Any, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a forward that compiled code has called."""
         model: Any = getattr(function, "__self__", None)
-        if self._is_handed_over(model, callback):
+        if self._hand_over_if_compiled(model, callback):
             return self._run_untraced(model, function, args, kwargs)
         notices.of_compiler(self._warnings, self._unplanned)
         return self(function, args, kwargs)
 
     def _run(
-        self,
-        plan: PlannedStep,
-        kinds: Kinds,
-        model: Any,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, kinds: Kinds, model: Any, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         self._act_on_last_step(kinds)
         before, forwards = self._peaks.read(model), self._forwards
         kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
         step = (*forwards.step, kind)
-        live = forwards.live
-        if live is None and kinds.is_surprise(step) and not kinds.has_room(step):
+        if forwards.live is None and kinds.is_surprise(step) and not kinds.has_room(step):
             kinds.surprised(step)
             notices.of_forwards(self._warnings)
-        variant = kinds.find(step)
-        schedule = variant.schedule
-        if live is None and len(step) == 1 and variant.wants_trace and self._can_trace(model):
-            end = partial(self._end_trace, model)
-            live = forwards.live = self._live_step(model, plan.base + kind.more, plan.link, end)
+        variant = kinds.begin(step)
+        live = forwards.live = forwards.live or self._live_for(kinds, model, step, variant)
         if live is not None:
             forwards.traced = step
             blocks = find_blocks(model) if variant.keeps_blocks else ()
-            result, waiting = live.forward(function, args, kwargs, schedule, blocks)
+            result, waiting = live.forward(function, args, kwargs, variant.schedule, blocks)
             forwards.add(kind, waiting)
             return result
-        self._note_companion(step, Settled(schedule))
+        self._note_companion(step, Settled(variant.schedule))
         since = current_operation()
-        attempt = None if before is None or plan.communicates else Attempt(model)
-        try:
-            result, report = self._run_by(variant, function, args, kwargs)
-        except RuntimeError as error:
-            if attempt is None or not is_out_of_memory(error):
-                raise
-            if not self._tighten(kinds, step, error) or not attempt.undo():
-                raise
-            is_retried = True
-        else:
-            is_retried = False
-        if is_retried:  # when nothing holds the frames of the first attempt any more
-            torch.cuda.empty_cache()
-            schedule = variant.schedule
-            result, report = self._run_by(variant, function, args, kwargs)
-        again = partial(_again, ref(self), step)
-        in_parts = self._in_parts
-        forwards.add(
-            kind, Waiting(result, report.remat, None, None, again, in_parts=in_parts, since=since)
-        )
-        if schedule is not None:
+        attempt = None if before is None or kinds.plan.communicates else Attempt(model)
+        run = partial(self._run_by, variant, function, args, kwargs)
+        result, report = self._run_or_retry(kinds, step, run, attempt)
+        remat = None if report is None else report.remat
+        again, in_parts = partial(self._on_again, step), self._in_parts
+        forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
+        if report is not None:
             if report.recording is not None or report.is_unrecorded:
                 kinds.judge(step, report)
             if self._checks > 0 and kinds.is_planned(step):
-                self._checks -= 1
                 watch_output(result, self._check_output)
-        if before is not None and (schedule is not None or variant.is_predicted):
+        if before is not None and (report is not None or variant.is_predicted):
             self._watch_backward()
             self._watched = step
             self._peaks.compare(result, before)
         return result
 
-    def _run_by(
+    def _live_for(
+        self, kinds: Kinds, model: Any, step: StepKind, variant: Variant
+    ) -> LiveStep | None:
+        """The step to trace from its first forward on; None if it is not to be traced."""
+        if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
+            return None
+        return LiveStep(
+            model,
+            kinds.plan.base + step[0].extra_bytes,
+            kinds.plan.link,
+            on_end=partial(self._end_trace, model),
+            on_again=self._on_again,
+            in_parts=self._in_parts,
+        )
+
+    def _run_or_retry(
         self,
-        variant: Variant,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, CallReport]:
-        report, schedule, known = CallReport(), variant.schedule, variant.recording
+        kinds: Kinds,
+        step: StepKind,
+        run: Callable[[], tuple[Any, CallReport | None]],
+        attempt: Attempt | None,
+    ) -> tuple[Any, CallReport | None]:
+        """Run a forward; if it runs out of memory, undo it and run it with less kept."""
+        try:
+            return run()
+        except RuntimeError as error:
+            if attempt is None or not is_out_of_memory(error):
+                raise
+            if not self._tighten(kinds, step, error) or not attempt.undo():
+                raise
+        torch.cuda.empty_cache()  # now that nothing holds the frames of the first attempt
+        return run()
+
+    def _run_by(
+        self, variant: Variant, function: _Function, args: _Args, kwargs: _Kwargs
+    ) -> tuple[Any, CallReport | None]:
+        """Run a forward by its schedule; the report is None if it runs plain."""
+        schedule, known = variant.schedule, variant.recording
         if schedule is None:
             since = current_operation()
             result = function(*args, **kwargs)
             variant.ran_plain(current_operation() - since)
-            return result, report
+            return result, None
+        report = CallReport()
         result = run_planned(function, args, kwargs, schedule, self._warnings, report, known)
         if variant.contest is not None:
             variant.contest.watch(result)
@@ -242,7 +261,7 @@ class Runner:
 
     # --- memory that has run out ------------------------------------------------------------------
 
-    def _tighten(self, kinds: Kinds, step: Step, error: BaseException) -> bool:
+    def _tighten(self, kinds: Kinds, step: StepKind, error: BaseException) -> bool:
         """A step ran out of memory: have later ones keep less. Returns whether they do."""
         less = kinds.tighten(step)
         note = (
@@ -261,31 +280,31 @@ class Runner:
     def _watch_backward(self) -> None:
         """Notice backwards that run out of memory."""
         if not self._is_watching:
-            self._is_watching, weak = True, ref(self)
-            finalize(self, after_each_backward(lambda: _backward_is_over(weak)))
+            self._is_watching = True
+            finalize(self, after_each_backward(weakly(self._backward_is_over)))
 
-    def backward_failed(self, error: BaseException) -> None:
-        """A backward ran out of memory: perhaps that of this model."""
-        forwards = self._forwards
+    def _backward_is_over(self) -> None:
+        """If a backward ran out of memory, perhaps that of this model: keep less."""
+        forwards, error = self._forwards, sys.exc_info()[1]
+        if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+            return
         if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
             self._tighten(self._kinds, forwards.step, error)
 
     # --- steps that are traced --------------------------------------------------------------------
 
-    def _run_first(
-        self, model: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _run_first(self, model: Any, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         assert isinstance(model, nn.Module)
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
-            if self._is_handed_over(model):
+            if self._hand_over_if_compiled(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
             notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
             self._make_plan = None
             return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
-        live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        live, kind = forwards.live, ForwardKind(signature_of_batch(args, kwargs))
         if live is None and (unsupported := obstacle_in(model)) is not None:
             self._make_plan = None
             self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
@@ -293,11 +312,12 @@ class Runner:
         if live is None and obstacle is not None and not self._is_split:
             self._tried_in_vain(obstacle)
         elif live is None and not self._is_split:
-            live = forwards.live = self._live_step(model)
+            again, in_parts = self._on_again, self._in_parts
+            live = forwards.live = LiveStep(model, on_again=again, in_parts=in_parts)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
-            more = gradient_bytes(model, parameters_of(model), live.gradients)
-            kind = kind._replace(more=more)
+            extra_bytes = gradient_bytes(model, parameters_of(model), live.gradients)
+            kind = kind._replace(extra_bytes=extra_bytes)
             forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
         else:
@@ -310,7 +330,7 @@ class Runner:
         forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
         return result
 
-    def _is_handed_over(self, model: Any, callback: Any = None) -> bool:
+    def _hand_over_if_compiled(self, model: Any, callback: Any = None) -> bool:
         """Hand an unplanned compiled model to the planner of those. Whether it took it."""
         is_mine = isinstance(model, nn.Module) and vars(model).get(OPTIONS) is self
         if self.plan is not None or self._make_plan is None or not is_mine:
@@ -323,7 +343,7 @@ class Runner:
         return reason is None
 
     def _run_untraced(
-        self, model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, model: nn.Module, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a forward before there is a plan with little kept, if possible."""
         if obstacle_around() is not None:
@@ -335,33 +355,22 @@ class Runner:
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, find_blocks(model))
 
-    def _live_step(
-        self,
-        model: nn.Module,
-        base: int = 0,
-        link: Link | None = None,
-        end: Callable[[], None] | None = None,
-    ) -> LiveStep:
-        """A step of ``model`` to trace, whose forward begins now."""
-        again = partial(_again, ref(self))
-        return LiveStep(model, base, link, end, again, self._in_parts)
-
-    def _note_companion(self, step: Step, ran: Settled | None) -> None:
+    def _note_companion(self, step: StepKind, ran: Settled | None) -> None:
         """A forward runs, perhaps inside of a step of another model that is traced."""
-        note_companion(lambda: Companion(ran, partial(_settled, ref(self), step)))
+        note_companion(lambda: Companion(ran, partial(weakly(self.settled), step)))
 
-    def settled(self, step: Step) -> Settled | None:
+    def settled(self, step: StepKind) -> Settled | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         if self._kinds is None:
             return None
         return self._kinds.settled(step) if step else Settled(None)
 
-    def again(self, step: Step = ()) -> None:
+    def again(self, step: StepKind = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
         if self._in_parts:
             return
         self._in_parts = self._forwards.is_outgrown = True
-        if self._kinds is not None and self.plan is not None:
+        if self._kinds is not None:
             self._kinds.forget(step)
             notices.of_backwards(self._warnings)
 
@@ -393,23 +402,28 @@ class Runner:
         if forwards.waiting and live.can_join():
             return  # another forward of the same step
         forwards.waited += 1
-        is_first = self.plan is None
-        if is_first and forwards.is_outgrown and not forwards.waiting:
-            # As after a pipeline has tried its stages with one batch: the next one is traced.
-            live.close()
-            forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
-            return
-        if is_first and live.is_over and live.updates.are_awaited(forwards.waited, model):
-            return  # the optimizer may have no state yet, which counts
+        if self._kinds is None:
+            if forwards.is_outgrown and not forwards.waiting:
+                # As after a pipeline has tried its stages with one batch: the next one is traced.
+                live.close()
+                forwards.live, forwards.waited, forwards.is_outgrown = None, 0, False
+                return
+            if live.is_over and live.updates.are_awaited(forwards.waited, model):
+                return  # the optimizer may have no state yet, which counts
         live.close()
         forwards.live, forwards.waited = None, 0
+        self._learn_from(live, model)
+
+    def _learn_from(self, live: LiveStep, model: nn.Module) -> None:
+        """Choose schedules, or make the plan, if a whole step was traced."""
+        forwards, is_first = self._forwards, self._kinds is None
         if live.is_split:
             self._is_split = True
-            self._warnings.warn("split", SPLIT)
-        if not is_first and self._kinds is not None:
+            notices.of_split(self._warnings)
+        if self._kinds is not None:
             if live.is_over and not live.is_split:
-                recordings, companions = live.recordings, live.companions
-                self._kinds.traced(forwards.traced, live.graph(), recordings, companions)
+                graph, recordings = live.finish(model).graph, live.recordings
+                self._kinds.traced(forwards.traced, graph, recordings, live.companions)
             else:
                 self._kinds.failed(forwards.traced)
         elif not (live.is_over or live.is_split):
@@ -423,7 +437,7 @@ class Runner:
             self._set_plan(plan, () if live.units else live.recordings, live.companions)
         self._check_hooks(live, () if is_first else forwards.traced)
 
-    def _check_hooks(self, live: LiveStep, step: Step) -> None:
+    def _check_hooks(self, live: LiveStep, step: StepKind) -> None:
         """Warn of hooks inside of a traced step, by default the planned one, unless it fits so."""
         kinds = self._kinds
         if live.has_other_hooks and kinds is not None and not kinds.has_room_for_plain(step):
@@ -432,46 +446,26 @@ class Runner:
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
         plan = self.plan
-        if self._checks >= 0 and plan is not None and plan.output_bytes is not None:
-            has_warned = report_output(alive, plan.output_bytes, plan.budget)
-            self._checks = -1 if has_warned else self._checks
+        if self._checks > 0 and plan is not None and plan.output_bytes is not None:
+            is_told = report_output(alive, plan.output_bytes, plan.budget)
+            self._checks = 0 if is_told else self._checks - 1
 
     # --- warnings ---------------------------------------------------------------------------------
 
     def _act_on_last_step(self, kinds: Kinds) -> None:
         """When the last step exceeded its budget: have later ones keep less, and warn."""
-        over, self._peaks.over = self._peaks.over, None
-        if over is None or self.plan is None or not self._watched:
-            return
-        keeps_less = kinds.exceeded(self._watched, over)
-        notices.of_excess(self._warnings, self.plan, over, keeps_less=keeps_less)
+        over = self._peaks.take_excess()
+        if over is not None and self._watched:
+            keeps_less = kinds.exceeded(self._watched, over)
+            notices.of_excess(self._warnings, kinds.plan, over, keeps_less=keeps_less)
 
 
-def _again(weak: Callable[[], Runner | None], step: Step = ()) -> None:
-    runner = weak()
-    if runner is not None:
-        runner.again(step)
-
-
-def _settled(weak: Callable[[], Runner | None], step: Step) -> Settled | None:
-    runner = weak()
-    return None if runner is None else runner.settled(step)
-
-
-def _backward_is_over(weak: Callable[[], Runner | None]) -> None:
-    runner, error = weak(), sys.exc_info()[1]
-    if runner is not None and isinstance(error, RuntimeError) and is_out_of_memory(error):
-        runner.backward_failed(error)
-
-
-def _run_uncompiled(
-    runner: Runner, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_uncompiled(runner: Runner, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
     """Run by the plan from within code that is compiled."""
     return runner(_bound(function), args, kwargs)
 
 
-def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(function: _Function) -> _Function:
     """The forward of a model as a method, which dynamo turns into a partial."""
     if isinstance(function, partial) and isinstance(function.args[0], nn.Module):
         return MethodType(function.func, function.args[0])

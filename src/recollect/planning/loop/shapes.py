@@ -102,8 +102,8 @@ class Shapes:
         seen = (*group.traced, *group.confirmed)
         return Predicted(graph, made, any(is_smaller(signature, each) for each in seen))
 
-    def wants(self, signature: Signature, state: Hashable) -> bool:
-        """Whether to trace a step only to predict others from it."""
+    def note_unpredicted(self, signature: Signature, state: Hashable) -> bool:
+        """A step could not be predicted. Returns whether to trace it to predict others from it."""
         group = self._group(signature, state)
         group.missed += 1
         varies = any(graph.varies for graph, _ in group.traced.values())

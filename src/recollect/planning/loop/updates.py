@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
 from recollect._torch.dtensors import count_writes
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors
-from recollect.planning.recording.model_state import gradients_of
-from recollect.planning.recording.step import storage_sizes
+from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.step import bytes_of_gradients, device_of, storage_sizes
 
 #: After this many steps of other optimizers, none of its own is expected.
 _OTHERS = 8
@@ -67,6 +67,14 @@ class Updates:
     def state_bytes(self) -> int:
         """The bytes of all state of optimizers that have made a step."""
         return sum(local_bytes(_state_of(each)) for each in self._optimizers)
+
+    def base_bytes(self, model: nn.Module, gradients: int) -> int:
+        """The bytes that are allocated before a step that finds so many bytes of gradients."""
+        device = device_of(model)
+        if device.type == "cuda":
+            return torch.cuda.memory_allocated(device) - bytes_of_gradients(model) + gradients
+        held = local_bytes([*parameters_of(model), *model.buffers()])
+        return held + self.state_bytes() + gradients
 
     def made_bytes(self) -> int:
         """The bytes of that state which these steps have made."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from recollect.planning.loop import notices
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.recording.model_state import Differences
@@ -21,13 +22,14 @@ from recollect.report.units import bytes_text
 
 #: A forward that makes this fraction more bytes than the known one still counts as that one.
 _TOLERANCE = 0.01
-#: The nodes of the graph that are new may keep so many times as much as the others.
+#: A new node of autograd's graph may keep this many times as much memory as a known one.
 _UNEVEN = 2
 #: A kind that runs by the schedule of a larger one is traced when it has come this often.
 _RECURS = 3
-#: How often the trace of a kind may fail. Also: after a step had more forwards than expected, more
-#: are expected for so many steps, and for so many times as many after each further such step.
+#: How often the trace of a kind may fail.
 _TRIES = 3
+#: After the n-th unexpected forward, more forwards are expected for this many steps to the power n.
+_EXPECTED = 3
 
 
 class Variant:
@@ -59,32 +61,29 @@ class Variant:
         self._made = made
         #: A recording of such a forward, under this schedule or another one.
         self.recording: Recording | None = None
-        #: Whether to keep what blocks return, too, until it is known: where parameters are trained
-        #: that were not, no schedule of the plan divides what is recomputed.
+        #: Whether the traced forward keeps the results of blocks, too: where more parameters are
+        #: trained than planned, no schedule of the plan divides what is recomputed.
         self.keeps_blocks = differences is not None and differences.for_optimizer > 0
         #: The peak to expect of the step.
         self.peak = plan.predicted_peak
         #: Whether it is a kind of its own, for which a schedule was chosen.
         self.is_known = made is not None
-        #: Of a first forward: whether the next step is traced, and how often that was in vain.
+        #: Of a first forward: whether the next step is traced.
         self.wants_trace = False
-        self._tries = 0
-        #: For how many more steps further forwards are expected, and how often some came
-        #: unexpectedly.
-        self.expects = self._surprises = 0
-        #: Whether a forward has made more bytes than expected, and its schedule.
+        self._tries = 0  #: how many traces had no backward
+        self.expects = 0  #: for how many more steps further forwards are expected
+        self._surprises = 0  #: how often a further forward came unexpectedly
+        #: Whether a forward has made more bytes than expected since a schedule was chosen.
         self.has_outgrown = False
-        self._outgrown: NamedSchedule | None = None
-        #: Whether it has ever: what it does differs from step to step.
-        self.differs = False
+        self._outgrown: NamedSchedule | None = None  #: the schedule of that forward
+        self.differs = False  #: whether what it does has ever differed from step to step
         self._uses = 0
         #: The most nodes that a forward is known to make in the graph of autograd.
         self.nodes: int | None = None
         #: Schedules that take turns, until the fastest is known.
         self.contest: Contest | None = None
-        #: Whether its step was predicted, not traced; the version of `Shapes` when it was tried.
-        self.is_predicted = False
-        self.version = -1
+        self.is_predicted = False  #: whether its step was predicted, not traced
+        self.version = -1  #: that of `Shapes` when a prediction was tried
         #: The bytes made by the last recorded forward, relative to the expected ones.
         self.ratio = 1.0
         if not self.is_known:
@@ -117,7 +116,7 @@ class Variant:
     def surprised(self) -> None:
         """More forwards followed than expected: for a while, keep as little as possible."""
         self._surprises += 1
-        self.expects = _TRIES**self._surprises
+        self.expects = _EXPECTED**self._surprises
         self.forget()
 
     def forget(self) -> None:
@@ -137,9 +136,9 @@ class Variant:
         """
         recording = report.recording
         if report.is_unrecorded:
-            self._warn_unrecorded(str(report.difference))
+            notices.of_unrecorded(self._warnings, self._plan, str(report.difference))
         elif report.difference is None and recording is not None and recording.reason is not None:
-            self._warn_unrecorded(str(recording.reason))
+            notices.of_unrecorded(self._warnings, self._plan, str(recording.reason))
         if recording is None or self._made is None:
             return False
         made = bytes_made(report, self._made)
@@ -176,8 +175,8 @@ class Variant:
 
     def _run_with_least(self) -> None:
         """What forwards do differs: the next step is traced, and takes little memory."""
-        self.differs, self.contest = True, None
-        self.schedule, self.first.wants_trace = self._plan.least, True
+        self.differs = True
+        self.forget()
 
     def traced(self, recording: Recording, is_whole: bool) -> Mapping[str, int]:
         """A step was traced. Returns the bytes that the forward made, by module.
@@ -187,7 +186,7 @@ class Variant:
         self.recording = recording if is_whole else None
         self.nodes = recording.nodes
         if recording.reason is not None:
-            self._warn_unrecorded(str(recording.reason))
+            notices.of_unrecorded(self._warnings, self._plan, str(recording.reason))
         return bytes_by_module(recording)
 
     def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
@@ -203,16 +202,6 @@ class Variant:
         self._made = made
 
     # --- warnings ---------------------------------------------------------------------------------
-
-    def _warn_unrecorded(self, reason: str) -> None:
-        if self._plan.stopped is not None:
-            return  # as when it was planned
-        self._warnings.warn(
-            reason,
-            "the plan is not in effect for a part of the step, which may exceed its budget: "
-            f"forward could not be recorded from some op on ({reason}), and every tensor that "
-            "autograd saves after it stays in memory",
-        )
 
     def warn(
         self,

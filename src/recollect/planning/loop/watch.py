@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
-from weakref import ref
+from typing import Any, TypeVar
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.replay.rematerialize import Rematerializer
 
+T = TypeVar("T")
 _Tensor = torch.Tensor
 _log = logging.getLogger("recollect")
 #: The unused fraction of a budget that is worth a line in the log.
@@ -56,6 +57,17 @@ def watch_output(output: Any, act: Callable[[int, int], None]) -> None:
 
     if storages:
         when_backward_reaches(output, reached)
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """Calls a method while its object is alive, which this does not keep alive."""
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> T | None:
+        bound = weak()
+        return None if bound is None else bound(*args)
+
+    return call
 
 
 class _Token:
@@ -90,15 +102,12 @@ class Waiting:
         self._since = since
         self._remat = None if remat is None else ref(remat)
         self._on_reached, self._on_again, self._in_parts = on_reached, on_again, in_parts
-        #: The last backward that reached it; and if another one is expected to go through the rest,
-        #: the number of saved tensors when it had ended.
-        self._backward = -1
-        self._retained = 0
-        #: Of a graph that a backward has retained: whether any node is alive; from which nodes of
-        #: the output it was followed; and the last backward that freed a part of it.
-        self._left: Callable[[], _Token | None] | None = None
-        self._followed: set[int] = set()
-        self._freed_by = -1
+        self._backward = -1  #: the last backward that reached it
+        self._retained = 0  #: how many saved tensors that has left to another one
+        # Of a graph that a backward has retained:
+        self._left: Callable[[], _Token | None] | None = None  #: whether any node is alive
+        self._followed: set[int] = set()  #: the nodes of the output from which it was followed
+        self._freed_by = -1  #: the last backward that freed a part of it
         self._is_running = False
         #: Whether a backward has gone through it, and whether that has freed the graph.
         self.is_reached = self._is_over = False
@@ -246,8 +255,12 @@ class PeakWatch:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._device: torch.device | None = None
-        #: The peak of the last step, if it exceeded the budget.
-        self.over: int | None = None
+        self._over: int | None = None
+
+    def take_excess(self) -> int | None:
+        """The peak of the last step, if it exceeded the budget; None when that was told."""
+        over, self._over = self._over, None
+        return over
 
     def read(self, model: Any) -> int | None:
         """The peak so far; None if the model is not on a CUDA device."""
@@ -266,7 +279,7 @@ class PeakWatch:
             assert self._device is not None
             peak = _peak_on(self._device)
             if peak > before and peak > self._budget:
-                self.over = peak
+                self._over = peak
 
         when_backward_reaches(output, lambda: at_end_of_backward(compare))
 

@@ -24,13 +24,13 @@ from recollect.graph.simulate import simulate
 from recollect.planning.distributed import ranks_of
 from recollect.planning.loop.planned_step import COSTS, SeenForward
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, silent
+from recollect.planning.planner import Planner
 from recollect.planning.prepare import Prepared, Request, prepare
+from recollect.planning.progress import Progress, silent
 from recollect.planning.ranks.team import Team
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
-from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench, Peaks, Way, samples_under
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.units import bytes_text
@@ -100,7 +100,7 @@ def make_traced_plan(
     if not _may_plan(next((each.obstacle for each in found if each.obstacle), None)):
         return None
     with team.failing_together():
-        step = TrainingStep(model, (), {})
+        step = TrainingStep.of_loop(model, local.gradients)
         if not team.leads:
             received = follow(team, Follower(step, local, profile.plain_peak))
             if received.predicted_peak > received.budget:
@@ -148,7 +148,7 @@ class Meeting:
         cls,
         model: nn.Module,
         state: ModelState,
-        budget: Any,
+        budget: float | str,
         forwards: int = 1,
         obstacle: str | None = None,
     ) -> Meeting:
@@ -247,7 +247,9 @@ class Leader(Bench):
         """The peak of the plain step, on the rank where it is the highest."""
         return max(self._all("plain_peak", lambda: here))
 
-    def peaks(self, way: Way, progress: Callable[[float], None]) -> tuple[Peaks, bool]:
+    def peaks(
+        self, way: Way, progress: Callable[[float], None] = lambda _: None
+    ) -> tuple[Peaks, bool]:
         run = partial(super().peaks, way, progress)
         found = self._all("peaks", run, way)
         peaks = [each for each, _ in found]
@@ -291,11 +293,6 @@ class Follower(Bench):
     def plain_peak(self) -> int:
         """The peak of the plain step here."""
         return self._plain_peak
-
-    def peaks(
-        self, way: Way, progress: Callable[[float], None] = lambda _: None
-    ) -> tuple[Peaks, bool]:
-        return super().peaks(way, progress)
 
     def predicted_peak(self, by: Sequence[NamedSchedule], simulated: int) -> int:
         graph = self.local.graph

@@ -112,13 +112,20 @@ class TrainingStep:
         self._written: list[Written] | None = None
         self._was_warned = False
         #: Bytes of the user's gradients, which stay allocated while the step runs.
-        self.gradient_bytes = sum(storage_sizes(gradients_of(model)))
+        self.gradient_bytes = bytes_of_gradients(model)
         #: The FSDP state of the model, if it is sharded.
         self.shards = shards_of(model)
         #: Whether it communicates, so that all processes which have the model run it equally often.
         self.is_shared = self.shards is not None or is_parallel(model)
         #: The most bytes that one collective of it takes and returns, once that was traced.
         self.largest_collective = 0
+
+    @classmethod
+    def of_loop(cls, model: nn.Module, gradients: int) -> TrainingStep:
+        """A step that the loop has run, with so many bytes of gradients. It is not run again."""
+        step = cls(model, (), {})
+        step.gradient_bytes = gradients
+        return step
 
     @property
     def on_cuda(self) -> bool:
@@ -450,6 +457,11 @@ def _check_loss(loss: Any, model: nn.Module) -> None:
             "gradient, so there is no backward to plan for. Does forward run under torch.no_grad, "
             "or detach its result?"
         )
+
+
+def bytes_of_gradients(model: nn.Module) -> int:
+    """The bytes of all gradients of a model, in the parts that are here."""
+    return sum(storage_sizes(gradients_of(model)))
 
 
 def storage_sizes(tensors: Iterable[_Tensor]) -> list[int]:

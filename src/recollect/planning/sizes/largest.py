@@ -21,6 +21,7 @@ from recollect.graph.simulate import simulate_plain
 from recollect.planning.loop.planned_step import with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, Record
+from recollect.planning.progress import Progress
 from recollect.planning.recording.record import (
     CannotPredict,
     Profile,
@@ -37,7 +38,6 @@ from recollect.planning.sizes.forecast import (
     forecast_of,
 )
 from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.planning.trial import Progress
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.report.sizes import SizePoint
 
@@ -258,7 +258,7 @@ class LargestSearch:
                 budget=error.budget,
                 least=error.least,
             ) from None
-        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        self._leasts[size] = min(planner.least_budget(), plan.predicted_peak)
         plain = plan.measured_plain_time or plan.plain_time
         return self._noted(size, plan, plain / size, is_fast=True)
 
@@ -387,7 +387,7 @@ class LargestSearch:
             del planner
         planner = self._record(size, partial(record_under, by=self._by))
         plan = planner.plan_for(self._budget)
-        self._leasts[size] = min(planner.least(), plan.predicted_peak)
+        self._leasts[size] = min(planner.least_budget(), plan.predicted_peak)
         self._by = plan.least
         return plan
 

@@ -16,11 +16,10 @@ from recollect._torch.fsdp import is_parallel, shards_of
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, Request, check_unplanned
-from recollect.planning.progress import reporter
+from recollect.planning.progress import Progress, reporter
 from recollect.planning.recording.step import Loss, device_of
 from recollect.planning.sizes.largest import LargestSearch, Limit
 from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.planning.trial import Progress
 from recollect.report.page import framed, sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text

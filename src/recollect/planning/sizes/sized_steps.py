@@ -9,10 +9,10 @@ from typing import Any
 
 from recollect.planning.planner import Planner, Record
 from recollect.planning.prepare import Request, prepare_step
+from recollect.planning.progress import Progress
 from recollect.planning.recording.batch import check_batch, split_batch, tensors_of_batch
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.record import record_step
-from recollect.planning.trial import Progress
 from recollect.report.units import bytes_text
 from recollect.state.rng import read_streams, settle_streams, write_streams
 

@@ -55,7 +55,7 @@ def paths_around(path: str) -> list[str]:
     return [".".join(parts[: n + 1]) for n in range(len(parts))] if path else []
 
 
-def kind_of(path: str) -> str:
+def module_kind(path: str) -> str:
     """The path without numbers: repeated blocks have the same kind."""
     return re.sub(r"\d+", "*", path)
 

@@ -72,7 +72,7 @@ class Solver:
         self._here: list[Solution] = []
         self._asked: set[int] = set()
 
-    def least(self) -> Solution:
+    def least_solution(self) -> Solution:
         """The solution with the lowest peak."""
         return self._solutions().frontier()[0]
 
