@@ -453,3 +453,36 @@ def test_progress_says_what_is_being_done() -> None:
         "timing the plan",
     }
     assert all(0 <= done <= 1 for _, done in told)
+
+
+def test_a_model_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = _model()
+    name = next(name for name, _ in model.named_parameters())
+    said = rf"model: {name} was made under torch.inference_mode.* outside"
+    with pytest.raises(ValueError, match=said):
+        recollect.plan(model, X, 0.8)
+    with pytest.raises(ValueError, match=said):
+        recollect.fit(model, budget=0.8)
+    with pytest.raises(RuntimeError, match=r"^model: .*under torch.inference_mode"):
+        recollect.explain(model, X)
+
+
+def test_a_batch_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        batch = X.clone()
+    with pytest.raises(RuntimeError, match=r"^batch: .* under torch.inference_mode.*\.clone\(\)"):
+        recollect.plan(_model(), batch, 0.8)
+    with pytest.raises(RuntimeError, match=r"^an argument: .*under torch.inference_mode"):
+        recollect.explain(_model(), batch)
+
+
+def test_inference_mode_is_left_while_the_step_runs() -> None:
+    model = _model()
+    with torch.inference_mode():
+        plan = recollect.plan(model, X, 0.9)
+        assert torch.is_inference_mode_enabled()
+        found = recollect.largest_batch(
+            model, lambda n: torch.randn(n, 48), plan.plain_peak, most=8, multiple_of=4
+        )
+    assert found.size == 8

@@ -162,6 +162,13 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
         raise ValueError(
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    inference = (name for name, each in trained if each.is_inference())
+    if (name := next(inference, None)) is not None:
+        raise ValueError(
+            f"model: {name} was made under torch.inference_mode, and torch does not train such a "
+            "parameter. Make the model outside of it"
+        )
     check_not_distributed(model, runs_steps=runs_steps)
     if is_gradient_checkpointing(model):
         raise ValueError(

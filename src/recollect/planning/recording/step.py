@@ -31,7 +31,7 @@ from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.model_state import check_model, gradients_of, parameters_of
 from recollect.planning.recording.sampling import Timing, now, sampled
 from recollect.report.units import argument_text
-from recollect.state.inputs import check_arguments
+from recollect.state.inputs import check_arguments, inference_fault
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
 
@@ -176,6 +176,9 @@ class TrainingStep:
                 ) from error
             raise
         except RuntimeError as error:
+            given = tensors_of_batch(self.args, self.kwargs)
+            if (fault := inference_fault(error, given)) is not None:
+                raise RuntimeError(f"batch: {fault}") from error
             if (where := self._other_device()) is None or is_out_of_memory(error):
                 raise
             raise RuntimeError(f"batch: {where} ({error})") from error
