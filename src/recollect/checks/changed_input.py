@@ -45,8 +45,8 @@ def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> Input
 def source_changed(tensor: torch.Tensor) -> InputChanged:
     """The error for a tensor that the replay engine holds, to recompute others from."""
     return InputChanged(
-        f"{_MODIFIED}{_named(tensor)}, from which activations are recomputed{_saver()}, was changed "
-        "after forward. Replace the in-place operation, or run it after backward "
+        f"{_MODIFIED}{_named(tensor)}, from which activations are recomputed{_saver()}, was "
+        "changed after forward. Replace the in-place operation, or run it after backward "
         "(optimizer.step() after backward())."
     )
 
