@@ -266,6 +266,13 @@ def test_files_that_are_no_plan(capsys, folder):
     (folder / "other.json").write_text("{}")
     error = refused(capsys, "explain", "other.json", code=1)
     assert "other.json is not a plan" in error
+    assert "job.py is a Python file, and not a plan" in refused(
+        capsys, "compare", "job.py", "job.py"
+    )
+    (folder / "points.json").write_text('{"points": []}')
+    assert "points.json is a saved frontier" in refused(capsys, "explain", "points.json")
+    said = refused(capsys, "plan", "some/Llama-3-8B", "--budget=0.5")
+    assert "name its config: transformers:LlamaConfig" in said
 
 
 # --- for programs, and for people in a hurry ------------------------------------------------------

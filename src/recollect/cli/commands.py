@@ -181,7 +181,22 @@ def _load(path: str, name: str) -> Plan:
             f"{name}: there is no file {path}. Write one:  "
             f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
         )
+    what = "a Python file" if path.endswith(".py") else _is_frontier(path) and "a saved frontier"
+    if what:
+        raise UsageError(
+            f"{name}: {path} is {what}, and not a plan. Write a plan:  "
+            "recollect plan MODULE:FUNCTION --budget ... --save plan.json"
+        )
     return Plan.load(path)
+
+
+def _is_frontier(path: str) -> bool:
+    """Whether a file is what ``recollect frontier --save`` writes."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "points" in found and "schedule" not in found
 
 
 def _show(result: _Result, arguments: Namespace) -> int:

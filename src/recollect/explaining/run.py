@@ -108,6 +108,14 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             if (fault := inference_fault(error, tensors)) is not None:
                 raise RuntimeError(f"{name}: {fault}") from error
         raise
+    except TypeError as error:
+        if len(args) == 1 and type(args[0]) in (tuple, dict) and hasattr(error, "add_note"):
+            form = "*batch" if type(args[0]) is tuple else "**batch"
+            error.add_note(
+                "recollect: explain calls the model with its own arguments, unlike plan, which "
+                f"takes a {type(args[0]).__name__} for them: recollect.explain(model, {form})"
+            )
+        raise
 
 
 @contextmanager

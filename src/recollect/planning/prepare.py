@@ -177,8 +177,16 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
         )
     for name, module in model.named_modules():
         if vars(module).get(OPTIONS) is not None:
-            what, which = (f"its {name}", f"model.{name}") if name else ("it", "model")
+            what, which = (f"its {name}", _in_python(name)) if name else ("it", "model")
             raise ValueError(
                 f"model: {what} is checkpointed or has a plan already, which a new plan would "
                 f"replace. Undo that first: recollect.unwrap({which})"
             )
+
+
+def _in_python(path: str) -> str:
+    """The expression for the part of a model with this name."""
+    parts = path.split(".")
+    return (
+        f"model.{path}" if all(map(str.isidentifier, parts)) else f'model.get_submodule("{path}")'
+    )
