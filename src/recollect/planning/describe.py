@@ -203,6 +203,8 @@ def list_notes(trials: Trials, candidate: Candidate, spread: float) -> tuple[str
     notes = [candidate.remark] if candidate.remark else []
     if not trials.profile.can_run:
         notes.append("The step was not run under this plan: all figures are predicted.")
+        if trials.step.device.type == "meta" and not torch.cuda.is_available():
+            notes.append("Times are those of this machine's CPU: read them as ratios.")
     else:
         notes.append("The peak was measured: the step was run under this plan.")
         if trials.profile.timing is None:
