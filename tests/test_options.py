@@ -3,12 +3,14 @@
 import functools
 import inspect
 import re
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 import recollect
+from recollect.options import Options
 
 BAD = {
     "use_reentrant": [None, 0, 1, "no"],
@@ -239,3 +241,17 @@ def test_good_options_are_taken():
         x.grad = None
         recollect.checkpoint(torch.sin, x, **options).sum().backward()
         assert torch.equal(x.grad, torch.ones(3).cos())
+
+
+def test_the_option_that_has_no_effect_is_the_one_that_was_given() -> None:
+    for name, value in (("policy", []), ("context_fn", nullcontext)):
+        with pytest.raises(ValueError, match=f"^{name} has no effect with the reentrant engine"):
+            Options.from_keywords({name: value, "engine": "reentrant"})
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_misspelt_option_is_asked_about() -> None:
+    with pytest.raises(TypeError, match="polcy") as caught:
+        recollect.checkpoint(torch.sin, torch.ones(2), polcy=[])
+    (note,) = caught.value.__notes__
+    assert "did you mean policy=" in note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -108,7 +109,19 @@ def checkpoint(
             offload_inputs,
             store,
         )
-    return run_region(function, args, kwargs, options)
+    try:
+        return run_region(function, args, kwargs, options)
+    except TypeError as error:
+        _note_misspelt(error, kwargs)
+        raise
+
+
+def _note_misspelt(error: TypeError, kwargs: Iterable[str]) -> None:
+    """Note on an error of ``function`` that one of its keywords is close to an option of ours."""
+    for name in kwargs:
+        close = difflib.get_close_matches(name, Keywords.__annotations__, 1)
+        if close and f"keyword argument '{name}'" in str(error) and hasattr(error, "add_note"):
+            error.add_note(f"recollect: did you mean {close[0]}=, an option of checkpoint?")
 
 
 @overload
@@ -169,6 +182,11 @@ def unwrap(function_or_module: Any) -> Any:
         return unwrap_module(function_or_module)
     if not isinstance(getattr(function_or_module, OPTIONS, None), Options):
         shown = argument_text(function_or_module)
+        if hasattr(function_or_module, "applied"):
+            raise TypeError(
+                f"function_or_module should be the model, but got a {shown}: recollect.unwrap("
+                "model), or plan.remove(model)"
+            )
         raise ValueError(f"this {shown} is not checkpointed: there is nothing to unwrap")
     return function_or_module.__wrapped__
 

@@ -91,8 +91,8 @@ class Options:
     def _refuse_idle(self, has_context: bool, determinism_check: Any) -> None:
         """Raise for options that have no effect with the engine."""
         given = {
-            "context_fn or policy": self.reentrant and self.context_fn is not None,
-            "context_fn": self.replay and has_context,
+            "policy": self.reentrant and self.policy is not None,
+            "context_fn": has_context,
             "debug": self.debug,
             "determinism_check": determinism_check not in ("default", "none"),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import recollect
 from recollect.checks.changed_input import (
     argument_changed,
     saved_tensor_changed,
@@ -38,3 +39,19 @@ def test_cause_culprit_and_fix(case: tuple[InputChanged, str, str]) -> None:
 def test_a_parameter_is_called_by_its_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert "`0.weight`" in str(source_changed(model[0].weight))
+
+
+def test_a_view_is_called_by_the_name_of_its_parameter() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert "`0.weight`" in str(saved_tensor_changed(model[0].weight.detach().t()))
+
+
+def test_the_tensor_and_what_needs_it_are_named() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    x = X.clone()
+    for changed, named in ((model[1].weight, "`1.weight`"), (x, r"\[2, 3\] \(no parameter")):
+        loss = recollect.checkpoint(model, x, engine="replay").square().mean()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(InputChanged, match=rf"{named}.* \(AddmmBackward0\), was changed"):
+            loss.backward()

@@ -122,6 +122,25 @@ def test_the_optimizer_counts(capsys):
     assert peaks[1] > peaks[0]
 
 
+def test_an_optimizer_is_made_for_a_function_that_returns_none(capsys):
+    def parts(*more):
+        code, out, _ = printed(capsys, "plan", "job.py:pair", "--budget=0.95", "--json", *more)
+        assert code == 0
+        return json.loads(out)["peak_parts"]["parameters, optimizer state"]
+
+    assert parts("--optimizer=AdamW") > 2.9 * parts()
+    said = refused(capsys, "plan", "job.py:as_dict", "--budget=0.9", "--optimizer=AdamW")
+    assert "--optimizer: job.py:as_dict returns an optimizer already, a SGD" in said
+    said = refused(capsys, "plan", "job.py:pair", "--budget=0.9", "--optimizer=Adamm")
+    assert "--optimizer: torch.optim has no Adamm. Did you mean Adam" in said
+
+
+@pytest.mark.parametrize("option", ["--dtype=bfloat16", "--batch=2x8", "--set=hidden_size=8"])
+def test_options_of_a_config_are_refused_for_a_function(capsys, option):
+    said = refused(capsys, "plan", "job.py:pair", "--budget=0.9", option)
+    assert f"{option.partition('=')[0]} is for a config of transformers" in said
+
+
 def test_a_budget_that_nothing_fits_is_said_in_a_sentence(capsys):
     error = refused(capsys, "plan", "job.py:pair", "--budget", "1KiB", code=1)
     assert error.startswith("recollect plan: error: budget: no plan")
@@ -247,6 +266,13 @@ def test_files_that_are_no_plan(capsys, folder):
     (folder / "other.json").write_text("{}")
     error = refused(capsys, "explain", "other.json", code=1)
     assert "other.json is not a plan" in error
+    assert "job.py is a Python file, and not a plan" in refused(
+        capsys, "compare", "job.py", "job.py"
+    )
+    (folder / "points.json").write_text('{"points": []}')
+    assert "points.json is a saved frontier" in refused(capsys, "explain", "points.json")
+    said = refused(capsys, "plan", "some/Llama-3-8B", "--budget=0.5")
+    assert "name its config: transformers:LlamaConfig" in said
 
 
 # --- for programs, and for people in a hurry ------------------------------------------------------

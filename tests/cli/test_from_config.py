@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.cli._commands import printed
 
@@ -34,6 +35,8 @@ def test_a_model_is_planned_without_weights(capsys):
     assert figures["device"] == "meta"
     assert figures["model"] == "LlamaForCausalLM"
     assert figures["measured_peak"] is None
+    is_cpu = not torch.cuda.is_available()
+    assert ("Times are those of this machine's CPU" in "".join(figures["notes"])) is is_cpu
     parameters = 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert figures["peak_parts"]["parameters, optimizer state"] >= 4 * parameters
 

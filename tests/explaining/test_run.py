@@ -4,6 +4,7 @@ import contextvars
 import copy
 import io
 import random
+import sys
 import weakref
 
 import pytest
@@ -656,3 +657,11 @@ def test_nothing_at_all():
     explanation = recollect.explain(lambda: None)
     assert explanation.held_bytes == 0
     assert "Nothing is held" in str(explanation)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_batch_as_plan_takes_it():
+    with pytest.raises(TypeError) as caught:
+        recollect.explain(torch.nn.Linear(2, 2), (leaf(2),))
+    (note,) = caught.value.__notes__
+    assert note.endswith("recollect.explain(model, *batch)")

@@ -453,3 +453,108 @@ def test_progress_says_what_is_being_done() -> None:
         "timing the plan",
     }
     assert all(0 <= done <= 1 for _, done in told)
+
+
+def test_a_model_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = _model()
+    name = next(name for name, _ in model.named_parameters())
+    said = rf"model: {name} was made under torch.inference_mode.* outside"
+    with pytest.raises(ValueError, match=said):
+        recollect.plan(model, X, 0.8)
+    with pytest.raises(ValueError, match=said):
+        recollect.fit(model, budget=0.8)
+    with pytest.raises(RuntimeError, match=r"^model: .*under torch.inference_mode"):
+        recollect.explain(model, X)
+
+
+def test_a_batch_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        batch = X.clone()
+    with pytest.raises(RuntimeError, match=r"^batch: .* under torch.inference_mode.*\.clone\(\)"):
+        recollect.plan(_model(), batch, 0.8)
+    with pytest.raises(RuntimeError, match=r"^an argument: .*under torch.inference_mode"):
+        recollect.explain(_model(), batch)
+
+
+def test_inference_mode_is_left_while_the_step_runs() -> None:
+    model = _model()
+    with torch.inference_mode():
+        plan = recollect.plan(model, X, 0.9)
+        assert torch.is_inference_mode_enabled()
+        found = recollect.largest_batch(
+            model, lambda n: torch.randn(n, 48), plan.plain_peak, most=8, multiple_of=4
+        )
+    assert found.size == 8
+
+
+def _infeasible(model: nn.Module, budget: int = 1024) -> recollect.InfeasibleBudget:
+    with pytest.raises(recollect.InfeasibleBudget) as caught:
+        recollect.plan(model, X, budget, loss=squares)
+    return caught.value
+
+
+def test_gradients_that_are_there_are_a_part_of_their_own() -> None:
+    model = _model()
+    clean = _infeasible(model)
+    assert "gradients that are there already" not in str(clean)
+    squares(model(X)).backward()
+    error = _infeasible(model)
+    nbytes = sum(each.nbytes for each in model.parameters())
+    assert error.least == clean.least + nbytes
+    assert f"{nbytes / 1024:.2f} KiB gradients that are there already" in str(error)
+    assert "model.zero_grad(set_to_none=True) and plan again" in str(error)
+    plan = recollect.plan(model, X, error.least, loss=squares)
+    assert dict(plan.report.parts)["gradients that are there already"] == nbytes
+    assert sum(dict(plan.report.parts).values()) == plan.predicted_peak
+
+
+def test_checkpointing_of_parts_is_named_where_no_plan_fits() -> None:
+    class Part(Custom):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            assert isinstance(out, Tensor)
+            return out
+
+    assert "inside of saved-tensor hooks such as those of torch.utils" in str(_infeasible(Part(3)))
+    assert "saved-tensor hooks" not in str(_infeasible(_model()))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda out: out.sum().item(), r"leave out \.item\(\)"),
+        (lambda out: None, "Return the loss"),
+        (lambda out: out.detach().sum(), "Does forward or the loss function run .* detach"),
+    ],
+)
+def test_how_a_loss_function_is_mended(returned: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        recollect.plan(_model(), X, 0.5, loss=returned)
+
+
+def test_a_shape_in_the_place_of_the_batch() -> None:
+    with pytest.raises(TypeError, match="batch: there is no tensor in this tuple"):
+        recollect.plan(_model(), (32, 48), 0.5)
+
+
+def test_a_part_in_a_list_that_is_checkpointed_is_named_as_python_does() -> None:
+    model = nn.Sequential(_model(), nn.Tanh())
+    recollect.checkpointed(model[0])
+    with pytest.raises(ValueError, match=r'recollect\.unwrap\(model\.get_submodule\("0"\)\)'):
+        recollect.plan(model, X, 0.5, loss=_never)
+
+
+def test_a_list_of_modules_has_no_forward() -> None:
+    for call in (recollect.plan, recollect.fit):
+        with pytest.raises(TypeError, match="model: a ModuleList has no forward"):
+            call(nn.ModuleList([_model()]), X, 0.5)
+
+
+def test_removing_a_plan_in_another_way() -> None:
+    model = _model()
+    plan = recollect.plan(model, X, 1.0, loss=squares)
+    with pytest.raises(ValueError, match=r"recollect\.unwrap\(model\)"):
+        plan.remove(model)
+    with pytest.raises(TypeError, match=r"should be the model, but got .*plan\.remove\(model\)"):
+        recollect.unwrap(plan)

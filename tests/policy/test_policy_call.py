@@ -1,5 +1,7 @@
 """A policy during one call of a region."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -90,3 +92,15 @@ def test_rules_that_match_nothing_are_reported(checks, recwarn):
     found = [str(each.message) for each in recwarn]
     assert len(found) == checks
     assert all("save_ops(aten.mm) matched nothing in the region" in each for each in found)
+
+
+def test_a_function_with_other_parameters_is_told_which():
+    run = functools.partial(recollect.checkpoint, torch.sin, torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"policy\(ctx, op, \*args, \*\*kwargs\)"):
+        run(policy=lambda op: True)
+
+    def broken(*_, **__):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        run(policy=broken)

@@ -429,3 +429,9 @@ def test_a_long_list_is_cut():
     text = listed([f"layer{n:03}" for n in range(100)], "other")
     assert text.endswith("layer039 and 60 more")
     assert "layer040" not in text
+
+
+def test_the_name_of_an_op_is_said_as_an_op():
+    for name in ("aten.mm", "mm", "aten::mm", "torch.ops.aten.mm"):
+        with pytest.raises(ValueError, match=r"use torch\.ops\.aten\.mm instead"):
+            policy.save_ops(name)

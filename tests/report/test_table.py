@@ -1,5 +1,6 @@
 """The table for the terminal."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,26 @@ def test_no_line_is_longer_than_a_hundred_columns(layers):
     assert max(map(len, text.splitlines())) <= 100
     assert "a_rather_long_n...her_long_name_8" in text
     assert max(map(len, frontier_table(picture).splitlines())) <= 100
+
+
+def test_numbers_of_layers_are_shown_as_far_as_there_is_room():
+    def names(count, last="post_attention_layernorm"):
+        rows = [
+            Row(f"model.layers.{n}.{last}", "aten::mm", fate, MIB, 1e-3)
+            for n in range(count)
+            for fate in [("kept", "recomputed")[n % 3 == 1]]
+        ]
+        lines = table(replace(PICTURE, rows=tuple(rows), parts=(), notes=())).splitlines()
+        return [line.split()[0] for line in lines if line.startswith("model")]
+
+    assert names(6) == [
+        "model.layers.0,2-3,5.post_attention_layernorm",
+        "model.layers.1,4.post_attention_layernorm",
+    ]
+    first, second = names(90)
+    assert re.fullmatch(r"model\.layers\.0,2-3,[-0-9,]+,\.\.\.,89\.post_attention_layernorm", first)
+    assert re.fullmatch(r"model\.layers\.1,4,7,[0-9,]+,\.\.\.,88\.post_attention_layernorm", second)
+    assert all("..." in name and len(name) < 70 for name in names(90, "norm" * 20))
 
 
 def test_few_lines_and_right_sums_whatever_the_number_of_modules():

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from recollect.checks.names import tensor_name
+from recollect._torch.autograd import current_node
+from recollect.checks.names import owner_name, tensor_name
 from recollect.errors import InputChanged
 
 _MODIFIED = (
@@ -44,19 +45,20 @@ def used_tensor_changed(tensor: torch.Tensor, op: Any, difference: str) -> Input
 def source_changed(tensor: torch.Tensor) -> InputChanged:
     """The error for a tensor that the replay engine holds, to recompute others from."""
     return InputChanged(
-        f"{_MODIFIED}{_named(tensor)}, from which a checkpointed region recomputes its "
-        "activations, was changed after the region had run. Replace the in-place operation, or run "
-        "it after backward."
+        f"{_MODIFIED}{_named(tensor)}, from which activations are recomputed{_saver()}, was "
+        "changed after forward. Replace the in-place operation, or run it after backward "
+        "(optimizer.step() after backward())."
     )
 
 
 def saved_tensor_changed(tensor: torch.Tensor | torch.Size) -> InputChanged:
     """The error for a tensor that autograd saved; given by its shape if it is freed."""
     return InputChanged(
-        f"{_MODIFIED}{_named(tensor)}, which an operation in a checkpointed region saved for "
-        "backward, was changed afterwards. Autograd also raises here, except for writes that it "
-        "cannot see: through .data, or by an in-place collective (dist.all_reduce). Replace the "
-        "in-place operation, or let it change a copy (.clone())."
+        f"{_MODIFIED}{_named(tensor)}, which an operation saved for backward{_saver()}, was "
+        "changed afterwards. Autograd also raises here, except for writes that it cannot see: "
+        "through .data, or by an in-place collective (dist.all_reduce). Replace the in-place "
+        "operation, let it change a copy (.clone()), or run it after backward (optimizer.step() "
+        "after backward())."
     )
 
 
@@ -65,8 +67,14 @@ def _typed(tensor: torch.Tensor) -> str:
 
 
 def _named(tensor: torch.Tensor | torch.Size) -> str:
-    # Only parameters and buffers have names, and searching memory for one takes a while.
-    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf:
-        return tensor_name(tensor)
-    shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor
-    return f"a tensor of shape {list(shape)}"
+    """The name of a parameter or buffer, also for a view of one; else a shape."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"a tensor of shape {list(tensor)}"
+    name = owner_name(tensor)
+    return name or f"a tensor of shape {list(tensor.shape)} (no parameter or buffer)"
+
+
+def _saver() -> str:
+    """The node of the graph that needs a tensor, if one is running."""
+    node = current_node()
+    return "" if node is None else f" ({node.name()})"

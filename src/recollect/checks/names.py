@@ -6,11 +6,14 @@ import functools
 import gc
 import inspect
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from recollect._torch.tensors import memory_key
 
 
 def region_name(function: Any) -> str:
@@ -135,14 +138,25 @@ def plain_name(path: str) -> str:
 
 def tensor_name(tensor: torch.Tensor) -> str:
     """The name of a parameter or buffer in the model that holds it. Searches memory."""
+    return _name_where(lambda value: value is tensor) or "a tensor"
+
+
+def owner_name(tensor: torch.Tensor) -> str | None:
+    """The name of the parameter or buffer that a tensor is or is a view of. Searches memory."""
+    key = memory_key(tensor)
+    shares = None if key is None else _name_where(lambda value: memory_key(value) == key)
+    return _name_where(lambda value: value is tensor) or shares
+
+
+def _name_where(is_it: Callable[[torch.Tensor], bool]) -> str | None:
     try:
         for module in _modules_in_memory():
             for name, value in _tensors(module):
-                if value is tensor:
+                if value is not None and is_it(value):
                     return f"`{_joined((*filter(None, [path_of(module)]), name))}`"
     except Exception:  # noqa: BLE001 - the name is a courtesy
         pass
-    return "a tensor"
+    return None
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import recollect
 from recollect.cli.demo import demo
 from recollect.cli.doctor import doctor
-from recollect.cli.from_config import is_config, load_config_target
+from recollect.cli.from_config import is_config, load_config_target, make_optimizer
 from recollect.cli.screen import Status, UsageError, say
 from recollect.cli.target import Target, load_target
 from recollect.errors import InfeasibleBudget
@@ -106,8 +106,8 @@ def _options(arguments: Namespace, target: Target, status: Status) -> dict[str, 
 def _target(arguments: Namespace) -> Target:
     if is_config(arguments.target):
         return load_config_target(arguments)
-    for name, value in (("set", arguments.set), ("batch", arguments.batch)):
-        if value:
+    for name in ("set", "batch", "dtype"):
+        if getattr(arguments, name):
             is_function = ":" in arguments.target
             raise UsageError(
                 f"--{name} is for a config of transformers, such as transformers:LlamaConfig, and "
@@ -118,7 +118,15 @@ def _target(arguments: Namespace) -> Target:
                     else ". Name the class of the model's config, and its values with --set"
                 )
             )
-    return load_target(arguments.target)
+    target = load_target(arguments.target)
+    if arguments.optimizer is None:
+        return target
+    if target.optimizer is not None:
+        raise UsageError(
+            f"--optimizer: {arguments.target} returns an optimizer already, a "
+            f"{type(target.optimizer).__name__}. Leave --optimizer out, or change the function"
+        )
+    return target._replace(optimizer=make_optimizer(arguments.optimizer, target.model))
 
 
 def _largest(arguments: Namespace) -> _Result:
@@ -173,7 +181,22 @@ def _load(path: str, name: str) -> Plan:
             f"{name}: there is no file {path}. Write one:  "
             f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
         )
+    what = "a Python file" if path.endswith(".py") else _is_frontier(path) and "a saved frontier"
+    if what:
+        raise UsageError(
+            f"{name}: {path} is {what}, and not a plan. Write a plan:  "
+            "recollect plan MODULE:FUNCTION --budget ... --save plan.json"
+        )
     return Plan.load(path)
+
+
+def _is_frontier(path: str) -> bool:
+    """Whether a file is what ``recollect frontier --save`` writes."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "points" in found and "schedule" not in found
 
 
 def _show(result: _Result, arguments: Namespace) -> int:

@@ -36,7 +36,7 @@ def load_config_target(arguments: Namespace) -> Target:
     with torch.device("meta"):
         model = _model(transformers, config, dtype)
         ids = torch.randint(config.get_text_config().vocab_size, arguments.batch)
-        optimizer = _optimizer(arguments.optimizer, model)
+        optimizer = make_optimizer(arguments.optimizer, model)
     return Target(model.train(), {"input_ids": ids, "labels": ids}, optimizer=optimizer)
 
 
@@ -88,7 +88,8 @@ def _model(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
     return made
 
 
-def _optimizer(name: str | None, model: nn.Module) -> Optimizer | None:
+def make_optimizer(name: str | None, model: nn.Module) -> Optimizer | None:
+    """The optimizer that ``--optimizer`` names, with its defaults; None if it names none."""
     kind = _of_torch(torch.optim, name, type, "--optimizer")
     return None if kind is None else kind(model.parameters())
 

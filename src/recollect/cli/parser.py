@@ -257,7 +257,7 @@ def _made_options() -> ArgumentParser:
     what = "of the parameters, such as bfloat16"
     group.add_argument("--dtype", metavar="DTYPE", help=what)
     what = "a class of torch.optim whose state counts, such as AdamW"
-    group.add_argument("--optimizer", metavar="NAME", help=what)
+    parser.add_argument("--optimizer", metavar="NAME", help=what)
     return parser
 
 

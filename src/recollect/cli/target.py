@@ -48,6 +48,12 @@ def load_target(text: str, second: str = "batch") -> Target:
         raise UsageError(
             f"MODULE:FUNCTION: {text!r} should name a module and a function in it, "
             "such as train.py:build or package.train:build"
+            + (
+                ". For a model of transformers, name its config: transformers:LlamaConfig --batch "
+                "8x2048"
+                if text.count("/") == 1 and not text.endswith(".py")
+                else ""
+            )
         )
     function = _function(_module(module_name), module_name, name, second)
     try:

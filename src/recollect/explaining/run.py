@@ -38,7 +38,7 @@ from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT, Explanatio
 from recollect.report.rows import RegionCall, Row
 from recollect.rerun.selective.ledger import KeptCall
 from recollect.settings import is_recomputing
-from recollect.state.inputs import check_arguments
+from recollect.state.inputs import check_arguments, inference_fault
 from recollect.state.reachable import Reachable
 from recollect.state.snapshot import Snapshot
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
@@ -94,8 +94,28 @@ def _forward(
         watcher = Watcher(roots)
         watcher.storages.add_foreign([*snapshot.tensors, *tensors_in((args, kwargs))])
         with torch.inference_mode(False), torch.enable_grad(), snapshot.log(), _watched_by(watcher):
-            result = copy_context().run(function, *args, **kwargs)
+            result = copy_context().run(_called, function, args, kwargs)
         return watcher, _rows_of(watcher, result)
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ``function``. Says which of both has a tensor that autograd cannot save."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        parameters = [*function.parameters()] if isinstance(function, nn.Module) else []
+        for name, tensors in (("model", parameters), ("an argument", tensors_in((args, kwargs)))):
+            if (fault := inference_fault(error, tensors)) is not None:
+                raise RuntimeError(f"{name}: {fault}") from error
+        raise
+    except TypeError as error:
+        if len(args) == 1 and type(args[0]) in (tuple, dict) and hasattr(error, "add_note"):
+            form = "*batch" if type(args[0]) is tuple else "**batch"
+            error.add_note(
+                "recollect: explain calls the model with its own arguments, unlike plan, which "
+                f"takes a {type(args[0]).__name__} for them: recollect.explain(model, {form})"
+            )
+        raise
 
 
 @contextmanager

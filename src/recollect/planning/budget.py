@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,13 +17,14 @@ _SPARE = 0.06
 IF_SHAPES_VARY = 0.97
 #: A number below is no number of bytes: 24 means 24 GiB, which has to be written.
 _LEAST = 193
+_FORMS = 'Give bytes, as "12GiB", a fraction of the plain step, as "50%", or "auto"'
 
 
 def check_budget(budget: Any) -> None:
     """Refuse an invalid budget, before anything runs."""
     if isinstance(budget, str):
         if budget != "auto" and not _amount(budget):
-            raise ValueError(f"budget should be more than 0, but is {budget!r}")
+            raise ValueError(f"budget should be more than 0, but is {budget!r}. {_FORMS}")
         return
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(
@@ -37,20 +39,24 @@ def _check_number(budget: Any, shown: str) -> None:
     """Refuse what is neither a fraction up to 1 nor a number of bytes that somebody can mean."""
     number = float(budget)
     if not number > 0:
-        raise ValueError(f"budget should be more than 0, but is {shown}")
+        raise ValueError(f"budget should be more than 0, but is {shown}. {_FORMS}")
     if _is_fraction(budget) and number > 1 and not number.is_integer():
         raise ValueError(
             f"budget={shown} is neither a number of bytes nor a fraction of the plain step's "
-            f"peak, which is at most 1. Did you mean {_in_gib(number)}?"
+            f"peak, which is at most 1. {_instead(number)}"
         )
     if number < _LEAST and not (_is_fraction(budget) and number <= 1):
         raise ValueError(
-            f"budget={shown} would be {number:.0f} bytes. Did you mean {_in_gib(number)}?"
+            f"budget={shown} would be {number:.0f} byte{'s' * (number != 1)}. {_instead(number)}"
         )
 
 
-def _in_gib(number: float) -> str:
-    return f'"{number:g}GiB"'
+def _instead(number: float) -> str:
+    """What else a number could mean."""
+    if not math.isfinite(number):
+        return _FORMS
+    share = f' Or "{number:g}%" of the plain step?' if 1 < number <= 100 else ""
+    return f'Did you mean "{number:g}GiB"?{share}'
 
 
 def is_fraction(budget: Any) -> bool:
@@ -80,7 +86,8 @@ def _amount(text: str) -> float:
     if number != text.strip():
         if not 0 < amount <= 100:
             raise ValueError(
-                f"budget={text!r} should be more than 0% and at most 100% of the plain step's peak"
+                f"budget={text!r} should be more than 0% and at most 100% of the plain step's "
+                f"peak. {_FORMS}"
             )
         return amount / 100
     is_whole = number.isdecimal()

@@ -29,6 +29,8 @@ PEAK_PARTS = (
     "kept from forward",
     "recomputed or fetched for backward",
 )
+#: A part of the first, if there is any.
+_GRADIENTS = "gradients that are there already"
 #: How many points of a curve are shown.
 _POINTS = 1000
 #: In how many columns memory by module is drawn.
@@ -146,6 +148,22 @@ def _busy(
     return tuple((float(f"{drawn(a):.7g}"), float(f"{drawn(b):.7g}")) for a, b in spans)
 
 
+def list_parts(outcome: Outcome, peak: int, gradients: int) -> tuple[tuple[str, int], ...]:
+    """The parts of a peak, which add up to it. ``gradients``: bytes of those before the step.
+
+    ``peak``: as it is expected. What the simulation does not have of it is workspace.
+    """
+    base, _, kept, made = outcome.parts
+    # Even where steps were measured to take less than simulated, no part is negative.
+    fixed = min(base, peak)
+    gradients = min(gradients, fixed)
+    made = min(made, peak - fixed)
+    kept = min(kept, peak - fixed - made)
+    sizes = (fixed - gradients, peak - fixed - kept - made, kept, made)
+    parts = tuple(zip(PEAK_PARTS, sizes, strict=True))
+    return parts if gradients <= 0 else (parts[0], (_GRADIENTS, gradients), *parts[1:])
+
+
 def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
     """The points of the frontier, the plain step, and every block checkpointed."""
     plans = [Point("plan", each.outcome.peak, each.outcome.seconds) for each in frontier]
@@ -185,6 +203,8 @@ def list_notes(trials: Trials, candidate: Candidate, spread: float) -> tuple[str
     notes = [candidate.remark] if candidate.remark else []
     if not trials.profile.can_run:
         notes.append("The step was not run under this plan: all figures are predicted.")
+        if trials.step.device.type == "meta" and not torch.cuda.is_available():
+            notes.append("Times are those of this machine's CPU: read them as ratios.")
     else:
         notes.append("The peak was measured: the step was run under this plan.")
         if trials.profile.timing is None:

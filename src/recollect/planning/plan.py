@@ -117,7 +117,7 @@ class Plan(PlannedStep):
             which = "another plan" if isinstance(runner, _RUNNERS) else "no plan"
             raise ValueError(
                 f"model: {which} is applied to this {type(model).__name__}, so this one cannot be "
-                "removed"
+                "removed. To undo whatever is applied: recollect.unwrap(model)"
             )
         unwrap_module(model)
         return model

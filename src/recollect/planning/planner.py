@@ -25,7 +25,7 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
-from recollect.planning.describe import PEAK_PARTS, list_notes, list_points, list_rows, make_report
+from recollect.planning.describe import list_notes, list_parts, list_points, list_rows, make_report
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Prepared, Request, prepare
@@ -56,6 +56,17 @@ _LARGER = 2
 #: that are larger than requested (CUDA), and for numbers that autograd saves, as in ``2.0 * x``.
 _UNTRIED = 0.01
 _UNTRIED_ON_CPU = 1e-4
+#: Why some of the step is not for a plan to decide.
+OTHER_HOOKS = (
+    "A part of forward runs inside of saved-tensor hooks such as those of torch.utils.checkpoint, "
+    "and no plan decides about what it saves: leave checkpointing of parts of the model to the plan"
+)
+#: What else helps against a budget that is too small.
+SMALLER_BATCH = ", or use a smaller batch"
+_CLEAR_GRADIENTS = (
+    "The gradients that are there already stay for the whole step: if the loop clears them before "
+    "it, call model.zero_grad(set_to_none=True) and plan again"
+)
 #: Finds the quickest solution within a budget, if there is one.
 Solve = Callable[[int], Solution | None]
 #: A schedule that is predicted to take so many times as long as another is not tried; nor in the
@@ -283,15 +294,19 @@ class Planner:
         return next((each for each in fitting if _features_of(each) == features), None)
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
-        least = self.least_budget()
-        outcome = self.solver.least_solution().outcome
-        parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
-        listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
+        least, gradients = self.least_budget(), self.step.gradient_bytes
+        is_plain = least == self.plain_peak
+        schedule = self._least_schedule()
+        outcome = self.trials.plain_outcome() if is_plain else simulate(self.graph, schedule)
+        parts = sorted(list_parts(outcome, least, gradients), key=lambda part: -part[1])
+        listed = ", ".join(f"{bytes_text(size)} {name}" for name, size in parts if size)
+        hints = [] if self._from_loop or not gradients else [_CLEAR_GRADIENTS]
+        hints += [OTHER_HOOKS] if self.step.has_other_hooks else []
         return InfeasibleBudget(
             f"budget: no plan brings the step of this {self.trials.title} down to "
             f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
             f"{bytes_text(least)}: budget={least}. At its peak that is {listed}. "
-            "Raise the budget to that, or use a smaller batch",
+            f"Raise the budget to that{SMALLER_BATCH}{''.join(f'. {hint}' for hint in hints)}",
             budget=budget,
             least=least,
         )
@@ -314,7 +329,7 @@ class Planner:
             make_report(self.trials, self._shown(budget, candidate), outcome, figures),
             rows=list_rows(graph, candidate.schedule),
             points=(*self.points(), *candidate.baselines, chosen),
-            parts=tuple(zip(PEAK_PARTS, outcome.parts, strict=True)),
+            parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
             notes=list_notes(self.trials, candidate, figures["spread"]),
         )
         return Plan(
@@ -437,8 +452,10 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        schedule = self.solver.least_solution().schedule
+        least = min(self._frontier(), key=lambda each: (each.outcome.peak, each.outcome.seconds))
+        schedule = least.schedule
         outcome = simulate(self.graph, schedule, curve=True)
+        outcome = replace(outcome, seconds=least.outcome.seconds)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
         report = make_report(self.trials, schedule, outcome, figures)

@@ -162,6 +162,13 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
         raise ValueError(
             f"model: this {type(model).__name__} has no parameters, so there is nothing to train"
         )
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    inference = (name for name, each in trained if each.is_inference())
+    if (name := next(inference, None)) is not None:
+        raise ValueError(
+            f"model: {name} was made under torch.inference_mode, and torch does not train such a "
+            "parameter. Make the model outside of it"
+        )
     check_not_distributed(model, runs_steps=runs_steps)
     if is_gradient_checkpointing(model):
         raise ValueError(
@@ -170,8 +177,16 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
         )
     for name, module in model.named_modules():
         if vars(module).get(OPTIONS) is not None:
-            what, which = (f"its {name}", f"model.{name}") if name else ("it", "model")
+            what, which = (f"its {name}", _in_python(name)) if name else ("it", "model")
             raise ValueError(
                 f"model: {what} is checkpointed or has a plan already, which a new plan would "
                 f"replace. Undo that first: recollect.unwrap({which})"
             )
+
+
+def _in_python(path: str) -> str:
+    """The expression for the part of a model with this name."""
+    parts = path.split(".")
+    return (
+        f"model.{path}" if all(map(str.isidentifier, parts)) else f'model.get_submodule("{path}")'
+    )

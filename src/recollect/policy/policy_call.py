@@ -124,6 +124,9 @@ class PolicyCall:
                 context.op_output = out
                 try:
                     value = rule.function(context, known.info.op, *args, **(kwargs or {}))
+                except TypeError as error:
+                    _check_parameters(rule.function, error)
+                    raise
                 finally:
                     # The context outlives the call, and must not hold the result.
                     context.op_output = None
@@ -261,3 +264,14 @@ def _unless_redistributing(ruling: Ruling) -> Ruling:
     """
     is_kept = ruling.reason == COLLECTIVE and ruling.decision is CheckpointPolicy.PREFER_SAVE
     return DEFAULT if is_kept and is_redistributing(sys._getframe(1)) else ruling
+
+
+def _check_parameters(function: Callable[..., Any], error: TypeError) -> None:
+    """Say how a policy function is called, if it has raised ``error`` for its parameters."""
+    raised_by = error.__traceback__ and error.__traceback__.tb_next
+    if raised_by is None:  # by the call itself, and not in the function
+        raise TypeError(
+            f"the policy function {getattr(function, '__name__', function)} cannot be called as "
+            f"policy(ctx, op, *args, **kwargs): {error}. Give it these parameters, such as "
+            "lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default"
+        ) from error

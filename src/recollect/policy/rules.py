@@ -244,6 +244,10 @@ def checked_ops(ops: Iterable[Any], name: str, *, packets: bool = True) -> list[
 
 
 def _hint(op: Any) -> str:
+    if isinstance(op, str):
+        name = op.replace("::", ".").removeprefix("torch.ops.")
+        path = name if "." in name else f"aten.{name}"
+        return f" The name of an op is not an op: use torch.ops.{path} instead."
     if isinstance(op, OpOverloadPacket):
         return (
             " Please update the OpOverloadPacket to a specific OpOverload: "

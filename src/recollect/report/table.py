@@ -12,6 +12,8 @@ from recollect.report.units import bytes_text, percent_text, seconds_text
 #: How wide the text and a column of names may be, and how many lines of modules there may be.
 _WIDTH = 80
 _NAME = 34
+#: How wide a table of modules may be.
+_TABLE = 100
 _LINES = 40
 
 _NO_MODULE = "(no module)"
@@ -79,7 +81,7 @@ def modules_table(rows: Sequence[Row], limit: int = _LINES) -> str:
     groups = grouped(rows)
     ranked = sorted(groups, key=lambda group: sum(row.bytes for row in group.rows), reverse=True)
     largest, left = {group.path for group in ranked[:limit]}, ranked[limit:]
-    named = [(_short(g.path or _NO_MODULE), g.rows) for g in groups if g.path in largest]
+    named = [(g.path or _NO_MODULE, g.rows) for g in groups if g.path in largest]
     if left:
         named.append((f"{len(left)} smaller lines", [row for g in left for row in g.rows]))
     whole = sums_of(rows)
@@ -89,7 +91,10 @@ def modules_table(rows: Sequence[Row], limit: int = _LINES) -> str:
     for fate in shown:
         header += [_TITLES.get(fate, fate), "time"] if is_timed else [_TITLES.get(fate, fate)]
     sums = [(name, sums_of(members)) for name, members in named] + [("in all", whole)]
-    lines = [[name, *_sum_cells(each, shown, is_timed)] for name, each in sums]
+    cells = [_sum_cells(each, shown, is_timed) for _, each in sums]
+    widths = [max(map(len, column)) for column in zip(header[1:], *cells, strict=True)]
+    room = max(_NAME, _TABLE - sum(widths) - 2 * len(widths))
+    lines = [[_fitted(name, room), *each] for (name, _), each in zip(sums, cells, strict=True)]
     return columns(header, lines, left=("module",))
 
 
@@ -155,9 +160,20 @@ def _notes(report: PlanReport) -> list[str]:
     return [textwrap.fill(note, _WIDTH) for note in report.notes]
 
 
-def _short(name: str) -> str:
+def _fitted(path: str, width: int) -> str:
+    """A path with ranges of numbers, of which the inner ones are left out as far as need be."""
+    parts = [part.split(",") for part in path.split(".")]
+    while len(shown := ".".join(map(",".join, parts))) > width:
+        ranges = max(parts, key=len)
+        if len(ranges) < 3 or (len(ranges) == 3 and ranges[1] == "..."):
+            return _short(shown, width)
+        ranges[-3 if ranges[-2] == "..." else -2 :] = ["...", ranges[-1]]
+    return shown
+
+
+def _short(name: str, width: int = _NAME) -> str:
     """``name``, without its middle if it is long."""
-    if len(name) <= _NAME:
+    if len(name) <= width:
         return name
-    half = (_NAME - 3) // 2
+    half = (width - 3) // 2
     return f"{name[:half]}...{name[-half:]}"

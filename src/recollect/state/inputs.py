@@ -21,7 +21,7 @@ result of the region holds itself until backward frees the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -157,6 +157,17 @@ def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"an argument is an iterator ({type(iterator).__name__}), which the first run would "
             "use up, and there are several. Pass a list of its items, `list(...)`"
         )
+
+
+def inference_fault(error: RuntimeError, tensors: Iterable[torch.Tensor]) -> str | None:
+    """What is wrong with ``tensors`` if ``error`` is torch's for one of inference mode."""
+    is_meant = "nference tensor" in str(error)
+    if not is_meant or not any(tensor.is_inference() for tensor in tensors):
+        return None
+    return (
+        "a tensor of it was made under torch.inference_mode, and autograd cannot save it. Make it "
+        f"outside, or pass a copy that is made there: .clone() ({error})"
+    )
 
 
 #: Held by the thread whose rerun has swapped contents. Backward has a thread for each device.

@@ -207,7 +207,7 @@ class Snapshot:
         self.tensors.append(tensor)
         self._tensor_snapshot.add(tensor)
         self._push([vars(tensor), *tensor_hooks(tensor)], tensor)
-        if tensor.is_leaf and tensor.requires_grad:
+        if tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():
             self._push([get_gradient_edge(tensor).node], tensor)
 
     def _visit_function(self, function: FunctionType) -> None:

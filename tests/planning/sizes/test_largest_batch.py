@@ -365,7 +365,9 @@ def test_the_page(shown: recollect.LargestBatch, tmp_path: Any) -> None:
 
 
 def test_a_budget_that_no_size_fits() -> None:
-    with pytest.raises(recollect.InfeasibleBudget, match="not even a batch of size 4") as caught:
+    with pytest.raises(
+        recollect.InfeasibleBudget, match="not even a batch of size 4 fits: no plan"
+    ) as caught:
         recollect.largest_batch(mlp(), CASES["mlp"][1], "100KiB", loss=squares, multiple_of=4)
     least = recollect.frontier(mlp(), torch.randn(4, 32), loss=squares).least
     assert caught.value.least == least

@@ -41,7 +41,8 @@ class FakeStep(TrainingStep):
 
     def __init__(self, step: TrainingStep, mode: Any) -> None:
         self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
-        self.device = step.device
+        self.device, self.gradient_bytes = step.device, step.gradient_bytes
+        self.has_other_hooks = False
         if step.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -76,7 +77,7 @@ class FakeStep(TrainingStep):
 
     def base_bytes(self) -> int:
         """Bytes that would be allocated before the step begins."""
-        return sum(storage_sizes(self.static_tensors()))
+        return sum(storage_sizes(self.static_tensors())) + self.gradient_bytes
 
 
 def _twin(optimizer: Optimizer | None, fakes: dict[int, _Tensor]) -> Optimizer | None:

@@ -24,6 +24,10 @@ def check_model(model: Any) -> None:
             f"model should be an nn.Module, but got {argument_text(model)}. Pass the module to "
             "train, as the first argument"
         )
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        raise TypeError(
+            f"model: a {type(model).__name__} has no forward. Pass the module that calls its parts"
+        )
 
 
 class _TensorSummary(NamedTuple):

@@ -208,6 +208,7 @@ def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
             estimates = step.device.type == "meta" and fake.device.type == "cpu"
             prices = Prices(fake.device, fakes=True, estimates=estimates)
             traced = _run_traced(fake, prices, lambda _: _unpack_fake)
+            step.has_other_hooks |= fake.has_other_hooks
     except Exception as error:
         # The model and the loss are the user's code, and may raise anything without values.
         text = str(error).partition("\n")[0]
@@ -275,6 +276,7 @@ def _run_traced(
         unwrap_module(step.model)
     prices.settle()
     found = trace.finish()
+    step.has_other_hooks |= trace.has_other_hooks
     if is_parallel(step.model):
         base += step.note_collective(found.largest_collective)
     return found, recordings, base

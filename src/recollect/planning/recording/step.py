@@ -31,7 +31,7 @@ from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.model_state import check_model, gradients_of, parameters_of
 from recollect.planning.recording.sampling import Timing, now, sampled
 from recollect.report.units import argument_text
-from recollect.state.inputs import check_arguments
+from recollect.state.inputs import check_arguments, inference_fault
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
 
@@ -119,6 +119,8 @@ class TrainingStep:
         self.is_shared = self.shards is not None or is_parallel(model)
         #: The most bytes that one collective of it takes and returns, once that was traced.
         self.largest_collective = 0
+        #: Whether parts of its forward were seen to save tensors by hooks of their own.
+        self.has_other_hooks = False
 
     @classmethod
     def of_loop(cls, model: nn.Module, gradients: int) -> TrainingStep:
@@ -164,8 +166,6 @@ class TrainingStep:
             return self.model(*self.args, **self.kwargs)
         except TypeError as error:
             # Only now: hooks may have changed the arguments.
-            if _refusal(self.model.forward, self.args, self.kwargs) is not None:
-                raise self._cannot_be_called(error) from error
             if not tensors_of_batch(self.args, self.kwargs):
                 is_budget = isinstance(self.batch, (str, int, float))
                 budget = repr(self.batch if is_budget else "12GiB")
@@ -175,6 +175,8 @@ class TrainingStep:
                     f"recollect.plan(model, batch, {budget}); or no batch: "
                     f"recollect.fit(model, budget={budget})"
                 ) from error
+            if _refusal(self.model.forward, self.args, self.kwargs) is not None:
+                raise self._cannot_be_called(error) from error
             if type(self.batch) is list:
                 raise TypeError(
                     f"batch: the model was called with the list as its one argument, and raised: "
@@ -183,6 +185,9 @@ class TrainingStep:
                 ) from error
             raise
         except RuntimeError as error:
+            given = tensors_of_batch(self.args, self.kwargs)
+            if (fault := inference_fault(error, given)) is not None:
+                raise RuntimeError(f"batch: {fault}") from error
             if (where := self._other_device()) is None or is_out_of_memory(error):
                 raise
             raise RuntimeError(f"batch: {where} ({error})") from error
@@ -448,20 +453,28 @@ def _check_loss(loss: Any, model: nn.Module) -> None:
     if not isinstance(loss, _Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, _Tensor) else repr(loss)
         raise ValueError(
-            f"loss should give one number to call backward on, but gave {what}. "
-            "Reduce it: loss=lambda output: ....mean()"
+            f"loss should give one number to call backward on, but gave {what}. {_loss_fix(loss)}"
         )
     if not loss.requires_grad:
         raise ValueError(
             f"loss: the loss of this {type(model).__name__} depends on nothing that requires a "
-            "gradient, so there is no backward to plan for. Does forward run under torch.no_grad, "
-            "or detach its result?"
+            "gradient, so there is no backward to plan for. Does forward or the loss function run "
+            "under torch.no_grad, or detach its result?"
         )
 
 
 def bytes_of_gradients(model: nn.Module) -> int:
     """The bytes of all gradients of a model, in the parts that are here."""
     return sum(storage_sizes(gradients_of(model)))
+
+
+def _loss_fix(loss: Any) -> str:
+    """How to make a loss of what a loss function has returned."""
+    if loss is None:
+        return "Does the loss function end without a return? Return the loss"
+    if isinstance(loss, (int, float)):
+        return "Return the tensor: leave out .item() or float()"
+    return "Reduce it: loss=lambda output: ....mean()"
 
 
 def storage_sizes(tensors: Iterable[_Tensor]) -> list[int]:

@@ -20,7 +20,7 @@ from recollect.errors import InfeasibleBudget
 from recollect.graph.simulate import simulate_plain
 from recollect.planning.loop.planned_step import with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner, Record
+from recollect.planning.planner import SMALLER_BATCH, Planner, Record
 from recollect.planning.progress import Progress
 from recollect.planning.recording.record import (
     CannotPredict,
@@ -253,8 +253,10 @@ class LargestSearch:
         try:
             plan = planner.plan_for(self._budget)
         except InfeasibleBudget as error:
+            why = str(error).removeprefix("budget: ").replace(SMALLER_BATCH, "")
+            smaller = "" if size == 1 else ", or allow smaller sizes by a smaller multiple_of"
             raise InfeasibleBudget(
-                f"budget: not even a batch of size {size} fits. {error}",
+                f"budget: not even a batch of size {size} fits: {why}{smaller}",
                 budget=error.budget,
                 least=error.least,
             ) from None

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from recollect.planning.planner import Planner, Record
 from recollect.planning.prepare import Request, prepare_step
 from recollect.planning.progress import Progress
@@ -64,7 +66,8 @@ class SizedSteps:
     def _batch(self, size: int) -> Any:
         streams = read_streams(())
         try:
-            batch = self._make_batch(size)
+            with torch.inference_mode(False):  # as the step runs: else autograd cannot save it
+                batch = self._make_batch(size)
         finally:
             write_streams(settle_streams(streams))
         check_batch(batch, self.model)
