@@ -558,3 +558,14 @@ def test_removing_a_plan_in_another_way() -> None:
         plan.remove(model)
     with pytest.raises(TypeError, match=r"should be the model, but got .*plan\.remove\(model\)"):
         recollect.unwrap(plan)
+
+
+def test_gradients_that_are_there_count_on_the_meta_device_too() -> None:
+    model, batch = _model().to("meta"), X.to("meta")
+    clean = recollect.plan(model, batch, 1.0, loss=squares)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plan = recollect.plan(model, batch, 1.0, loss=squares)
+    nbytes = sum(each.nbytes for each in model.parameters())
+    assert plan.plain_peak == clean.plain_peak + nbytes
+    assert dict(plan.report.parts)["gradients that are there already"] == nbytes
