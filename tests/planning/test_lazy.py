@@ -466,6 +466,25 @@ def test_before_its_first_step_it_can_be_copied_pickled_and_unwrapped() -> None:
     assert model.state_dict().keys() == net().state_dict().keys()
 
 
+def test_copies_of_a_planned_model_count_the_state_of_their_optimizer_once() -> None:
+    loop = Loop(net(), 0.8)
+    loop.run(steps=3)
+    plan, peak = loop.plan, loop.peaks[-1]
+    assert plan is not None
+    for each in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        optimizer = torch.optim.AdamW(each.parameters())
+        for number in range(4):  # a warning is an error
+            found = measure(
+                lambda each=each, number=number: usual(each, number),
+                lambda loss: loss.backward(),
+                warm_up=False,
+            )
+            before = static_bytes(each) + state_bytes(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found.peak + before == peak <= plan.budget
+
+
 def test_in_the_middle_of_its_first_step_it_can_be_unwrapped() -> None:
     model = recollect.fit(net(), budget=0.7)
     loss = squares(model(batch()))

@@ -26,13 +26,14 @@ from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop.kinds import Step
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
+from recollect.planning.loop.updates import StateWatch
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
 from recollect.planning.prepare import Offload
 from recollect.planning.progress import tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.model_state import ModelState, parameters_of
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
@@ -90,6 +91,8 @@ class LazyPlan:
         )
         if plan is None:
             return None
+        # Of this process: others may have made the plan, and copies of the model count anew.
+        plan = replace(plan, state_bytes=StateWatch().nbytes(parameters_of(model)))
         first = replace(graph, base=live.first_base(model))
         _compare_first(
             (first, with_gradients(first, live.accumulated)), schedule_of(recordings), plan

@@ -68,6 +68,7 @@ class Plan(PlannedStep):
         stopped: Why forward could not be recorded to its end, if so. The rest of it is kept.
         excess: By what fraction of the simulated peak the measured one was higher.
         from_loop: Whether it was made from a step of the loop, by a fit without a batch.
+        state_bytes: The bytes of optimizer state that such a plan counts.
         others: The forwards after the first, if the step calls the model several times.
         origin: The versions it was made with, and when.
     """

@@ -125,14 +125,14 @@ class Kinds:
             return 0  # torch.func has put its own tensors into the model
         nbytes = self._optimizers.nbytes(parameters)
         if self._planned_state is None:
-            self._planned_state = self._find_planned_state(model, parameters, nbytes)
+            self._planned_state = self._find_planned_state(model, parameters)
         return math.ceil(max(0.0, nbytes - self._planned_state))
 
-    def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
+    def _find_planned_state(self, model: nn.Module, parameters: list[Any]) -> float:
         """The bytes of optimizer state that the plan counts; infinite if unknown."""
         plan = self._plan
         if plan.from_loop:
-            return nbytes  # this is its first forward
+            return plan.state_bytes
         if self._is_on_cuda:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])

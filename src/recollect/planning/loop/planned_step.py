@@ -64,6 +64,8 @@ class PlannedStep:
     rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
     #: Whether it was made from a step of the loop, by a fit without a batch.
     from_loop: bool = False
+    #: The bytes of optimizer state that it counts, if it was made from a step of the loop.
+    state_bytes: int = 0
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)
 
