@@ -509,6 +509,19 @@ def test_what_makes_no_sense_is_refused(options: Any, message: str) -> None:
         recollect.fit(net(), **options)
 
 
+@pytest.mark.parametrize("has_device", [False, True])
+def test_offload_without_a_device_is_refused(
+    has_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    model = net()
+    with pytest.raises(ValueError, match=r"offload=True needs a CUDA device .* is on cpu"):
+        recollect.fit(model, budget=0.7, offload=True)
+        assert has_device  # the model may be moved to it before the first forward
+        model(batch())
+    assert dispatch_modes() == []
+
+
 def test_what_is_no_module_or_is_checkpointed_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model should be an nn\.Module"):
         recollect.fit(torch.sin, budget=0.7)  # type: ignore[type-var]

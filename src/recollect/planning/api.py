@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -176,7 +177,10 @@ def lazy_runner(
     if _is_compiled(model):
         check_not_offloaded(offload)
         return LazyFit(model, budget, reporter(progress))
-    return Runner(None, LazyPlan(budget, offload, reporter(progress)))
+    lazy = LazyPlan(budget, offload, reporter(progress))
+    if not torch.cuda.is_available():  # else the model may be moved to a device yet
+        lazy.check(model)
+    return Runner(None, lazy)
 
 
 def frontier(

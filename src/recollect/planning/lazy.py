@@ -29,7 +29,7 @@ from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.loop.updates import StateWatch
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner, silent
-from recollect.planning.prepare import Offload
+from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
@@ -41,6 +41,7 @@ from recollect.planning.recording.record import (
     simulated_profile,
 )
 from recollect.planning.recording.sampling import now
+from recollect.planning.recording.step import device_of
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed
@@ -62,7 +63,7 @@ class LazyPlan:
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
-        is_shared = shards_of(model) is not None or is_parallel(model)
+        is_shared = _is_shared(model)
         offloads = self.offload and len(recordings) == 1 and not is_shared
         link = measured_link(live.device) if offloads else None
         graph = replace(live.graph(), base=live.later_base(model), link=link)
@@ -100,6 +101,11 @@ class LazyPlan:
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model whose plan cannot be as it was asked for."""
+        if self.offload is True:
+            check_can_offload(device_of(model), is_shared=_is_shared(model))
 
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
         """Have a model be planned as a compiled one, if it is. Returns why not, if it cannot.
@@ -147,6 +153,10 @@ class LazyPlan:
 
     def __reduce__(self) -> Any:
         return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable
+
+
+def _is_shared(model: nn.Module) -> bool:
+    return shards_of(model) is not None or is_parallel(model)
 
 
 def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:

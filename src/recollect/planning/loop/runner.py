@@ -61,6 +61,9 @@ class MakePlan(Protocol):
         None if there can be none.
         """
 
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model whose plan cannot be as it was asked for, before its first step."""
+
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
         """Hand a compiled model over to the planner of compiled models. Returns why not, if so.
 
@@ -269,6 +272,8 @@ class Runner:
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
         live, kind = forwards.live, Kind(signature_of_batch(args, kwargs))
+        if live is None and self._make_plan is not None:
+            self._make_plan.check(model)
         if live is None and (unsupported := obstacle_in(model)) is not None:
             self._make_plan = None
             self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
