@@ -159,6 +159,8 @@ def fit(
         vars(model)[OPTIONS] = lazy
     else:
         wrap_module(model, lazy)
+    if isinstance(lazy, Runner):
+        lazy.expect_calls(model)
     return model
 
 

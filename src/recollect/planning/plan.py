@@ -103,12 +103,14 @@ class Plan(PlannedStep):
         if self.compiled is not None:
             vars(model)[OPTIONS] = Applied(self, model)
             return model
-        wrap_module(model, Runner(self))
+        runner = Runner(self)
+        wrap_module(model, runner)
         try:
             wrap_modules(model, self.wrapped)
         except ValueError:
             unwrap_module(model)
             raise
+        runner.expect_calls(model)
         return model
 
     def remove(self, model: M) -> M:

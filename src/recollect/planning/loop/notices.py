@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
+#: How many parts of a model are named.
+_NAMED = 4
 _PLAN_AS_TRAINED = (
     ": make the plan with the loss, the optimizer and the largest batch of the training, "
     "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
@@ -31,6 +35,25 @@ def of_no_plan(warnings: WarnOnce, forwards: int, reason: str) -> None:
         f"there is no plan after {forwards} forwards, and steps may exceed the budget. No "
         f"step could be traced: {reason}. Make a plan with a batch: "
         "recollect.fit(model, batch, budget)",
+    )
+
+
+def of_no_call(warnings: WarnOnce, model: nn.Module) -> None:
+    """The model is trained without a call of its forward."""
+    parts = [
+        f"model.{name}"
+        for name, child in model.named_children()
+        if any(parameter.grad is not None for parameter in child.parameters())
+    ]
+    parts = parts if len(parts) <= _NAMED else [*parts[:_NAMED], "..."]
+    of_parts = f", one by one: {', '.join(parts)}" if parts else ""
+    warnings.warn(
+        "no call",
+        f"an optimizer has updated this {type(model).__name__} several times, but its forward was "
+        "never called, so it runs without a plan, and steps may exceed the budget. Perhaps the "
+        "loop calls parts of it. Call the model itself; or put what the loop does into the forward "
+        "of a module and fit that; or recollect.unwrap(model), and fit the parts that the loop "
+        f"calls{of_parts}",
     )
 
 

@@ -35,6 +35,7 @@ from recollect.planning.loop.kinds import Kind, Kinds, Step
 from recollect.planning.loop.live import SPLIT, LiveStep, obstacle_to_tracing
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
+from recollect.planning.loop.updates import FirstCall
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output
 from recollect.planning.recording.batch import signature_of_batch
@@ -94,6 +95,8 @@ class Runner:
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
         self._is_split = False
+        #: While the model was not called yet.
+        self._first_call: FirstCall | None = None
         self._set_plan(plan)
 
     def _set_plan(self, plan: PlannedStep | None, recordings: Sequence[Recording] = ()) -> None:
@@ -105,8 +108,19 @@ class Runner:
         #: The last step whose peak was compared with the budget.
         self._watched: Step = ()
 
+    def expect_calls(self, model: nn.Module) -> None:
+        """Warn if the model is trained without a call of its forward."""
+        missed = partial(notices.of_no_call, self._warnings)
+        self._first_call = FirstCall(model, missed)
+
+    def _is_called(self) -> None:
+        if self._first_call is not None:
+            self._first_call.end()
+            self._first_call = None
+
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
+        self._is_called()
         if self._forwards.live is not None:
             self._forwards.live.close()
             self._forwards.live = None
@@ -128,6 +142,7 @@ class Runner:
         if dynamo_callback() is not None:
             run = self._run_in_compiled
             return run_without_dynamo(run, dynamo_callback(), _bound(function), args, kwargs)
+        self._is_called()
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
         self._end_trace(model)
