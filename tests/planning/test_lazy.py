@@ -433,6 +433,29 @@ def test_a_budget_that_cannot_be_met_is_told_and_training_goes_on() -> None:
     assert loop.peaks[-1] <= 1.001 * plan.predicted_peak
 
 
+class Recurrent(nn.Module):
+    """Its peak is one op's, so there is nothing to recompute instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 32, 2), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(8, 16, 32))[0])
+
+
+def test_where_nothing_can_be_saved_steps_run_plain() -> None:
+    torch.manual_seed(0)
+    loop = Loop(Recurrent(), 0.9)
+    with pytest.warns(recollect.PlanWarning, match=r"saves nothing.*Training goes on plain$"):
+        loop.run(steps=4)
+    assert loop.plan is not None
+    assert loop.plan.predicted_peak == loop.plan.plain_peak > loop.plan.budget
+    assert loop.plan.predicted_time == loop.plan.plain_time
+    (variant,) = vars(loop.model)[OPTIONS]._kinds._known.values()
+    assert variant.schedule is None
+
+
 def test_what_it_says(caplog: Any) -> None:
     stages: list[str] = []
     loop = Loop(net(), 0.7, progress=lambda what, done: stages.append(what))

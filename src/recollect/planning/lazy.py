@@ -147,9 +147,11 @@ class LazyPlan:
         try:
             return planner.plan_for(self.budget)
         except InfeasibleBudget as error:
-            warn_user(f"{error}. Training goes on with the least", PlanWarning)
+            is_useless = error.least >= planner.plain_peak
+            how = "plain" if is_useless else "with the least"
+            warn_user(f"{error}. Training goes on {how}", PlanWarning)
             budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
-            return planner.least_plan(budget)
+            return planner.plain_plan(budget) if is_useless else planner.least_plan(budget)
 
     def __reduce__(self) -> Any:
         return LazyPlan, (self.budget, self.offload, silent)  # what reports may not be picklable

@@ -202,7 +202,7 @@ class Planner:
         """Make the plan for a budget."""
         budget = resolve_budget(budget, self.plain_peak, self.step.device)
         if budget >= self.plain_peak:
-            return self.make_plan(budget, self._plain_candidate())
+            return self.plain_plan(budget)
         room = int(budget * (1 - self._untried))
         if self.graph.varies:  # shapes that depend on data will differ in other steps
             room = int(room * IF_SHAPES_VARY)
@@ -238,6 +238,10 @@ class Planner:
         """The plan of the least peak, for a budget that cannot be met."""
         schedule = self._least_schedule()
         return self.make_plan(budget, Candidate(schedule, self.trials.peak(schedule)))
+
+    def plain_plan(self, budget: int) -> Plan:
+        """The plan by which the step runs plain, whether or not that is within the budget."""
+        return self.make_plan(budget, self._plain_candidate())
 
     def least(self) -> int:
         """The least feasible budget."""
@@ -283,12 +287,14 @@ class Planner:
         least = self.least()
         outcome = self.solver.least().outcome
         parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
+        useless = " A plan saves nothing: the plain step takes as much."
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
             f"budget: no plan brings the step of this {self.trials.title} down to "
             f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
-            f"{bytes_text(least)}: budget={least}. At its peak that is {listed}. "
-            "Raise the budget to that, or use a smaller batch",
+            f"{bytes_text(least)}: budget={least}. At its peak that is {listed}."
+            f"{useless if least >= self.plain_peak else ''} Raise the budget to that, or use a "
+            "smaller batch",
             budget=budget,
             least=least,
         )
@@ -346,7 +352,10 @@ class Planner:
     def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
         """The schedule of the picture; None: everything is kept."""
         plain = self.trials.plain_schedule
-        return plain if budget >= self.plain_peak else candidate.schedule
+        return plain if self._is_plain(budget, candidate) else candidate.schedule
+
+    def _is_plain(self, budget: int, candidate: Candidate) -> bool:
+        return budget >= self.plain_peak or candidate == self._plain_candidate()
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
         """The figures that a plan and its report have in common, by name."""
@@ -362,7 +371,7 @@ class Planner:
     def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
         """The simulated outcome of a candidate; the time of whole modules as measured."""
         plain, now = self.trials.profile.seconds, candidate.plain_time
-        if budget >= self.plain_peak:
+        if self._is_plain(budget, candidate):
             return replace(self.trials.plain_outcome(), seconds=plain)
         outcome = simulate(self.graph, candidate.schedule, curve=True)
         if not candidate.schedule.modules or candidate.time is None or now is None:

@@ -71,8 +71,8 @@ class PlannedStep:
 
     @property
     def needed_schedule(self) -> NamedSchedule | None:
-        """The schedule of the planned step; None if the step fits plain."""
-        return None if self.plain_peak <= self.budget else self.schedule
+        """The schedule of the planned step; None if it fits plain, or would take no less."""
+        return None if self.plain_peak <= max(self.budget, self.predicted_peak) else self.schedule
 
     @property
     def wrapped(self) -> tuple[str, ...]:
