@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
+from recollect.planning.planner import Planner
 from recollect.planning.recording import prices
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import squares, static_bytes
@@ -421,6 +422,31 @@ def test_a_model_that_fits_runs_plain() -> None:
     assert loop.plan is not None
     assert loop.plan.needed_schedule is None
     assert loop.peaks[-1] <= loop.plan.plain_peak
+
+
+def test_where_all_steps_fit_no_schedule_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "solver", None)
+    loop = Loop(net(), "auto")
+    loop.run()
+    assert loop.plan is not None
+    assert loop.plan.needed_schedule is None
+    assert "plain" in str(loop.plan)
+    assert next(point.name for point in loop.plan.report.points) == "plain"
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_larger_steps_after_one_that_fits_have_good_schedules(every: int) -> None:
+    half = Loop(net(), "1GiB")
+    half.run(steps=2)
+    assert half.plan is not None
+    loop = Loop(net(), int(1.4 * half.plan.plain_peak))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", recollect.PlanWarning)  # it is another step
+        loop.run(lambda model, n: squares(model(batch(256 if n > 3 else 128, n))), 12, every)
+    assert loop.plan is not None
+    assert not loop.plan.is_solved
+    assert max(loop.peaks) <= loop.plan.budget
+    assert loop.peaks[-1] > 0.85 * loop.plan.budget
 
 
 def test_a_budget_that_cannot_be_met_is_told_and_training_goes_on() -> None:

@@ -143,14 +143,17 @@ class LazyPlan:
             bench=bench,
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        planner.trials.peak(trimmed(planner.graph, ran))
+        least = trimmed(planner.graph, ran)
+        planner.trials.peak(least)
+        budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
+        if budget >= planner.plain_peak:
+            return planner.plain_plan(budget, least)
         try:
             return planner.plan_for(self.budget)
         except InfeasibleBudget as error:
             is_useless = error.least >= planner.plain_peak
             how = "plain" if is_useless else "with the least"
             warn_user(f"{error}. Training goes on {how}", PlanWarning)
-            budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
             return planner.plain_plan(budget) if is_useless else planner.least_plan(budget)
 
     def __reduce__(self) -> Any:

@@ -69,6 +69,8 @@ class Plan(PlannedStep):
         excess: By what fraction of the simulated peak the measured one was higher.
         from_loop: Whether it was made from a step of the loop, by a fit without a batch.
         state_bytes: The bytes of optimizer state that such a plan counts.
+        is_solved: Whether other schedules were searched for. A fit without a batch does not if the
+            step fits plain, until there is a step that does not.
         others: The forwards after the first, if the step calls the model several times.
         origin: The versions it was made with, and when.
     """

@@ -108,6 +108,8 @@ class Planner:
         #: Whether the step is one of the user's loop.
         self._from_loop = False
         self._bounds: dict[int, float] = {}
+        #: If none is searched for: the only schedule for other steps.
+        self._only: Schedule | None = None
 
     @classmethod
     def of(
@@ -239,8 +241,12 @@ class Planner:
         schedule = self._least_schedule()
         return self.make_plan(budget, Candidate(schedule, self.trials.peak(schedule)))
 
-    def plain_plan(self, budget: int) -> Plan:
-        """The plan by which the step runs plain, whether or not that is within the budget."""
+    def plain_plan(self, budget: int, only: Schedule | None = None) -> Plan:
+        """The plan by which the step runs plain, whether or not that is within the budget.
+
+        ``only``: a schedule for other steps, in place of searching for some.
+        """
+        self._only = only
         return self.make_plan(budget, self._plain_candidate())
 
     def least(self) -> int:
@@ -342,6 +348,7 @@ class Planner:
                 for n, each in enumerate(self._others, 1)
             ),
             from_loop=self._from_loop,
+            is_solved=self._only is None,
             compiled=self._compiled_step(budget, candidate),
         )
 
@@ -414,6 +421,9 @@ class Planner:
         The one of least peak for this batch need not be so for a larger one: if weights and their
         gradients make the peak, it does not matter how much is kept elsewhere.
         """
+        if self._only is not None:
+            regions = range(len(self.graph.regions))
+            return tuple(dict.fromkeys(self.trials.named(self._only, each) for each in regions))
         graph, larger = self.graph, with_larger_batch(self.graph, _LARGER)
         found = _sample_evenly(self.solver.frontier())
         found += _sample_evenly(Solver(larger, rough=True).frontier())
@@ -436,6 +446,8 @@ class Planner:
 
     def _frontier(self) -> list[Solution]:
         """The best solutions of both solvers."""
+        if self._only is not None:
+            return []
         found = self.solver.frontier()
         if self.trials.modules is not None:
             found = best_of([*found, *self.trials.modules.frontier()])

@@ -66,6 +66,8 @@ class PlannedStep:
     from_loop: bool = False
     #: The bytes of optimizer state that it counts, if it was made from a step of the loop.
     state_bytes: int = 0
+    #: Whether schedules were searched for. Where the step fits plain, that can wait.
+    is_solved: bool = True
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)
 
