@@ -10,6 +10,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -482,6 +483,46 @@ def test_where_nothing_can_be_saved_steps_run_plain() -> None:
     assert variant.schedule is None
 
 
+def test_the_least_that_is_told_has_room_for_gradients_that_are_there_in_forward() -> None:
+    def clears_late(budget: float) -> tuple[Loop, list[str]]:
+        loop = Loop(net(), budget)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(5):  # as the Trainer of Lightning does
+                loss = usual(loop.model, number)
+                loop.optimizers[0].zero_grad()
+                loss.backward()
+                loop.optimizers[0].step()
+        return loop, [str(each.message) for each in caught]
+
+    _, (first, *_) = clears_late(0.3)
+    assert "gradients that the loop holds in forward" in first
+    least = int(re.search(r"budget=(\d+)", first)[1])  # type: ignore[index]
+    loop, told = clears_late(least)
+    assert loop.plan is not None
+    assert [each for each in told if "steps before there was a plan" not in each] == []
+
+
+def test_gradients_that_nobody_clears_are_told_with_what_to_do() -> None:
+    model = recollect.fit(net(), budget=0.5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            usual(model, number).backward()
+            optimizer.step()
+    text = str(caught[-1].message)
+    assert "optimizer.zero_grad() before each forward" in text
+    budget = int(re.search(r"recollect\.unwrap\(model\), .*\.fit\(model, budget=(\d+)\)$", text)[1])  # type: ignore[index]
+    recollect.fit(recollect.unwrap(model), budget=budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            usual(model, number).backward()
+            optimizer.step()
+    assert [str(w.message) for w in caught if "steps before there was" not in str(w.message)] == []
+
+
 def test_what_it_says(caplog: Any) -> None:
     stages: list[str] = []
     loop = Loop(net(), 0.7, progress=lambda what, done: stages.append(what))
@@ -700,7 +741,9 @@ class Tangled(nn.Module):
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 0.75, torch.optim.SGD)
-    with pytest.warns(recollect.PlanWarning, match="steps before there was a plan took about"):
+    with pytest.warns(
+        recollect.PlanWarning, match=r"steps before there was a plan took.*fit\(model, batch"
+    ):
         loop.run(steps=3)
     assert loop.plan is not None
     assert loop.peaks[-1] <= loop.plan.budget

@@ -33,7 +33,11 @@ from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import ModelState, parameters_of
+from recollect.planning.recording.model_state import (
+    ModelState,
+    gradients_of,
+    parameters_of,
+)
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
@@ -41,7 +45,7 @@ from recollect.planning.recording.record import (
     simulated_profile,
 )
 from recollect.planning.recording.sampling import now
-from recollect.planning.recording.step import device_of
+from recollect.planning.recording.step import device_of, storage_sizes
 from recollect.planning.trial import Progress
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed
@@ -131,6 +135,8 @@ class LazyPlan:
         bench: Bench | None,
     ) -> Plan:
         """The plan for the budget, or of the least peak. ``ran``: what the step was traced by."""
+        # Gradients that are there now are there in the forwards of later steps as well.
+        held = sum(storage_sizes(gradients_of(model))) - local.gradients
         planner = Planner.of_traced(
             model,
             profile,
@@ -138,6 +144,7 @@ class LazyPlan:
             local.signature,
             local.gradients,
             others=local.others,
+            held=max(0, held),
             offload=profile.graph.link is not None,
             progress=self.progress,
             bench=bench,
@@ -151,7 +158,7 @@ class LazyPlan:
         try:
             return planner.plan_for(self.budget)
         except InfeasibleBudget as error:
-            is_useless = error.least >= planner.plain_peak
+            is_useless = planner.least() >= planner.plain_peak
             how = "plain" if is_useless else "with the least"
             warn_user(f"{error}. Training goes on {how}", PlanWarning)
             return planner.plain_plan(budget) if is_useless else planner.least_plan(budget)
@@ -172,6 +179,7 @@ def _compare_first(graphs: Iterable[Graph], ran: Schedule, plan: Plan) -> None:
             f"the training steps before there was a plan took about {bytes_text(peak)}, more "
             f"than the budget of {bytes_text(plan.budget)}, although they kept only the outputs "
             "of the modules in nn.ModuleList and nn.Sequential, and recomputed the rest. Later "
-            "steps are within the budget",
+            "steps are within the budget. For the first ones to be too, make the plan before: "
+            "recollect.fit(model, batch, budget), or apply one that was saved",
             PlanWarning,
         )

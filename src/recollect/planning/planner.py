@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -107,6 +108,8 @@ class Planner:
         self._others = others
         #: Whether the step is one of the user's loop.
         self._from_loop = False
+        #: How many bytes more of gradients later steps begin with.
+        self._held = 0
         self._bounds: dict[int, float] = {}
         #: If none is searched for: the only schedule for other steps.
         self._only: Schedule | None = None
@@ -154,6 +157,7 @@ class Planner:
         gradients: int,
         *,
         others: Sequence[SeenForward] = (),
+        held: int = 0,
         offload: bool,
         progress: Progress = silent,
         bench: Bench | None = None,
@@ -161,6 +165,7 @@ class Planner:
         """A planner for a step that was traced in the user's loop, and is not run again.
 
         ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
+        ``held``: how many bytes more of gradients later steps begin with.
         """
         step = TrainingStep(model, (), {})
         step.gradient_bytes = gradients
@@ -175,7 +180,7 @@ class Planner:
             others=others,
             bench=bench,
         )
-        found._from_loop = True
+        found._from_loop, found._held = True, held
         return found
 
     @property
@@ -291,16 +296,19 @@ class Planner:
 
     def _infeasible(self, budget: int) -> InfeasibleBudget:
         least = self.least()
-        outcome = self.solver.least().outcome
-        parts = sorted(zip(outcome.parts, PEAK_PARTS, strict=True), reverse=True)
         useless = " A plan saves nothing: the plain step takes as much."
+        useless = useless if least >= self.plain_peak else ""
+        if self._held:
+            least = math.ceil((least + self._held) * (1 + self._untried))
+        outcome = self.solver.least().outcome
+        held = self._held, "gradients that the loop holds in forward"
+        parts = sorted([*zip(outcome.parts, PEAK_PARTS, strict=True), held], reverse=True)
         listed = ", ".join(f"{bytes_text(size)} {name}" for size, name in parts if size)
         return InfeasibleBudget(
             f"budget: no plan brings the step of this {self.trials.title} down to "
             f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
             f"{bytes_text(least)}: budget={least}. At its peak that is {listed}."
-            f"{useless if least >= self.plain_peak else ''} Raise the budget to that, or use a "
-            "smaller batch",
+            f"{useless} Raise the budget to that, or use a smaller batch",
             budget=budget,
             least=least,
         )

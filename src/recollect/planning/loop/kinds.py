@@ -423,13 +423,16 @@ def _describe_differences(plan: PlannedStep, kind: Kind) -> Differences:
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
     gradients = more - other.nbytes
+    if plan.from_loop:  # there was no batch to plan with
+        cures = ["optimizer.zero_grad() before each forward"] if gradients else []
+    elif gradients:
+        cures.append(
+            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
+            "to None before each forward"
+        )
     if gradients:
         texts.append(
             f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
             "accumulate, or after zero_grad(set_to_none=False)"
-        )
-        cures.append(
-            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
-            "to None before each forward"
         )
     return replace(other, texts=tuple(texts), cures=tuple(cures), nbytes=more)
