@@ -178,7 +178,7 @@ class _Unplanned:
             solution = solver.least()
             self._warn(solution.outcome.peak, alone=alone)
         else:
-            _log.info("recollect: a graph that was not planned is split for the same budget")
+            _log.info("a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
 
     def _around(self, returned: int) -> list[tuple[int, int]]:

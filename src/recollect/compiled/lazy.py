@@ -299,7 +299,7 @@ class LazyFit(Installed):
         _compare_first(peak, plan)
         self._apply(model, plan)
 
-    def _apply(self, model: nn.Module, plan: Any) -> None:
+    def _apply(self, model: nn.Module, plan: Any, measured: int = -1) -> None:
         if self._applied is not None:
             self._applied.unwrapped(model)
         else:
@@ -311,9 +311,10 @@ class LazyFit(Installed):
         self._install(called_now(self.sites))
         self._steps.watch_compiler(self._applied.code.notes)
         _log.info(
-            "recollect: %s -> %s for the compiled step",
+            "%s -> %s (%s) for the compiled step",
             bytes_text(plan.plain_peak),
             bytes_text(plan.predicted_peak),
+            "measured" if plan.predicted_peak == measured else "predicted",
         )
 
     def _judge(self, applied: Applied) -> None:
@@ -337,7 +338,7 @@ class LazyFit(Installed):
         if peak <= plan.budget and is_last and not planner.is_measured:
             self._finish()  # as it is: it fits, and enough was compiled
             return
-        self._apply(model, better)
+        self._apply(model, better, peak)
         if is_last:
             self._finish()
 
