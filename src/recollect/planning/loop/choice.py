@@ -14,7 +14,7 @@ from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
-from recollect.replay.named_schedule import NamedSchedule, trimmed
+from recollect.replay.named_schedule import Alike, NamedSchedule, trimmed
 
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
@@ -94,7 +94,7 @@ class Choice:
         self._unsolved = None
         frontier = Solver(graph, rough=True, offload=may_offload).frontier()
         fitting = [each for each in frontier if self._has_room(each.outcome.peak)]
-        names = self._plan.schedule.alike
+        names = Alike.to_ops_of(graph)
         for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
             schedule = trimmed(graph, solution.schedule)
             parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
@@ -164,9 +164,9 @@ class Choice:
 
     def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
         """The same for ``graph``, without results that only other kinds of steps need."""
-        names = self._plan.schedule.alike
         needed = tuple(
-            each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)
+            each
+            and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), each.alike, region)
             for region, each in enumerate(schedules)
         )
         self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
