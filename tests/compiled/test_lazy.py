@@ -1,6 +1,7 @@
 """Compiled models that are fitted without a batch: planned from the loop's own steps, or told."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -347,3 +348,17 @@ def test_what_torch_compile_is_given_may_be_copied() -> None:
     pytest.importorskip("lightning.fabric.wrappers")  # from now on torch.compile copies it
     compiled = Compiled("decoder", as_it_is)
     recollect.fit(compiled.model, budget=0.8)  # a warning would be an error
+
+
+def test_the_log_says_what_was_predicted_and_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    logger = logging.getLogger("recollect")
+    monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
+    compiled = Compiled("decoder", as_it_is)
+    recollect.fit(compiled.model, budget=0.8)
+    train(compiled)
+    found = [each for each in lines if "for the compiled step" in each]
+    assert "(predicted)" in found[0]
+    assert "(measured)" in found[-1]

@@ -156,6 +156,32 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out() -> None:
         Fit(0.7, ofload=False)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("modules", [(None, None), (None, "model"), ("model", "model.0")])
+def test_two_budgets_for_one_module_are_refused(modules: Any) -> None:
+    fits = [Fit(part, module=each) for part, each in zip((0.7, 0.8), modules, strict=True)]
+    for callbacks in (fits, fits[::-1]):
+        with pytest.raises(ValueError, match=r"Fit\(0\.[78].*\) and Fit\(0\.[78].* are both for"):
+            trained(Module, callbacks)
+
+
+def test_each_of_two_modules_has_a_budget() -> None:
+    plain = trained(Module, [])
+    module = trained(Module, [Fit(0.8, module="model.0"), Fit(0.7, module="model.1")])
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
+    assert all(OPTIONS not in vars(each) for each in module.modules())
+
+
+class Unwrap(lightning.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if OPTIONS in vars(pl_module.model):
+            recollect.unwrap(pl_module.model)
+
+
+def test_a_module_that_was_unwrapped_meanwhile() -> None:
+    module = trained(Module, [Fit(0.8, module="model"), Unwrap()])
+    assert OPTIONS not in vars(module.model)
+
+
 class Broken(Module):
     def setup(self, stage: str) -> None:
         raise KeyError("of the user")
@@ -180,3 +206,14 @@ def test_a_training_step_of_the_object_itself_stays() -> None:
     plain, module = trained(WithOwnStep, []), trained(WithOwnStep, [Fit(0.8)])
     assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
     assert module.training_step == module.other_step
+
+
+class WithFunction(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step = lambda batch, batch_idx: Module.training_step(self, batch, batch_idx)
+
+
+def test_a_training_step_that_is_no_method() -> None:
+    plain, module = trained(WithFunction, []), trained(WithFunction, [Fit(0.8)])
+    assert_identical(dict(module.state_dict()), dict(plain.state_dict()))

@@ -167,6 +167,56 @@ def test_a_training_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None
     assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def test_an_interrupted_training_is_undone_by_the_next_one(tmp_path: Path) -> None:
+    model = llama()
+    options = {"gradient_checkpointing": True}
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, tmp_path, [FitCallback(0.7), Interrupt()], **options)
+    assert not model.is_gradient_checkpointing
+    trained(model, tmp_path, [FitCallback(0.8)], max_steps=2)
+    assert OPTIONS not in vars(model)
+    assert model.is_gradient_checkpointing  # as it would be without the callbacks
+
+
+def test_two_budgets_for_one_model_are_refused_before_it_trains(tmp_path: Path) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"FitCallback\(0\.7\) and FitCallback\(0\.8\) are both"):
+        trained(model, tmp_path, [FitCallback(0.7), FitCallback(0.8)])
+    assert OPTIONS not in vars(model)
+    assert model.is_gradient_checkpointing
+    model.gradient_checkpointing_disable()
+    recollect.fit(model, budget=0.5)
+    runner = vars(model)[OPTIONS]
+    with pytest.raises(ValueError, match=r"fitted before.*FitCallback\(0\.7\) would replace"):
+        trained(model, tmp_path, [FitCallback(0.7)])
+    assert vars(model)[OPTIONS] is runner
+    plain = llama()
+    trained(plain, tmp_path, [], max_steps=2)
+    trained(model, tmp_path, [], max_steps=2)  # as its user has fitted it
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_an_error_when_training_begins_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    model.lm_head = recollect.checkpointed(model.lm_head)
+    with pytest.raises(ValueError, match="checkpointed or has a plan already"):
+        trained(model, tmp_path, [FitCallback(0.7)])
+    assert model.is_gradient_checkpointing
+
+
+class Unwrap(transformers.TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        recollect.unwrap(model)
+
+
+def test_a_model_that_was_unwrapped_meanwhile(tmp_path: Path) -> None:
+    model = llama()
+    trained(model, tmp_path, [Unwrap(), FitCallback(0.7)], max_steps=2)
+    assert OPTIONS not in vars(model)
+
+
 def test_adapters_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     models = []

@@ -10,6 +10,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 import recollect
 from recollect._torch.modes import dispatch_modes
 from recollect.modules import OPTIONS
+from recollect.planning.planner import Planner
 from recollect.planning.recording import prices
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import squares, static_bytes
@@ -457,6 +459,31 @@ def test_a_model_that_fits_runs_plain() -> None:
     assert loop.peaks[-1] <= loop.plan.plain_peak
 
 
+def test_where_all_steps_fit_no_schedule_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "solver", None)
+    loop = Loop(net(), "auto")
+    loop.run()
+    assert loop.plan is not None
+    assert loop.plan.needed_schedule is None
+    assert "plain" in str(loop.plan)
+    assert next(point.name for point in loop.plan.report.points) == "plain"
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_larger_steps_after_one_that_fits_have_good_schedules(every: int) -> None:
+    half = Loop(net(), "1GiB")
+    half.run(steps=2)
+    assert half.plan is not None
+    loop = Loop(net(), int(1.4 * half.plan.plain_peak))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", recollect.PlanWarning)  # it is another step
+        loop.run(lambda model, n: squares(model(batch(256 if n > 3 else 128, n))), 12, every)
+    assert loop.plan is not None
+    assert not loop.plan.is_solved
+    assert max(loop.peaks) <= loop.plan.budget
+    assert loop.peaks[-1] > 0.85 * loop.plan.budget
+
+
 def test_a_budget_that_cannot_be_met_is_told_and_training_goes_on() -> None:
     loop = Loop(net(), 100_000)
     with pytest.warns(recollect.PlanWarning, match=r"the least that works is .*goes on") as caught:
@@ -465,6 +492,69 @@ def test_a_budget_that_cannot_be_met_is_told_and_training_goes_on() -> None:
     plan = loop.plan
     assert plan is not None
     assert loop.peaks[-1] <= 1.001 * plan.predicted_peak
+
+
+class Recurrent(nn.Module):
+    """Its peak is one op's, so there is nothing to recompute instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 32, 2), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(8, 16, 32))[0])
+
+
+def test_where_nothing_can_be_saved_steps_run_plain() -> None:
+    torch.manual_seed(0)
+    loop = Loop(Recurrent(), 0.9)
+    with pytest.warns(recollect.PlanWarning, match=r"saves nothing.*Training goes on plain$"):
+        loop.run(steps=4)
+    assert loop.plan is not None
+    assert loop.plan.predicted_peak == loop.plan.plain_peak > loop.plan.budget
+    assert loop.plan.predicted_time == loop.plan.plain_time
+    (variant,) = vars(loop.model)[OPTIONS]._kinds._known.values()
+    assert variant.schedule is None
+
+
+def test_the_least_that_is_told_has_room_for_gradients_that_are_there_in_forward() -> None:
+    def clears_late(budget: float) -> tuple[Loop, list[str]]:
+        loop = Loop(net(), budget)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(5):  # as the Trainer of Lightning does
+                loss = usual(loop.model, number)
+                loop.optimizers[0].zero_grad()
+                loss.backward()
+                loop.optimizers[0].step()
+        return loop, [str(each.message) for each in caught]
+
+    _, (first, *_) = clears_late(0.3)
+    assert "gradients that the loop holds in forward" in first
+    least = int(re.search(r"budget=(\d+)", first)[1])  # type: ignore[index]
+    loop, told = clears_late(least)
+    assert loop.plan is not None
+    assert [each for each in told if "steps before there was a plan" not in each] == []
+
+
+def test_gradients_that_nobody_clears_are_told_with_what_to_do() -> None:
+    model = recollect.fit(net(), budget=0.5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            usual(model, number).backward()
+            optimizer.step()
+    text = str(caught[-1].message)
+    assert "optimizer.zero_grad() before each forward" in text
+    budget = int(re.search(r"recollect\.unwrap\(model\), .*\.fit\(model, budget=(\d+)\)$", text)[1])  # type: ignore[index]
+    recollect.fit(recollect.unwrap(model), budget=budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            usual(model, number).backward()
+            optimizer.step()
+    assert [str(w.message) for w in caught if "steps before there was" not in str(w.message)] == []
 
 
 def test_what_it_says(caplog: Any) -> None:
@@ -484,7 +574,7 @@ def test_what_it_says(caplog: Any) -> None:
         logger.setLevel(level)
     assert "solving" in stages
     (line,) = [line for line in lines if "to plan" in line]
-    assert line.startswith("recollect: ")
+    assert re.match(r"[\d.]+ MiB -> ", line)  # handlers show the name of the logger before it
 
 
 def test_before_its_first_step_it_can_be_copied_pickled_and_unwrapped() -> None:
@@ -498,6 +588,25 @@ def test_before_its_first_step_it_can_be_copied_pickled_and_unwrapped() -> None:
     assert recollect.unwrap(model) is model
     assert OPTIONS not in vars(model)
     assert model.state_dict().keys() == net().state_dict().keys()
+
+
+def test_copies_of_a_planned_model_count_the_state_of_their_optimizer_once() -> None:
+    loop = Loop(net(), 0.8)
+    loop.run(steps=3)
+    plan, peak = loop.plan, loop.peaks[-1]
+    assert plan is not None
+    for each in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        optimizer = torch.optim.AdamW(each.parameters())
+        for number in range(4):  # a warning is an error
+            found = measure(
+                lambda each=each, number=number: usual(each, number),
+                lambda loss: loss.backward(),
+                warm_up=False,
+            )
+            before = static_bytes(each) + state_bytes(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found.peak + before == peak <= plan.budget
 
 
 def test_in_the_middle_of_its_first_step_it_can_be_unwrapped() -> None:
@@ -522,6 +631,19 @@ def test_in_the_middle_of_its_first_step_it_can_be_unwrapped() -> None:
 def test_what_makes_no_sense_is_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recollect.fit(net(), **options)
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+def test_offload_without_a_device_is_refused(
+    has_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    model = net()
+    with pytest.raises(ValueError, match=r"offload=True needs a CUDA device .* is on cpu"):
+        recollect.fit(model, budget=0.7, offload=True)
+        assert has_device  # the model may be moved to it before the first forward
+        model(batch())
+    assert dispatch_modes() == []
 
 
 def test_what_is_no_module_or_is_checkpointed_is_refused() -> None:
@@ -653,7 +775,9 @@ class Tangled(nn.Module):
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 0.75, torch.optim.SGD)
-    with pytest.warns(recollect.PlanWarning, match="steps before there was a plan took about"):
+    with pytest.warns(
+        recollect.PlanWarning, match=r"steps before there was a plan took.*fit\(model, batch"
+    ):
         loop.run(steps=3)
     assert loop.plan is not None
     assert loop.peaks[-1] <= loop.plan.budget

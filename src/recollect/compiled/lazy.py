@@ -307,7 +307,7 @@ class LazyFit(Installed):
         notices.of_first_steps(plan, peak, how)
         self._apply(model, plan)
 
-    def _apply(self, model: nn.Module, plan: Plan) -> None:
+    def _apply(self, model: nn.Module, plan: Plan, measured: int = -1) -> None:
         if self._applied is not None:
             self._applied.unwrapped(model)
         else:
@@ -319,9 +319,10 @@ class LazyFit(Installed):
         self._install(called_now(self.sites))
         self._steps.watch_compiler(self._applied.code.notes)
         _log.info(
-            "recollect: %s -> %s for the compiled step",
+            "%s -> %s (%s) for the compiled step",
             bytes_text(plan.plain_peak),
             bytes_text(plan.predicted_peak),
+            "measured" if plan.predicted_peak == measured else "predicted",
         )
 
     def _judge(self, model: nn.Module, applied: Applied, timeline: Timeline) -> None:
@@ -342,7 +343,7 @@ class LazyFit(Installed):
         if peak <= plan.budget and is_last and not planner.is_measured:
             self._finish()  # as it is: it fits, and enough was compiled
             return
-        self._apply(model, better)
+        self._apply(model, better, peak)
         if is_last:
             self._finish()
 

@@ -15,7 +15,7 @@ except ImportError as error:
     ) from error
 
 from recollect.compiled.lazy import CompiledMethod, LazyFit, is_compiled_method
-from recollect.modules import copy_signature, unwrap_module
+from recollect.modules import OPTIONS, bound_to, copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
 from recollect.planning.loop.runner import Runner
@@ -70,12 +70,25 @@ class Fit(Callback):
         self._compiled: CompiledMethod | None = None
         #: A ``training_step`` that was set on the module itself.
         self._own_step: Callable[..., Any] | None = None
-        self._is_fitted = False
+        #: The module that was named, once it is fitted.
+        self._fitted: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        module = "" if self._module is None else f", module={self._module!r}"
+        return f"Fit({self._budget!r}{module})"
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        for other in trainer.callbacks:
+            if isinstance(other, Fit) and other is not self and self._overlaps(other):
+                raise ValueError(
+                    f"callbacks: {self} and {other} are both for the same modules, which can have "
+                    "one budget only. Leave one of them out, or have each name another module: "
+                    "Fit(budget, module=...)"
+                )
         if self._module is not None:
-            fit(self._found(pl_module), budget=self._budget, **self._options)
-            self._is_fitted = True
+            found = self._found(pl_module)
+            fit(found, budget=self._budget, **self._options)
+            self._fitted = found
             return
         if not pl_module.automatic_optimization:
             names = ", ".join(repr(name) for name, _ in pl_module.named_children())
@@ -92,12 +105,14 @@ class Fit(Callback):
             pl_module.training_step = copy_signature(self._own_step, _called(method))
             return
         runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
-        pl_module.training_step = _planned(runner, pl_module.training_step)
+        step = bound_to(pl_module, pl_module.training_step)
+        pl_module.training_step = copy_signature(pl_module.training_step, _planned(runner, step))
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        if self._is_fitted:
-            self._is_fitted = False
-            unwrap_module(self._found(pl_module))
+        if self._fitted is not None:
+            fitted, self._fitted = self._fitted, None
+            if OPTIONS in vars(fitted):  # else somebody has unwrapped it
+                unwrap_module(fitted)
         elif self._runner is not None or self._compiled is not None:
             vars(pl_module).pop(_STEP, None)
             if self._own_step is not None:
@@ -112,6 +127,13 @@ class Fit(Callback):
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
         self.on_train_end(trainer, pl_module)
+
+    def _overlaps(self, other: Fit) -> bool:
+        """Whether a module is planned by both."""
+        if self._module is None or other._module is None:
+            return True
+        one, two = sorted((self._module, other._module))
+        return f"{two}.".startswith(f"{one}.")
 
     def _found(self, pl_module: LightningModule) -> nn.Module:
         assert self._module is not None
@@ -137,4 +159,4 @@ def _planned(runner: Callable[..., Any], step: Callable[..., Any]) -> Callable[.
     def training_step(*args: Any, **kwargs: Any) -> Any:
         return runner(step, args, kwargs)
 
-    return copy_signature(step, training_step)
+    return training_step

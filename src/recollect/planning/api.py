@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -157,6 +158,8 @@ def fit(
         vars(model)[OPTIONS] = lazy
     else:
         wrap_module(model, lazy)
+    if isinstance(lazy, Runner):
+        lazy.expect_calls(model)
     return model
 
 
@@ -175,7 +178,10 @@ def lazy_runner(
     if _is_compiled(model):
         check_not_offloaded(offload)
         return LazyFit(model, budget, reporter(progress))
-    return Runner(None, LazyPlanner(budget, offload, reporter(progress)))
+    lazy = LazyPlanner(budget, offload, reporter(progress))
+    if not torch.cuda.is_available():  # else the model may be moved to a device yet
+        lazy.check(model)
+    return Runner(None, lazy)
 
 
 def frontier(

@@ -21,6 +21,7 @@ from recollect.report.bands import Band, Stack, bands_of
 from recollect.report.page_data import thinned
 from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
+from recollect.report.units import bytes_text
 
 #: The parts of a peak, in the order of `Outcome.parts`.
 PEAK_PARTS = (
@@ -29,8 +30,20 @@ PEAK_PARTS = (
     "kept from forward",
     "recomputed or fetched for backward",
 )
-#: A part of the first, if there is any.
+#: A part of the first, if there is any; and one that lies on top of what a step takes.
 _GRADIENTS = "gradients that are there already"
+HELD_GRADIENTS = "gradients that the loop holds in forward"
+#: Why some of the step is not for a plan to decide.
+OTHER_HOOKS = (
+    "A part of forward runs inside of saved-tensor hooks such as those of torch.utils.checkpoint, "
+    "and no plan decides about what it saves: leave checkpointing of parts of the model to the plan"
+)
+#: What else helps against a budget that is too small.
+SMALLER_BATCH = ", or use a smaller batch"
+_CLEAR_GRADIENTS = (
+    "The gradients that are there already stay for the whole step: if the loop clears them before "
+    "it, call model.zero_grad(set_to_none=True) and plan again"
+)
 #: How many points of a curve are shown.
 _POINTS = 1000
 #: In how many columns memory by module is drawn.
@@ -162,6 +175,34 @@ def list_parts(outcome: Outcome, peak: int, gradients: int) -> tuple[tuple[str, 
     sizes = (fixed - gradients, peak - fixed - kept - made, kept, made)
     parts = tuple(zip(PEAK_PARTS, sizes, strict=True))
     return parts if gradients <= 0 else (parts[0], (_GRADIENTS, gradients), *parts[1:])
+
+
+def infeasible_text(
+    title: str,
+    budget: int,
+    least: int,
+    parts: Iterable[tuple[str, int]],
+    *,
+    is_plain: bool,
+    clears_gradients: bool,
+    has_other_hooks: bool,
+) -> str:
+    """Say that no plan of the model ``title`` fits into a budget, and what helps.
+
+    ``parts``: of the least peak. ``is_plain``: whether that is the peak of the plain step.
+    ``clears_gradients``: whether the gradients that are there already may be cleared.
+    """
+    ordered = sorted(parts, key=lambda part: -part[1])
+    listed = ", ".join(f"{bytes_text(size)} {name}" for name, size in ordered if size)
+    useless = " A plan saves nothing: the plain step takes as much." if is_plain else ""
+    hints = [_CLEAR_GRADIENTS] if clears_gradients else []
+    hints += [OTHER_HOOKS] if has_other_hooks else []
+    return (
+        f"budget: no plan brings the step of this {title} down to {bytes_text(budget)} "
+        f"({budget:,} bytes); the least that works is {bytes_text(least)}: budget={least}. At its "
+        f"peak that is {listed}.{useless} "
+        f"Raise the budget to that{SMALLER_BATCH}{''.join(f'. {hint}' for hint in hints)}"
+    )
 
 
 def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:

@@ -17,19 +17,25 @@ from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import CheckpointError
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
+from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop import notices
 from recollect.planning.loop.kinds import StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
+from recollect.planning.loop.updates import StateWatch
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
-from recollect.planning.prepare import Offload
+from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress, silent, tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.model_state import (
+    ModelState,
+    gradients_of,
+    parameters_of,
+)
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
@@ -37,6 +43,7 @@ from recollect.planning.recording.record import (
     simulated_profile,
 )
 from recollect.planning.recording.sampling import now
+from recollect.planning.recording.step import device_of, storage_sizes
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed
 
@@ -60,7 +67,7 @@ class LazyPlanner:
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
-        is_shared = shards_of(model) is not None or is_parallel(model)
+        is_shared = _is_shared(model)
         offloads = self.offload and len(recordings) == 1 and not is_shared
         link = measured_link(live.device) if offloads else None
         traced = live.finish(model)
@@ -90,12 +97,19 @@ class LazyPlanner:
         )
         if plan is None:
             return None
+        # Of this process: others may have made the plan, and copies of the model count anew.
+        plan = replace(plan, state_bytes=StateWatch().nbytes(parameters_of(model)))
         first, ran = replace(graph, base=traced.first_base), schedule_of(recordings)
         graphs = (first, with_gradients(first, live.accumulated))
         notices.of_first_steps(plan, max(simulate(each, ran).peak for each in graphs), _FIRST_STEPS)
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model whose plan cannot be as it was asked for."""
+        if self.offload is True:
+            check_can_offload(device_of(model), is_shared=_is_shared(model))
 
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
         """Have a model be planned as a compiled one, if it is. Returns why not, if it cannot.
@@ -121,6 +135,8 @@ class LazyPlanner:
         bench: Bench | None,
     ) -> Plan:
         """The plan for the budget, or of the least peak. ``ran``: what the step was traced by."""
+        # Gradients that are there now are there in the forwards of later steps as well.
+        held = sum(storage_sizes(gradients_of(model))) - local.gradients
         planner = Planner.of_traced(
             model,
             profile,
@@ -128,13 +144,22 @@ class LazyPlanner:
             local.signature,
             local.gradients,
             others=local.others,
+            held=max(0, held),
             offload=profile.graph.link is not None,
             progress=self.progress,
             bench=bench,
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        planner.trials.consider(trimmed(planner.graph, ran))
+        least = trimmed(planner.graph, ran)
+        planner.trials.consider(least)
+        budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
+        if budget >= planner.plain_peak:
+            return planner.plain_plan(budget, least)
         return planner.plan_or_least(self.budget)
 
     def __reduce__(self) -> Any:
         return LazyPlanner, (self.budget, self.offload, silent)  # what reports may not be picklable
+
+
+def _is_shared(model: nn.Module) -> bool:
+    return shards_of(model) is not None or is_parallel(model)

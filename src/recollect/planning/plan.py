@@ -68,6 +68,9 @@ class Plan(PlannedStep):
         stopped: Why forward could not be recorded to its end, if so. The rest of it is kept.
         excess: By what fraction of the simulated peak the measured one was higher.
         from_loop: Whether it was made from a step of the loop, by a fit without a batch.
+        state_bytes: The bytes of optimizer state that such a plan counts.
+        is_solved: Whether other schedules were searched for. A fit without a batch does not if the
+            step fits plain, until there is a step that does not.
         others: The forwards after the first, if the step calls the model several times.
         origin: The versions it was made with, and when.
     """
@@ -102,12 +105,14 @@ class Plan(PlannedStep):
         if self.compiled is not None:
             vars(model)[OPTIONS] = Applied(self, model)
             return model
-        wrap_module(model, Runner(self))
+        runner = Runner(self)
+        wrap_module(model, runner)
         try:
             wrap_modules(model, self.wrapped)
         except ValueError:
             unwrap_module(model)
             raise
+        runner.expect_calls(model)
         return model
 
     def remove(self, model: M) -> M:

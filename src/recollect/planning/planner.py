@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,15 @@ from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
-from recollect.planning.describe import list_notes, list_parts, list_points, list_rows, make_report
+from recollect.planning.describe import (
+    HELD_GRADIENTS,
+    infeasible_text,
+    list_notes,
+    list_parts,
+    list_points,
+    list_rows,
+    make_report,
+)
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Prepared, Request, prepare
@@ -41,7 +50,6 @@ from recollect.planning.warn_once import WarnOnce
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point
-from recollect.report.units import bytes_text
 
 #: Records a step, with the link to the host if results may be offloaded.
 Record = Callable[[TrainingStep, Link | None], Profile]
@@ -56,17 +64,6 @@ _LARGER = 2
 #: that are larger than requested (CUDA), and for numbers that autograd saves, as in ``2.0 * x``.
 _UNTRIED = 0.01
 _UNTRIED_ON_CPU = 1e-4
-#: Why some of the step is not for a plan to decide.
-OTHER_HOOKS = (
-    "A part of forward runs inside of saved-tensor hooks such as those of torch.utils.checkpoint, "
-    "and no plan decides about what it saves: leave checkpointing of parts of the model to the plan"
-)
-#: What else helps against a budget that is too small.
-SMALLER_BATCH = ", or use a smaller batch"
-_CLEAR_GRADIENTS = (
-    "The gradients that are there already stay for the whole step: if the loop clears them before "
-    "it, call model.zero_grad(set_to_none=True) and plan again"
-)
 #: Finds the quickest solution within a budget, if there is one.
 Solve = Callable[[int], Solution | None]
 #: A schedule that is predicted to take so many times as long as another is not tried; nor in the
@@ -113,8 +110,12 @@ class Planner:
         self._others = others
         #: Whether the step is one of the user's loop.
         self._from_loop = False
+        #: How many bytes more of gradients later steps begin with.
+        self._held = 0
         self._bounds: dict[int, float] = {}
         self._warnings = WarnOnce()
+        #: If none is searched for: the only schedule for other steps.
+        self._only: Schedule | None = None
 
     @classmethod
     def of(
@@ -159,6 +160,7 @@ class Planner:
         gradients: int,
         *,
         others: Sequence[SeenForward] = (),
+        held: int = 0,
         offload: bool,
         progress: Progress = silent,
         bench: Bench | None = None,
@@ -166,6 +168,7 @@ class Planner:
         """A planner for a step that was traced in the user's loop, and is not run again.
 
         ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
+        ``held``: how many bytes more of gradients later steps begin with.
         """
         step = TrainingStep.of_loop(model, gradients)
         found = cls(
@@ -179,7 +182,7 @@ class Planner:
             others=others,
             bench=bench,
         )
-        found._from_loop = True
+        found._from_loop, found._held = True, held
         return found
 
     @property
@@ -208,7 +211,7 @@ class Planner:
         """Make the plan for a budget."""
         budget = resolve_budget(budget, self.plain_peak, self.step.device)
         if budget >= self.plain_peak:
-            return self.make_plan(budget, self._plain_candidate())
+            return self.plain_plan(budget)
         room = int(budget * (1 - self._untried))
         if self.graph.varies:  # shapes that depend on data will differ in other steps
             room = int(room * IF_SHAPES_VARY)
@@ -250,8 +253,18 @@ class Planner:
         try:
             return self.plan_for(budget)
         except InfeasibleBudget as error:
-            self._warnings.warn("infeasible", f"{error}. Training goes on with the least")
-            return self.least_plan(error.budget)
+            is_useless = self.least_budget() >= self.plain_peak
+            how = "plain" if is_useless else "with the least"
+            self._warnings.warn("infeasible", f"{error}. Training goes on {how}")
+            return (self.plain_plan if is_useless else self.least_plan)(error.budget)
+
+    def plain_plan(self, budget: int, only: Schedule | None = None) -> Plan:
+        """The plan by which the step runs plain, whether or not that is within the budget.
+
+        ``only``: a schedule for other steps, in place of searching for some.
+        """
+        self._only = only
+        return self.make_plan(budget, self._plain_candidate())
 
     def least_budget(self) -> int:
         """The least feasible budget."""
@@ -298,18 +311,18 @@ class Planner:
         is_plain = least == self.plain_peak
         schedule = self._least_schedule()
         outcome = self.trials.plain_outcome() if is_plain else simulate(self.graph, schedule)
-        parts = sorted(list_parts(outcome, least, gradients), key=lambda part: -part[1])
-        listed = ", ".join(f"{bytes_text(size)} {name}" for name, size in parts if size)
-        hints = [] if self._from_loop or not gradients else [_CLEAR_GRADIENTS]
-        hints += [OTHER_HOOKS] if self.step.has_other_hooks else []
-        return InfeasibleBudget(
-            f"budget: no plan brings the step of this {self.trials.title} down to "
-            f"{bytes_text(budget)} ({budget:,} bytes); the least that works is "
-            f"{bytes_text(least)}: budget={least}. At its peak that is {listed}. "
-            f"Raise the budget to that{SMALLER_BATCH}{''.join(f'. {hint}' for hint in hints)}",
-            budget=budget,
-            least=least,
+        if self._held:
+            least = math.ceil((least + self._held) * (1 + self._untried))
+        text = infeasible_text(
+            self.trials.title,
+            budget,
+            least,
+            (*list_parts(outcome, least - self._held, gradients), (HELD_GRADIENTS, self._held)),
+            is_plain=is_plain,
+            clears_gradients=gradients > 0 and not self._from_loop,
+            has_other_hooks=self.step.has_other_hooks,
         )
+        return InfeasibleBudget(text, budget=budget, least=least)
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -354,6 +367,7 @@ class Planner:
                 for n, each in enumerate(self._others, 1)
             ),
             from_loop=self._from_loop,
+            is_solved=self._only is None,
             compiled=self._compiled_step(budget, candidate),
         )
 
@@ -364,7 +378,10 @@ class Planner:
     def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
         """The schedule of the picture; None: everything is kept."""
         plain = self.trials.plain_schedule
-        return plain if budget >= self.plain_peak else candidate.schedule
+        return plain if self._is_plain(budget, candidate) else candidate.schedule
+
+    def _is_plain(self, budget: int, candidate: Candidate) -> bool:
+        return budget >= self.plain_peak or candidate == self._plain_candidate()
 
     def _figures(self, budget: int | None, peak: int, seconds: float) -> dict[str, Any]:
         """The figures that a plan and its report have in common, by name."""
@@ -380,7 +397,7 @@ class Planner:
     def _outcome(self, budget: int, candidate: Candidate) -> Outcome:
         """The simulated outcome of a candidate; the time of whole modules as measured."""
         plain, now = self.trials.profile.seconds, candidate.plain_time
-        if budget >= self.plain_peak:
+        if self._is_plain(budget, candidate):
             return replace(self.trials.plain_outcome(), seconds=plain)
         outcome = simulate(self.graph, candidate.schedule, curve=True)
         if not candidate.schedule.modules or candidate.time is None or now is None:
@@ -423,6 +440,9 @@ class Planner:
         The one of least peak for this batch need not be so for a larger one: if weights and their
         gradients make the peak, it does not matter how much is kept elsewhere.
         """
+        if self._only is not None:
+            regions = range(len(self.graph.regions))
+            return tuple(dict.fromkeys(self.trials.named(self._only, each) for each in regions))
         graph, larger = self.graph, with_larger_batch(self.graph, _LARGER)
         found = _sample_evenly(self.solver.frontier())
         found += _sample_evenly(Solver(larger, rough=True).frontier())
@@ -445,6 +465,8 @@ class Planner:
 
     def _frontier(self) -> list[Solution]:
         """The best solutions of both solvers."""
+        if self._only is not None:
+            return []
         found = self.solver.frontier()
         if self.trials.modules is not None:
             found = best_of([*found, *self.trials.modules.frontier()])

@@ -99,20 +99,23 @@ def _check_trained(model: nn.Module) -> None:
 
 def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
     """The link to the host, if results may be offloaded."""
-    if step.is_shared:
-        if offload is True:
-            raise ValueError(
-                "offload=True: plans for a model that is sharded by fully_shard, or has DTensor "
-                "parameters, do not offload. Leave it out"
-            )
-        return None
-    link = measured_link(step.device) if offload else None
-    if offload is True and link is None:
+    if offload is True:
+        check_can_offload(step.device, is_shared=step.is_shared)
+    return measured_link(step.device) if offload and not step.is_shared else None
+
+
+def check_can_offload(device: torch.device, *, is_shared: bool) -> None:
+    """Refuse ``offload=True`` where plans do not offload. ``is_shared``: as a `TrainingStep`."""
+    if is_shared:
         raise ValueError(
-            f"offload=True needs a CUDA device to offload from, but the model is on "
-            f"{step.device}. Leave it out"
+            "offload=True: plans for a model that is sharded by fully_shard, or has DTensor "
+            "parameters, do not offload. Leave it out"
         )
-    return link
+    if device.type != "cuda":
+        raise ValueError(
+            f"offload=True needs a CUDA device to offload from, but the model is on {device}. "
+            "Leave it out"
+        )
 
 
 def _warn_of_eval(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from recollect.planning.recording.step import is_out_of_memory
 from recollect.planning.regions.module_regions import callable_paths, wrap_modules
 from recollect.planning.solving.modules import ModuleSolver, find_units
 from recollect.planning.ways import Bench, Peaks, Way, times_under, with_overhead
-from recollect.replay.named_schedule import Alike, NamedSchedule
+from recollect.replay.named_schedule import Alike, NamedSchedule, op_counts
 from recollect.report.plan_report import Point
 from recollect.report.units import percent_text
 
@@ -104,11 +104,7 @@ class Trials:
     @cached_property
     def op_counts(self) -> Counter[str]:
         """How many ops of each name each module has."""
-        graph, counts = self.graph, Counter[str]()
-        for region in range(len(graph.regions)):
-            keys = [graph.ops[number].key for number in graph.ops_of(region)]
-            counts |= Counter(key.rpartition("|")[0] for key in keys if key)
-        return counts
+        return op_counts(self.graph)
 
     def named(self, schedule: Schedule, region: int = 0) -> NamedSchedule:
         """The schedule that the engine plays, for one of the forwards."""

@@ -44,6 +44,11 @@ class Alike:
         #: The same keys by their form, without any numbers.
         self._forms = {_form(start): start for start in reversed([*counts])}
 
+    @classmethod
+    def to_ops_of(cls, graph: Graph) -> Alike:
+        """For the ops of ``graph``."""
+        return cls(op_counts(graph))
+
     def of(self, key: str) -> str:
         """``key`` if it was planned, else the key of a similar planned op if there is one."""
         start, _, number = key.rpartition("|")
@@ -56,6 +61,15 @@ class Alike:
         elif int(number) < count:
             return key
         return f"{start}|{int(number) % count}"
+
+
+def op_counts(graph: Graph) -> Counter[str]:
+    """How many ops of each name each module has."""
+    counts = Counter[str]()
+    for region in range(len(graph.regions)):
+        keys = [graph.ops[number].key for number in graph.ops_of(region)]
+        counts |= Counter(key.rpartition("|")[0] for key in keys if key)
+    return counts
 
 
 def _form(start: str) -> str:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recollect.planning.loop.updates import StateWatch
+import recollect
+from recollect.planning.loop.updates import FirstCall, StateWatch, _watching
 
 
 @pytest.fixture
@@ -60,3 +61,44 @@ def test_an_update_of_a_dtensor_is_counted_as_a_write(mesh: Any, foreach: bool) 
     assert watch.nbytes([parameter]) > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("with_batch", [False, True])
+def test_a_model_whose_parts_are_called_in_place_of_it(with_batch: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+    if with_batch:
+        recollect.plan(model, x, "1GiB").apply(model)
+    else:
+        recollect.fit(model, budget="70%")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model[2](model[1](model[0](x))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with torch.no_grad():
+        model(x)  # an evaluation
+    optimizer.step()  # without gradients
+    train(7)
+    with pytest.warns(
+        recollect.PlanWarning,
+        match=r"this Sequential .* never called.*one by one: model\.0, model\.2$",
+    ) as caught:
+        train(1)
+    assert caught[0].filename == __file__
+    train(9)  # a second warning would be an error
+
+
+def test_nobody_waits_for_a_model_that_was_called_or_unwrapped() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8)
+    recollect.fit(model, budget="70%")
+    assert any(isinstance(each, FirstCall) for each in _watching)
+    model(x).sum().backward()
+    assert not any(isinstance(each, FirstCall) for each in _watching)
+    recollect.unwrap(model)
+    recollect.fit(model, budget="70%")
+    recollect.unwrap(model)
+    assert not any(isinstance(each, FirstCall) for each in _watching)

@@ -24,6 +24,7 @@ from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
 from recollect.planning.recording.record import predict_step, profile_step
 from recollect.planning.recording.step import TrainingStep
+from recollect.report.units import bytes_text
 from tests._support import assert_identical, gradients, measure
 from tests.planning._models import static_bytes
 
@@ -189,7 +190,7 @@ def test_a_loop_that_holds_less_is_told_what_goes_unused(
         freeing(model)
     (record,) = logged
     assert record.levelno == logging.INFO
-    assert f"{LOGITS:,} bytes of the budget go unused" in record.getMessage()
+    assert f"{bytes_text(LOGITS)} of the budget go unused" in record.getMessage()
     assert "holds_output=False" in record.getMessage()
 
 

@@ -15,7 +15,7 @@ from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.solving.solve import Solver
-from recollect.replay.named_schedule import NamedSchedule, trimmed
+from recollect.replay.named_schedule import Alike, NamedSchedule, trimmed
 
 #: The schedule of each forward of a step; None: plain.
 Schedules = tuple[NamedSchedule | None, ...]
@@ -76,14 +76,25 @@ class Choice:
         is_joint = 1 < self._count <= _APART and self.alike(None) not in fitting
         #: Schedules solved for this graph, if it has one forward: the least, and the fastest.
         self.solved: tuple[NamedSchedule, ...] = ()
+        #: Until schedules are searched for, if nobody has yet.
+        self._unsolved = None if plan.is_solved or not can_solve else graph
         if can_solve and (is_joint or not fitting):
             self._solve(graph)
+        else:
+            self._solve_if_needed()
+
+    def _solve_if_needed(self) -> None:
+        """Search if that was put off, since the planned step fits plain, and this one does not."""
+        if self._unsolved is not None and not self.fits(self.alike(None)):
+            self._solve(self._unsolved)
 
     def _solve(self, graph: Graph) -> None:
         """Add schedules for this graph, which may differ from forward to forward."""
-        frontier = Solver(graph, rough=True).frontier()
+        may_offload = self._unsolved is not None and self._count == 1
+        self._unsolved = None
+        frontier = Solver(graph, rough=True, offload=may_offload).frontier()
         fitting = [each for each in frontier if self._has_room(each.outcome.peak)]
-        names = self._plan.schedule.alike
+        names = Alike.to_ops_of(graph)
         for solution in (frontier[0], *fitting[-_SOLUTIONS:]):
             schedule = trimmed(graph, solution.schedule)
             parts = [NamedSchedule.of(graph, schedule, names, n) for n in range(self._count)]
@@ -132,6 +143,7 @@ class Choice:
         before = self._margin
         self._seen += 1
         self._most, self._least = max(self._most, ratio), min(self._least, ratio)
+        self._solve_if_needed()
         return self._margin > before + _WORTH or self._seen == _LEARNED
 
     def peak(self, schedules: Schedules) -> int:
@@ -152,9 +164,9 @@ class Choice:
 
     def _without_unneeded(self, graph: Graph, schedules: Schedules) -> Schedules:
         """``schedules`` without results that only other kinds of steps need, not ``graph``."""
-        names = self._plan.schedule.alike
         needed = tuple(
-            each and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), names, region)
+            each
+            and NamedSchedule.of(graph, trimmed(graph, each.schedule_in(graph)), each.alike, region)
             for region, each in enumerate(schedules)
         )
         self._outcomes = {needed if e == schedules else e: o for e, o in self._outcomes.items()}
@@ -168,6 +180,7 @@ class Choice:
         """A step was measured."""
         if schedules in self._outcomes:
             self._scale = max(self._scale, peak / self._outcomes[schedules].peak)
+            self._solve_if_needed()
 
 
 def choose(choices: Sequence[Choice]) -> list[Schedules]:

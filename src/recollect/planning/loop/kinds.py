@@ -138,14 +138,14 @@ class Kinds:
             return 0  # torch.func has put its own tensors into the model
         nbytes = self._optimizers.nbytes(parameters)
         if self._planned_state is None:
-            self._planned_state = self._find_planned_state(model, parameters, nbytes)
+            self._planned_state = self._find_planned_state(model, parameters)
         return math.ceil(max(0.0, nbytes - self._planned_state))
 
-    def _find_planned_state(self, model: nn.Module, parameters: list[Any], nbytes: int) -> float:
+    def _find_planned_state(self, model: nn.Module, parameters: list[Any]) -> float:
         """The bytes of optimizer state that the plan counts; infinite where that is no matter."""
         plan = self.plan
         if plan.from_loop:
-            return nbytes  # this is its first forward
+            return plan.state_bytes
         if self._is_on_cuda:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
@@ -459,13 +459,16 @@ def _describe_differences(plan: PlannedStep, kind: ForwardKind) -> Differences:
         texts.append("the batch is larger")
         cures.append("recollect.plan(...) with the largest batch")
     gradients = kind.extra_bytes - other.nbytes
+    if plan.from_loop:  # there was no batch to plan with
+        cures = ["optimizer.zero_grad() before each forward"] if gradients else []
+    elif gradients:
+        cures.append(
+            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
+            "to None before each forward"
+        )
     if gradients:
         texts.append(
             f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
             "accumulate, or after zero_grad(set_to_none=False)"
-        )
-        cures.append(
-            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
-            "to None before each forward"
         )
     return replace(other, texts=tuple(texts), cures=tuple(cures))

@@ -11,6 +11,8 @@ from recollect.planning.recording.model_state import newly_compiled, scripted_pa
 from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
+#: How many parts of a model are named.
+_NAMED = 4
 _PLAN_AS_TRAINED = (
     ": make the plan with the loss, the optimizer and the largest batch of the training, "
     "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
@@ -34,7 +36,9 @@ def of_first_steps(plan: PlannedStep, took: int, how: str) -> None:
     if took > plan.budget >= plan.predicted_peak:
         warn_user(
             f"the training steps before there was a plan took about {bytes_text(took)}, more than "
-            f"the budget of {bytes_text(plan.budget)}, {how}. Later steps are within the budget",
+            f"the budget of {bytes_text(plan.budget)}, {how}. Later steps are within the budget. "
+            "For the first ones to be too, make the plan before: recollect.fit(model, batch, "
+            "budget), or apply one that was saved",
             PlanWarning,
         )
 
@@ -89,6 +93,25 @@ def of_split(warnings: WarnOnce) -> None:
         "there is none for these steps, which may exceed the budget. Checkpoint blocks in place of "
         'it: recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a '
         "schedule without zero bubbles, such as ScheduleInterleaved1F1B",
+    )
+
+
+def of_no_call(warnings: WarnOnce, model: nn.Module) -> None:
+    """The model is trained without a call of its forward."""
+    parts = [
+        f"model.{name}"
+        for name, child in model.named_children()
+        if any(parameter.grad is not None for parameter in child.parameters())
+    ]
+    parts = parts if len(parts) <= _NAMED else [*parts[:_NAMED], "..."]
+    of_parts = f", one by one: {', '.join(parts)}" if parts else ""
+    warnings.warn(
+        "no call",
+        f"an optimizer has updated this {type(model).__name__} several times, but its forward was "
+        "never called, so it runs without a plan, and steps may exceed the budget. Perhaps the "
+        "loop calls parts of it. Call the model itself; or put what the loop does into the forward "
+        "of a module and fit that; or recollect.unwrap(model), and fit the parts that the loop "
+        f"calls{of_parts}",
     )
 
 

@@ -66,13 +66,17 @@ class PlannedStep:
     rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
     #: Whether it was made from a step of the loop, by a fit without a batch.
     from_loop: bool = False
+    #: The bytes of optimizer state that it counts, if it was made from a step of the loop.
+    state_bytes: int = 0
+    #: Whether schedules were searched for. Where the step fits plain, that can wait.
+    is_solved: bool = True
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)
 
     @property
     def needed_schedule(self) -> NamedSchedule | None:
-        """The schedule of the planned step; None if the step fits plain."""
-        return None if self.plain_peak <= self.budget else self.schedule
+        """The schedule of the planned step; None if it fits plain, or would take no less."""
+        return None if self.plain_peak <= max(self.budget, self.predicted_peak) else self.schedule
 
     @cached_property
     def communicates(self) -> bool:

@@ -40,6 +40,7 @@ from recollect.planning.loop.live import (
 )
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.play import run_blocks, run_planned
+from recollect.planning.loop.updates import FirstCall
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output, weakly
 from recollect.planning.recording.batch import signature_of_batch
@@ -69,6 +70,9 @@ class MakePlan(Protocol):
 
         None if there can be none.
         """
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model whose plan cannot be as it was asked for, before its first step."""
 
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
         """Hand a compiled model over to the planner of compiled models. Returns why not, if so.
@@ -101,6 +105,8 @@ class Runner:
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
         self._is_split = False
+        #: While the model was not called yet.
+        self._first_call: FirstCall | None = None
         self._set_plan(plan)
 
     def _set_plan(
@@ -123,8 +129,19 @@ class Runner:
         """The plan that is in effect."""
         return None if self._kinds is None else self._kinds.plan
 
+    def expect_calls(self, model: nn.Module) -> None:
+        """Warn if the model is trained without a call of its forward."""
+        missed = partial(notices.of_no_call, self._warnings)
+        self._first_call = FirstCall(model, missed)
+
+    def _is_called(self) -> None:
+        if self._first_call is not None:
+            self._first_call.end()
+            self._first_call = None
+
     def unwrapped(self, model: nn.Module) -> None:
         """The model runs as it did before."""
+        self._is_called()
         if self._forwards.live is not None:
             self._forwards.live.close()
             self._forwards.live = None
@@ -144,6 +161,7 @@ class Runner:
         if dynamo_callback() is not None:
             run = self._run_in_compiled
             return run_without_dynamo(run, dynamo_callback(), _bound(function), args, kwargs)
+        self._is_called()
         model = getattr(function, "__self__", None)
         self._forwards.begin(model)
         drop_stale_trace()
@@ -305,6 +323,8 @@ class Runner:
         blocks, forwards = find_blocks(model), self._forwards
         obstacle = obstacle_to_tracing()
         live, kind = forwards.live, ForwardKind(signature_of_batch(args, kwargs))
+        if live is None and self._make_plan is not None:
+            self._make_plan.check(model)
         if live is None and (unsupported := obstacle_in(model)) is not None:
             self._make_plan = None
             self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from recollect.planning.recording.step import bytes_of_gradients, device_of, sto
 
 #: After this many steps of other optimizers, none of its own is expected.
 _OTHERS = 8
+#: After so many updates of a model without a forward of it, its forward is not what the loop calls.
+_UNCALLED = 8
 #: How many forwards to wait for the first step: while gradients accumulate; and if they are cleared
 #: without one.
 _ACCUMULATED, _CLEARED = 64, 8
@@ -97,6 +99,34 @@ class Updates:
             self.others += 1
 
 
+class FirstCall:
+    """Waits for the first forward of a model; ``missed`` is called if its updates go on without."""
+
+    def __init__(self, model: nn.Module, missed: Callable[[nn.Module], None]) -> None:
+        self._model, self._missed = ref(model), missed
+        self._updates = 0
+        _watch_optimizers()
+        _watching.add(self)
+
+    def end(self) -> None:
+        """The forward was called, or nobody waits for it any more."""
+        _watching.discard(self)
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer begins a step."""
+        model = self._model()
+        found = () if model is None else model.parameters()
+        if model is None or not _has_any(optimizer, {id(p) for p in found if p.grad is not None}):
+            return
+        self._updates += 1
+        if self._updates == _UNCALLED:
+            self.end()
+            self._missed(model)
+
+    def step_ends(self, _: Optimizer) -> None:
+        """An optimizer has made a step."""
+
+
 class StateWatch:
     """The state of the optimizers of a model: it grows when they first update a parameter."""
 
@@ -137,7 +167,7 @@ class _Changes:
 
 
 _changes = _Changes()
-_watching: WeakSet[Updates] = WeakSet()
+_watching: WeakSet[Updates | FirstCall] = WeakSet()
 
 
 def _watch_optimizers() -> None:

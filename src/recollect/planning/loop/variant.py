@@ -225,7 +225,12 @@ class Variant:
             texts.insert(0, f"it calls the model {forwards} times before backward")
             cures = ("smaller batches, or a budget with room for all forwards",)
         if plan.from_loop:  # there was no batch to plan with
-            cures = ("smaller batches, or a larger budget: recollect.fit(model, budget=...)",)
+            found = () if self._differences is None else self._differences.cures
+            again = "recollect.unwrap(model), then recollect.fit"
+            cures = (
+                *found,
+                f"smaller batches, or a larger budget: {again}(model, budget={max(peak, later)})",
+            )
         grown = _growth(self._made or dict(plan.made), made or {})
         cause = "; ".join(texts)
         if nodes:
@@ -237,19 +242,31 @@ class Variant:
         if grown:
             path, now, before = grown[0]
             cause = cause or re.sub(r"\d+", "*", path)
-            texts.append(
-                f"forward makes {bytes_text(now)} in {path or 'the model'}, and made "
-                f"{bytes_text(before)} when it was planned"
-            )
+            if bytes_text(now) != bytes_text(before):
+                texts.append(
+                    f"forward makes {bytes_text(now)} in {path or 'the model'}, and made "
+                    f"{bytes_text(before)} when it was planned"
+                )
         texts = texts or ["it keeps other tensors in memory than the planned one"]
-        still = f", but still take about {bytes_text(later)}" if later > plan.budget else ""
         self._warnings.warn(
             cause,
-            f"this step is not the one that the plan was made for: {'; '.join(texts)}. It takes "
-            f"about {bytes_text(peak)}, and the budget is {bytes_text(plan.budget)}. Later "
-            f"steps like it keep less and recompute more{still}. "
-            + ("" if plan.from_loop and not still else f"To have room for it: {'; '.join(cures)}"),
+            f"this step is not the one that the plan was made for: {'; '.join(texts)}. "
+            f"{_outlook(peak, later, plan.budget)}. To have room for it: {'; '.join(cures)}",
         )
+
+
+def _outlook(peak: int, later: int, budget: int) -> str:
+    """Say what a step takes, and what later ones like it take."""
+    if peak <= budget < later:
+        return (
+            f"Steps like it may take about {bytes_text(later)}, although they keep as little as "
+            f"they can, and the budget is {bytes_text(budget)}"
+        )
+    still = f", but still take about {bytes_text(later)}" if later > budget else ""
+    return (
+        f"It takes about {bytes_text(peak)}, and the budget is {bytes_text(budget)}. Later steps "
+        f"like it keep less and recompute more{still}"
+    )
 
 
 def _growth(known: Mapping[str, int], made: Mapping[str, int]) -> list[tuple[str, int, int]]:

@@ -30,6 +30,7 @@ from recollect._torch.tensors import storage_key
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.replay.rematerialize import Rematerializer
+from recollect.report.units import bytes_text
 
 T = TypeVar("T")
 _Tensor = torch.Tensor
@@ -238,8 +239,8 @@ def report_output(alive: int, planned: int, budget: int) -> bool:
     if planned - alive > _WORTH_A_LINE * budget:
         _log.info(
             "the plan assumes that the loop holds the model's output through backward, but it "
-            "does not: %s bytes of the budget go unused. Plan with holds_output=False to use them",
-            f"{planned - alive:,}",
+            "does not: %s of the budget go unused. Plan with holds_output=False to use them",
+            bytes_text(planned - alive),
         )
         return True
     return False

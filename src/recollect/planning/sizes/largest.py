@@ -18,9 +18,10 @@ from typing import Literal
 
 from recollect.errors import InfeasibleBudget
 from recollect.graph.simulate import simulate_plain
+from recollect.planning.describe import SMALLER_BATCH
 from recollect.planning.loop.planned_step import with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.planner import SMALLER_BATCH, Planner, Record
+from recollect.planning.planner import Planner, Record
 from recollect.planning.progress import Progress
 from recollect.planning.recording.record import (
     CannotPredict,
