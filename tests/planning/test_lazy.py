@@ -574,7 +574,7 @@ def test_what_it_says(caplog: Any) -> None:
         logger.setLevel(level)
     assert "solving" in stages
     (line,) = [line for line in lines if "to plan" in line]
-    assert re.match(r"[\d.]+ MiB -> ", line)  # handlers show the name of the logger before it
+    assert re.match(r"recollect: [\d.]+ MiB -> ", line)
 
 
 def test_before_its_first_step_it_can_be_copied_pickled_and_unwrapped() -> None:

@@ -176,7 +176,7 @@ class _Unplanned:
             solution = solver.least_solution()
             self._warn(solution.outcome.peak, target, alone=alone)
         else:
-            _log.info("a graph that was not planned is split for the same budget")
+            _log.info("recollect: a graph that was not planned is split for the same budget")
         return merged.kept_in(0, Schedule(solution.schedule.kept))
 
     def _around(self, returned: int) -> Sequence[tuple[int, int]]:

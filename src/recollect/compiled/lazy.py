@@ -319,7 +319,7 @@ class LazyFit(Installed):
         self._install(called_now(self.sites))
         self._steps.watch_compiler(self._applied.code.notes)
         _log.info(
-            "%s -> %s (%s) for the compiled step",
+            "recollect: %s -> %s (%s) for the compiled step",
             bytes_text(plan.plain_peak),
             bytes_text(plan.predicted_peak),
             "measured" if plan.predicted_peak == measured else "predicted",

@@ -83,7 +83,7 @@ class Contest:
         if best is first or best.seconds > (1 - _FASTER) * first.seconds:
             return first.schedule
         less = 100 * (1 - best.seconds / first.seconds)
-        _log.info("steps with %s take %.0f%% less time", _text(best.schedule), less)
+        _log.info("recollect: steps with %s take %.0f%% less time", _text(best.schedule), less)
         return best.schedule
 
     def _has_arrived(self) -> bool:
