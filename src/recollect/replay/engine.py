@@ -122,7 +122,7 @@ class CallReport:
     #: Whether the rest could not be recorded, so that all its saved tensors are held.
     is_unrecorded: bool = False
     #: One for each region that the call ran, if it is not one region itself.
-    parts: list[CallReport] = field(default_factory=list)
+    unit_reports: list[CallReport] = field(default_factory=list)
 
 
 class LeftToRerun(NamedTuple):
@@ -326,7 +326,7 @@ class _Call:
                 report.difference = difference
                 report.before = recording.graph.until(checker.done)
                 report.calls = [call for call in recording.calls if call.ops[1] <= checker.done]
-                report.recording = checker.recorded
+                report.recording = checker.rest_recording
                 report.is_unrecorded = checker.is_unrecorded and is_new
         return out
 

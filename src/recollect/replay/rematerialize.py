@@ -177,10 +177,10 @@ class Rematerializer(HeldValues):
             working.is_announced = True
             self.offload_batch.announce()
         if working.flags is None:
-            tensor = self._tensor(working, view.value)
+            tensor = self._obtain(working, view.value)
         else:
             with _under(working.flags):
-                tensor = self._tensor(working, view.value)
+                tensor = self._obtain(working, view.value)
         working.give(view.value.number)
         return view.of(tensor)
 
@@ -205,7 +205,7 @@ class Rematerializer(HeldValues):
         saved = [ticket[2].value.number for ticket in alive]
         return find_needs(self.graph, saved, self.kept).uses, None
 
-    def _tensor(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
+    def _obtain(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
         """The tensor of the value's own layout."""
         number = value.number
         tensor = working.here.get(number)
@@ -213,16 +213,16 @@ class Rematerializer(HeldValues):
             return tensor
         held = self.kept.get(number)
         if held is None:
-            return self._made_again(working, number)
+            return self._recompute_value(working, number)
         tensor = held.get(value.layout, self._is_guarded or value.outside is None)
         if working.uses[number] > 1:
             working.here[number] = tensor
         return tensor
 
-    def _made_again(self, working: _Pass, number: int) -> torch.Tensor:
+    def _recompute_value(self, working: _Pass, number: int) -> torch.Tensor:
         """The same, of a value that ops have to make again."""
         uses = working.uses
-        ops = self._missing(working, number)
+        ops = self._ops_to_recompute(working, number)
         if uses[number] <= 0:  # not counted: a second unpack of a tensor
             for op in ops:
                 for read in op.reads:
@@ -233,7 +233,7 @@ class Rematerializer(HeldValues):
         working.use(number)
         return tensor
 
-    def _missing(self, working: _Pass, number: int) -> list[RecordedOp]:
+    def _ops_to_recompute(self, working: _Pass, number: int) -> list[RecordedOp]:
         """The ops that recompute a value from held and recomputed ones, in order."""
         # They depend on the recomputed and the held values. If the call held all that the schedule
         # says when backward began, then values freed since are not needed any more. So the key
@@ -268,7 +268,7 @@ class Rematerializer(HeldValues):
             for place, number, make in fills:
                 tensor = here.get(number) if number != old else base
                 if tensor is None:
-                    tensor = self._tensor(working, values[number])
+                    tensor = self._obtain(working, values[number])
                 args[place] = tensor if make is None else make(tensor)
             out = op.call(*args, **op.kwargs)
             args = tensor = None  # what follows frees them
@@ -298,7 +298,7 @@ class Rematerializer(HeldValues):
     def _argument(self, working: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
         if type(arg) is View:
             base = bases.get(arg.value.number) if bases else None
-            return arg.of(self._tensor(working, arg.value) if base is None else base)
+            return arg.of(self._obtain(working, arg.value) if base is None else base)
         if type(arg) is Views:
             return arg.kind([self._argument(working, each, bases) for each in arg])
         return arg
@@ -309,7 +309,7 @@ class Rematerializer(HeldValues):
         if number in op.fresh:
             size, stride, _, dtype, _ = value.layout
             return torch.empty_strided(size, stride, dtype=dtype, device=value.device)
-        tensor = self._tensor(working, value)
+        tensor = self._obtain(working, value)
         if working.use_up(number) and number not in self.kept:
             return tensor
         return copy_of_storage(tensor)
