@@ -304,7 +304,7 @@ class Checker:
         return True
 
     def _fits_with_care(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
-        """The same, in any call mode and with arguments of any types."""
+        """Whether they match, in any call mode and with arguments of any types."""
         if (
             call_mode(expected.function) != expected.call_mode
             or dispatch_mode_count() != self._modes

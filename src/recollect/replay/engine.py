@@ -198,7 +198,10 @@ def _take(known: Recording, by: NamedSchedule, entry: CacheEntry) -> None:
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
-    """Fall back to rerun. Warns, unless the caller gets a report."""
+    """Fall back to rerun. Warns of an unsupported tensor, unless the caller gets a report.
+
+    Obstacles are silent, since they are the caller's choice; `explain` shows them.
+    """
     if isinstance(reason, UnsupportedTensor) and report is None:
         _warn_of_fallback(reason)
     if observing.observer is not None:

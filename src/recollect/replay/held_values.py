@@ -1,6 +1,17 @@
 """The values that one call of a region holds until backward, on the device or in a store.
 
-Copy-on-write is here: `HeldTensor.before_write` copies a held tensor before an in-place write.
+Copy-on-write: a held tensor is copied before it is written to in place, if backward needs it.
+
+=====================================  ================================  ========================
+When                                   Who calls                         what
+=====================================  ================================  ========================
+An op that is recorded writes          MemoryTracker.before_change       before_overwrite
+Any op writes, once recording stopped  MemoryTracker.protect             before_write
+After a write that was not seen        MemoryTracker.note_unseen_writes  after_overwrite
+Metadata changes in place              MemoryTracker, Checker            before_metadata_change
+The rest of a checked call is held     Checker, CopyOnWrite              before_write
+A call returns                         Recorder.finish, Checker.finish   copy_outputs, before_write
+=====================================  ================================  ========================
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class MemoryTracker:
 
     @staticmethod
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
-        """The same, of a tensor on a known storage."""
+        """The view for ``tensor``, which is on ``storage``."""
         local, spec = tensor, None
         if type(tensor) not in USUAL_TENSORS:
             local, spec = local_tensor(tensor), spec_of(tensor)
@@ -306,7 +306,7 @@ class MemoryTracker:
     # --- changes ----------------------------------------------------------------------------------
 
     def before_change(self, storage: RecordedStorage) -> None:
-        """Copy-on-write: before a write to ``storage``, copy its held value if still needed."""
+        """Before an op that is recorded writes to ``storage``: copy its held value if needed."""
         self._note_change(storage)
         if storage.value.number in self.remat.kept:
             with self.pause():
@@ -325,7 +325,7 @@ class MemoryTracker:
         storage.value.unsure = OPAQUE
 
     def before_write(self, tensor: _Tensor) -> RecordedStorage | None:
-        """Copy-on-write: before a write to ``tensor``, copy its held value if still needed."""
+        """Before other code may write to ``tensor``: `protect` it, and copy its held value."""
         self.protect(tensor)
         storage = self.storage_of(tensor)
         if storage is not None:

@@ -297,7 +297,7 @@ class RecordedOp:
         self.keep = reason
 
     def never_again(self, reason: str, ruling: Any) -> None:
-        """The same, and free its arguments: it cannot run again."""
+        """Hold its results, and free its arguments: it cannot run again."""
         self.hold_results(reason, ruling)
         self.args, self.kwargs, self.is_lost = [], {}, True
 

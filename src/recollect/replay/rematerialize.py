@@ -2,7 +2,8 @@
 
 Backward unpacks one saved tensor after another. The ops that compute it run below autograd, from
 held values. `graph.release` decides when a value is freed, for tensors here and for bytes in the
-simulator.
+simulator. `unpack` and `_run` have its `give` and `end_op` inlined for speed. A test in
+tests/graph/test_simulate.py compares both (`test_once_it_is_known_the_peak_is_the_simulated_one`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import is_grad_enabled as grad_enabled
 
-from recollect._torch.autograd import at_end_of_backward, current_graph_task
+from recollect._torch.autograd import DEAD_COUNT, at_end_of_backward, current_graph_task
 from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.modes import (
@@ -111,7 +112,7 @@ class Rematerializer(HeldValues):
     def _release_held(self) -> None:
         """Free held values that only freed parts of the autograd graph needed."""
         tickets, before = self.tickets, len(self.tickets)
-        while tickets and getrefcount(tickets[-1]) <= _OF_THE_DEAD:
+        while tickets and getrefcount(tickets[-1]) <= DEAD_COUNT:
             tickets.pop()
         if len(tickets) == before:
             return
@@ -124,7 +125,7 @@ class Rematerializer(HeldValues):
 
         To be asked after the call. The object is alive as long as one of them is.
         """
-        return sum(count > _OF_THE_DEAD for count in map(getrefcount, self.tickets))
+        return sum(count > DEAD_COUNT for count in map(getrefcount, self.tickets))
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Rematerializer(HeldValues):
             here, uses, number = working.here, working.uses, value.number
             tensor = here.get(number)
             if tensor is not None:  # the usual case: recomputed on the way to an earlier one
-                working.given.add(number)  # as `WorkingSet.give`
+                working.given.add(number)  # `WorkingSet.give`, inlined
                 uses[number] -= 1
                 if uses[number] <= 0:
                     here.pop(number, None)  # another thread may have been faster
@@ -198,15 +199,15 @@ class Rematerializer(HeldValues):
     def _count(self) -> tuple[list[int], Chains | None]:
         """How often backward will use each value, and the cache of chains if it is valid."""
         counts = [*map(getrefcount, self.tickets)]
-        if self._uses is not None and min(counts, default=0) > _OF_THE_DEAD:
+        if self._uses is not None and min(counts, default=0) > DEAD_COUNT:
             schedule = self._schedule
             return self._uses.copy(), None if schedule is None else schedule.chains
-        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
+        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > DEAD_COUNT]
         saved = [ticket[2].value.number for ticket in alive]
         return find_needs(self.graph, saved, self.kept).uses, None
 
     def _obtain(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
-        """The tensor of the value's own layout."""
+        """The tensor of ``value``, in the value's own layout: as it is there, or recomputed."""
         number = value.number
         tensor = working.here.get(number)
         if tensor is not None:
@@ -220,7 +221,7 @@ class Rematerializer(HeldValues):
         return tensor
 
     def _recompute_value(self, working: _Pass, number: int) -> torch.Tensor:
-        """The same, of a value that ops have to make again."""
+        """Run the ops that make a value which is neither held nor recomputed yet."""
         uses = working.uses
         ops = self._ops_to_recompute(working, number)
         if uses[number] <= 0:  # not counted: a second unpack of a tensor
@@ -274,7 +275,7 @@ class Rematerializer(HeldValues):
             args = tensor = None  # what follows frees them
             if op.only < 0:
                 working.end_op(op.reads, _results(op, out))
-            else:  # the same, for the usual op: it has one result
+            else:  # `WorkingSet.end_op`, inlined for the usual op: it has one result
                 for read in op.others:
                     left = uses[read] - 1
                     uses[read] = left
@@ -324,11 +325,6 @@ class Rematerializer(HeldValues):
             return op.call(*args, **kwargs)
         finally:
             generator.set_state(now)
-
-
-#: The reference count of a ticket that only a list holds.
-_LIST = [[object()]]
-_OF_THE_DEAD = getrefcount(_LIST[-1])
 
 
 @contextmanager
