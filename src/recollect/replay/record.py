@@ -395,7 +395,7 @@ def _is_unreadable(call: FunctionCall, args: tuple[Any, ...]) -> bool:
 
 
 def _moves_generators(call: FunctionCall) -> bool:
-    """Whether DTensor moves the generator's offset before an op draws, as on accelerators."""
+    """Whether DTensor's tracker moves the generator's offset before a draw, as on accelerators."""
     return any(op.generator is not None and op.generator.device.type != "cpu" for op in call.draws)
 
 
