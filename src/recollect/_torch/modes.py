@@ -25,8 +25,7 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 def autocast_of(kinds: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
     """For each of these types of device whether autocast is on, and its dtype."""
-    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    return tuple([(kind, enabled(kind), dtype(kind)) for kind in kinds])
+    return tuple([(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
 
 
 #: How many function modes are active; a default device is one.

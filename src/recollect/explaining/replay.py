@@ -119,9 +119,8 @@ class _Findings:
         self._replaced: set[int] = set()
         saved = [ticket[2].value.number for ticket in remat.tickets]
         uses = find_needs(self._graph, saved, self._kept).uses
-        self._again = {
-            v.storage_number for v in values if uses[v.number] and v.number not in self._kept
-        }
+        again = (v for v in values if uses[v.number] and v.number not in self._kept)
+        self._again = {value.storage_number for value in again}
 
     def note(self) -> None:
         for number, held in self._remat.kept.items():
