@@ -27,7 +27,7 @@ from recollect.region import run_region
 
 #: The attribute of checkpointed modules and functions that holds their options.
 OPTIONS = "_recollect_options"
-_OWN_FORWARD = "_recollect_forward"
+_INSTANCE_FORWARD = "_recollect_forward"
 
 #: The options of a checkpointed module; or a function that is called instead of its forward, with
 #: the forward, its arguments and its keyword arguments.
@@ -65,8 +65,8 @@ class _Checkpointed:
         make, args, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         base = type(self).__bases__[-1]
         plain = tuple(base if a is type(self) else a for a in args)
-        own = _OWN_FORWARD in vars(self)
-        return _remake, (base, vars(self).get(OPTIONS), make, plain, own), *rest
+        has_forward = _INSTANCE_FORWARD in vars(self)
+        return _remake, (base, vars(self).get(OPTIONS), make, plain, has_forward), *rest
 
 
 def bound_to(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,14 +105,14 @@ class _Forwards:
     def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
         if module is None:
             return self._base.forward  # type: ignore[attr-defined, no-any-return]
-        own = module.__dict__.get(_OWN_FORWARD)
-        if own is None:  # any more
+        instance_forward = module.__dict__.get(_INSTANCE_FORWARD)
+        if instance_forward is None:  # any more
             return partial(self._usual, module)
-        # Made on each access, so that nothing refers to the module.
-        forward = partial(_run, module, own)
+        # Made on each access: nothing may refer to the module. (`copy_signature` takes too long.)
+        forward = partial(_run, module, instance_forward)
         if torch.compiler.is_dynamo_compiling():
             return forward
-        return functools.update_wrapper(forward, own)  # `copy_signature` would take too long
+        return functools.update_wrapper(forward, instance_forward)
 
 
 #: By class, and whether the instance has a ``forward`` of its own.
@@ -122,14 +122,14 @@ _subclasses: dict[tuple[type, bool], type] = {}
 _OF_A_CLASS = ("__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__")
 
 
-def _checkpointed_class(base: type, *, own: bool) -> type:
-    known = _subclasses.get((base, own))
+def _checkpointed_class(base: type, *, has_forward: bool) -> type:
+    known = _subclasses.get((base, has_forward))
     if known is None:
-        forward = _Forwards(base) if own else _forward_of(base)
+        forward = _Forwards(base) if has_forward else _forward_of(base)
         names = {name: vars(base)[name] for name in _OF_A_CLASS if name in vars(base)}
         names |= {"__qualname__": base.__qualname__, "forward": forward}
-        known = _subclasses[base, own] = type(base.__name__, (_Checkpointed, base), names)
-    elif not own and known.forward.__wrapped__ is not base.forward:  # type: ignore[attr-defined]
+        known = _subclasses[base, has_forward] = type(base.__name__, (_Checkpointed, base), names)
+    elif not has_forward and known.forward.__wrapped__ is not base.forward:  # type: ignore[attr-defined]
         copy_signature(base.forward, known.forward)  # type: ignore[attr-defined]
     return known
 
@@ -140,9 +140,9 @@ def _forward_of(base: type) -> Callable[..., Any]:
         attributes = self.__dict__
         of_class: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
         if torch.compiler.is_dynamo_compiling():  # which cannot bind a function before torch 2.13
-            function = attributes.get(_OWN_FORWARD) or partial(of_class, self)
+            function = attributes.get(_INSTANCE_FORWARD) or partial(of_class, self)
         else:
-            function = attributes.get(_OWN_FORWARD) or of_class.__get__(self)
+            function = attributes.get(_INSTANCE_FORWARD) or of_class.__get__(self)
         return _run(self, function, *args, **kwargs)
 
     return copy_signature(base.forward, forward)  # type: ignore[attr-defined]
@@ -153,10 +153,10 @@ def _remake(
     how: How | None,
     make: Callable[..., Any],
     args: tuple[Any, ...],
-    own: bool = False,
+    has_forward: bool = False,
 ) -> Any:
     module = make(*args)
-    module.__class__ = _checkpointed_class(base, own=own)
+    module.__class__ = _checkpointed_class(base, has_forward=has_forward)
     if how is not None:
         module.__dict__[OPTIONS] = how
     return module
@@ -179,11 +179,12 @@ def wrap_module(module: nn.Module, how: How) -> nn.Module:
             f"this {type(module).__name__} replaces its class when it first runs; run it once, "
             "then wrap it"
         )
-    own_forward = module.__dict__.pop("forward", None)
+    instance_forward = module.__dict__.pop("forward", None)
+    has_forward = instance_forward is not None
     if not isinstance(module, _Checkpointed):
-        module.__class__ = _checkpointed_class(type(module), own=own_forward is not None)
-    if own_forward is not None:
-        module.__dict__[_OWN_FORWARD] = own_forward
+        module.__class__ = _checkpointed_class(type(module), has_forward=has_forward)
+    if has_forward:
+        module.__dict__[_INSTANCE_FORWARD] = instance_forward
     module.__dict__[OPTIONS] = how
     return module
 
@@ -195,9 +196,9 @@ def unwrap_module(module: nn.Module) -> nn.Module:
         raise ValueError(
             f"this {type(module).__name__} is not checkpointed: there is nothing to unwrap"
         )
-    own_forward = module.__dict__.pop(_OWN_FORWARD, None)
-    if own_forward is not None:
-        module.__dict__["forward"] = own_forward
+    instance_forward = module.__dict__.pop(_INSTANCE_FORWARD, None)
+    if instance_forward is not None:
+        module.__dict__["forward"] = instance_forward
     if hasattr(how, "unwrapped"):  # a plan, which may have wrapped parts of the module besides
         how.unwrapped(module)
     # Another class may have been put on top since; ours then stays below, without effect.

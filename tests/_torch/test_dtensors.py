@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recollect._torch.dtensors import (
-    is_on_parts,
+    has_dtensors,
     is_redistributing,
     is_wrapper,
     local_tensor,
@@ -58,7 +58,7 @@ def test_a_plain_tensor_is_its_own_local_tensor() -> None:
     tensor = nn.Parameter(torch.ones(2))
     assert local_tensor(tensor) is tensor
     assert spec_of(tensor) is None
-    assert not is_on_parts([torch.Tensor, nn.Parameter])
+    assert not has_dtensors([torch.Tensor, nn.Parameter])
 
 
 def test_the_ranks_that_have_parts(mesh: Any) -> None:
@@ -75,7 +75,7 @@ def test_redistribution_is_recognized(mesh: Any) -> None:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
-            if is_on_parts(types):
+            if has_dtensors(types):
                 return NotImplemented
             if "all_gather" in str(func):
                 seen.append(is_redistributing(sys._getframe()))

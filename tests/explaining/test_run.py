@@ -457,7 +457,7 @@ def test_everything_is_as_it_was():
     assert [buffer._version for buffer in model.buffers()] == versions
     assert model.average is average
     assert (model.calls, len(model.history)) == (1, 1)
-    assert set(vars(model)) - {"_recollect_tree"} == names
+    assert set(vars(model)) - {"_recollect_index"} == names
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
 

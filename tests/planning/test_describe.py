@@ -43,7 +43,7 @@ def test_a_frontier_has_the_figures_of_its_least_plan(monkeypatch: pytest.Monkey
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     planner = Planner.of(Request(model, torch.randn(32, 8)))
     # As where whole modules reach the same peak in less time than ops.
-    slow = planner.solver.least()
+    slow = planner.solver.least_solution()
     fast = replace(slow, outcome=replace(slow.outcome, seconds=slow.outcome.seconds / 2))
     monkeypatch.setattr(planner, "_frontier", lambda: [fast])
     report = planner.frontier_report()

@@ -378,7 +378,7 @@ def test_the_model_looks_as_it_did(plan: recollect.Plan, model: Decoder) -> None
     assert plan.remove(model) is model
     assert _looks(model) == before
     assert type(model) is its_class
-    assert set(vars(model)) - attributes <= {"_recollect_tree"}
+    assert set(vars(model)) - attributes <= {"_recollect_index"}
     assert isinstance(model.forward.__func__, type(Decoder.forward))
     assert model.forward.__func__ is Decoder.forward
 

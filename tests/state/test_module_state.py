@@ -401,7 +401,7 @@ def test_another_class_is_noticed() -> None:
     tree = index_of(module)
     module[0].__class__ = type("Linear", (nn.Linear,), {"__module__": __name__})
     assert index_of(module) is not tree
-    assert index_of(module).own
+    assert index_of(module).user_modules
 
 
 def test_modules_that_are_made_elsewhere_change_no_tree() -> None:
@@ -478,4 +478,4 @@ def test_a_pickled_module_has_no_tree() -> None:
     index_of(module)
     assert module.state_dict().keys() == Own().state_dict().keys()
     twin = pickle.loads(pickle.dumps(module))
-    assert twin.__dict__["_recollect_tree"] is None
+    assert twin.__dict__["_recollect_index"] is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
+from sys import getrefcount
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,6 +31,9 @@ backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_kee
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+
+#: The reference count of a ticket for a saved tensor that is dead: only a list holds it, no graph.
+(DEAD_COUNT,) = map(getrefcount, [[object()]])
 
 #: The public classes around these two pairs cost a microsecond a region.
 push_saved_tensor_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks

@@ -11,35 +11,26 @@ from typing import Any
 import torch
 
 from recollect._torch.modes import TorchDispatchMode
-from recollect._torch.ops import OpOverload
+from recollect._torch.ops import OpOverload, bindings_of
 from recollect._torch.pytree import tree_leaves, tree_map_only
 
-_PLACES = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
 _known: dict[Any, Callable[..., Any]] = {}
 
 
 def quickest_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """The quickest function that calls just ``op``, for arguments of the types of these.
 
-    Tensors among the arguments are not read. Which function it is was tried, not looked up: the
-    parser of arguments may choose another overload.
+    Tensors among the arguments are not read. Functions are tried with these; `bare_op`
+    is given none, and knows a few ops for which they make no difference.
     """
     if type(op) is not OpOverload:
         function: Callable[..., Any] = op
         return function
     key = op, _kind((*args,)), _kind(dict(kwargs))
     if key not in _known:
-        found = (each for each in _candidates(op) if _calls_just(each, op, args, kwargs))
+        found = (each for each in bindings_of(op) if _calls_just(each, op, args, kwargs))
         _known[key] = next(found, op._op)
     return _known[key]
-
-
-def _candidates(op: OpOverload) -> list[Callable[..., Any]]:
-    if op.namespace != "aten":
-        return []
-    name = op._schema.name.removeprefix("aten::")
-    found = (getattr(place, name, None) for place in _PLACES)
-    return [each for each in found if callable(each)]
 
 
 def _kind(value: Any) -> Any:

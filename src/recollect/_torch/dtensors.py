@@ -71,7 +71,7 @@ def count_writes(tensors: Iterable[Any]) -> None:
                 torch.autograd.graph.increment_version(tensor)
 
 
-def is_on_parts(types: Any) -> bool:
+def has_dtensors(types: Any) -> bool:
     """Whether an op with arguments of these types becomes ops on local tensors.
 
     A dispatch mode sees it before. If it returns ``NotImplemented``, it sees those ops instead.

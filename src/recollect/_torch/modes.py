@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +21,12 @@ from recollect._torch.dynamo import hide_with_calls
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def autocast_of(kinds: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """For each of these types of device whether autocast is on, and its dtype."""
+    return tuple([(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
+
 
 #: How many function modes are active; a default device is one.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack

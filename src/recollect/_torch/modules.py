@@ -115,6 +115,17 @@ def call_skipped_hooks(traceback: TracebackType | None) -> None:
                     result = result if changed is None else changed
 
 
+#: The layers with batch statistics.
+BATCH_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+)
+
+
+def is_torch_nn(module: torch.nn.Module) -> bool:
+    """Whether ``torch.nn`` defines the class of ``module``."""
+    return (type(module).__module__ or "").startswith("torch.nn.")
+
+
 #: The attribute of a module that holds what it calls after ``module.compile()``.
 COMPILED_CALL = "_compiled_call_impl"
 

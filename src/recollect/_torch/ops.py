@@ -32,41 +32,36 @@ class Argument(NamedTuple):
 
 _aten = torch.ops.aten
 
-#: Functions of torch that run one op, given its arguments. An op called by itself has these read
-#: by TorchScript, which takes thousands of instructions more. (Functions that return a tuple where
-#: the op returns a list are left out.)
-_BINDINGS: dict[OpOverload, Callable[..., Any]] = {
-    _aten._softmax.default: torch._softmax,
-    _aten.add.Tensor: torch.add,
-    _aten.addmm.default: torch.addmm,
-    _aten.baddbmm.default: torch.baddbmm,
-    _aten.bmm.default: torch.bmm,
-    _aten.cat.default: torch.cat,
-    _aten.clone.default: torch.clone,
-    _aten.detach.default: torch.detach,
-    _aten.div.Tensor: torch.div,
-    _aten.embedding.default: torch.embedding,
-    _aten.expand.default: torch.Tensor.expand,
-    _aten.gelu.default: torch._C._nn.gelu,
-    _aten.mean.dim: torch.mean,
-    _aten.mm.default: torch.mm,
-    _aten.mul.Tensor: torch.mul,
-    _aten.native_layer_norm.default: torch.native_layer_norm,
-    _aten.neg.default: torch.neg,
-    _aten.permute.default: torch.permute,
-    _aten.pow.Tensor_Scalar: torch.pow,
-    _aten.relu.default: torch.relu,
-    _aten.rsqrt.default: torch.rsqrt,
-    _aten.select.int: torch.select,
-    _aten.sigmoid.default: torch.sigmoid,
-    _aten.silu.default: torch._C._nn.silu,
-    _aten.sub.Tensor: torch.sub,
-    _aten.sum.dim_IntList: torch.sum,
-    _aten.t.default: torch.t,
-    _aten.tanh.default: torch.tanh,
-    _aten.transpose.int: torch.transpose,
-    _aten.unsqueeze.default: torch.unsqueeze,
-    _aten.view.default: torch.Tensor.view,
+_PLACES = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
+
+
+def bindings_of(op: OpOverload) -> list[Callable[..., Any]]:
+    """The functions of torch's Python interface that have the name of ``op``.
+
+    An op called by itself has its arguments read by TorchScript, which takes thousands of
+    instructions more. Which overload a function calls depends on the arguments.
+    """
+    if op.namespace != "aten":
+        return []
+    name = op._schema.name.removeprefix("aten::")
+    found = (getattr(place, name, None) for place in _PLACES)
+    return [each for each in found if callable(each)]
+
+
+#: Ops that may always be called by their binding. (Not those where it returns a tuple and the op a
+#: list.) For others it depends on the arguments: see `bindings.quickest_call`.
+_BINDINGS = {
+    op: bindings_of(op)[0]
+    for op in (
+        *(_aten._softmax.default, _aten.add.Tensor, _aten.addmm.default, _aten.baddbmm.default),
+        *(_aten.bmm.default, _aten.cat.default, _aten.clone.default, _aten.detach.default),
+        *(_aten.div.Tensor, _aten.embedding.default, _aten.expand.default, _aten.gelu.default),
+        *(_aten.mean.dim, _aten.mm.default, _aten.mul.Tensor, _aten.native_layer_norm.default),
+        *(_aten.neg.default, _aten.permute.default, _aten.pow.Tensor_Scalar, _aten.relu.default),
+        *(_aten.rsqrt.default, _aten.select.int, _aten.sigmoid.default, _aten.silu.default),
+        *(_aten.sub.Tensor, _aten.sum.dim_IntList, _aten.t.default, _aten.tanh.default),
+        *(_aten.transpose.int, _aten.unsqueeze.default, _aten.view.default),
+    )
 }
 
 

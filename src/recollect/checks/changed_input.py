@@ -1,6 +1,8 @@
 """Errors for a changed input: a tensor changed in place between forward and backward.
 
-They begin with the words of autograd, which raises in the same situations.
+They begin with the words of autograd, which raises in the same situations. Raised by `state.inputs`
+(arguments), `state.buffers` (parameters, closures), `replay.held_values` (values to recompute
+from), `rerun.engine` and `replay.rematerialize` (saved tensors).
 """
 
 from __future__ import annotations

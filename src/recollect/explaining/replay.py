@@ -110,7 +110,7 @@ class _Findings:
             for op, number, storages in _matched(self._graph.ops, part)
             for value, storage in zip(op.makes, storages, strict=False)
         ]
-        self._origins = {value.storage: storage for _, _, value, storage in self._made}
+        self._origins = {value.storage_number: storage for _, _, value, storage in self._made}
         self._has_policy = report.policy is not None
         self._titles = {rule.title for rule in (report.policy.rules if report.policy else ())}
         #: For values without a reason of their own.
@@ -119,14 +119,15 @@ class _Findings:
         self._replaced: set[int] = set()
         saved = [ticket[2].value.number for ticket in remat.tickets]
         uses = find_needs(self._graph, saved, self._kept).uses
-        self._again = {v.storage for v in values if uses[v.number] and v.number not in self._kept}
+        again = (v for v in values if uses[v.number] and v.number not in self._kept)
+        self._again = {value.storage_number for value in again}
 
     def note(self) -> None:
         for number, held in self._remat.kept.items():
             self._note_held(self._graph.values[number], held)
         self._note_saved()
         for op, number, value, storage in self._made:
-            reason = self._why_recomputed(op, value.storage)
+            reason = self._why_recomputed(op, value.storage_number)
             if reason is None:
                 storage.not_held = self._why_left_out(op)
             else:
@@ -135,7 +136,7 @@ class _Findings:
 
     def _note_held(self, value: RecordedValue, held: HeldTensor) -> None:
         """Mark ``held``, which the region holds of ``value``, here or in a store."""
-        origin, region = self._origins.get(value.storage), self._region
+        origin, region = self._origins.get(value.storage_number), self._region
         if held.away is not None:
             if origin is not None:
                 origin.ruling = self._why_held(value)
@@ -155,7 +156,7 @@ class _Findings:
         self, storage: TrackedStorage, value: RecordedValue, tensor: torch.Tensor
     ) -> None:
         """The region may hold a copy of a tensor that is changed later, or of its result."""
-        origin = self._origins.get(value.storage)
+        origin = self._origins.get(value.storage_number)
         if value.outside is not None:
             storage.describe(tensor, _COPY, self._region.name)
         elif origin is not None and storage is not origin:
@@ -163,8 +164,8 @@ class _Findings:
 
     def _note_saved(self) -> None:
         """Mark what autograd saved and holds itself."""
-        last = {value.storage: value for value in self._graph.values}
-        values = {storage: last[value.storage] for _, _, value, storage in self._made}
+        last = {value.storage_number: value for value in self._graph.values}
+        values = {storage: last[value.storage_number] for _, _, value, storage in self._made}
         for storage in self._table.find(ticket[0] for ticket in self._part.tickets):
             if not storage.is_made_in(self._region):
                 storage.input_of = storage.input_of or self._region

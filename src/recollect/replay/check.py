@@ -52,7 +52,7 @@ from recollect.replay.function_call import (
     flatten_all,
     locals_in,
     metadata_of,
-    rounds_differently_in_modes,
+    runs_other_kernels_under_modes,
     same_constants,
 )
 from recollect.replay.held_values import CopyOnWrite, HeldTensor, Ticket, hold_for_good
@@ -90,7 +90,7 @@ class Checker:
         self._is_inside = False
         self._tickets: list[Ticket] = []
         #: Held tensors that the last function wrote to: the write may not have been counted yet.
-        self._written: list[HeldTensor] = []
+        self._uncounted: list[HeldTensor] = []
         self._is_paused = False
         #: By key of a storage: the first outside tensor on it, and its offset.
         self._storages: dict[int, tuple[int, int]] = {}
@@ -98,12 +98,15 @@ class Checker:
         self.difference: str | None = None
         #: How many ops came before the difference.
         self.done = 0
-        #: The recording of the rest. Whether it could not be recorded, and is held instead.
-        self.recorded: Recording | None = None
+        #: The rest of the call as recorded, if there was a difference.
+        self.rest_recording: Recording | None = None
+        #: Whether the rest could not be recorded, and is held instead.
         self.is_unrecorded = False
-        #: None once called. The recorder that it started, and the stack that ends it.
-        self._record_rest: RecordRest | None = record_rest
-        self._rest: Recorder | None = None
+        #: Starts to record the rest; None once it was called.
+        self._start_rest: RecordRest | None = record_rest
+        #: Records the rest.
+        self._rest_recorder: Recorder | None = None
+        #: Ends that.
         self._end_rest: ExitStack | None = None
         #: How many dispatch modes are active outside of functions.
         self._modes = dispatch_mode_count()
@@ -116,7 +119,7 @@ class Checker:
     def __exit__(self, *exc: Any) -> None:  # noqa: PYI036 - passed on
         pop_function_mode()
         self._remat.pause = None
-        self._record_rest = None
+        self._start_rest = None
         if self._end_rest is not None:
             self._end_rest.__exit__(*exc)
 
@@ -124,7 +127,8 @@ class Checker:
     def _pause(self) -> Any:
         was_paused, self._is_paused = self._is_paused, True
         try:
-            with no_function_modes(), nullcontext() if self._rest is None else self._rest.pause():
+            rest = self._rest_recorder
+            with no_function_modes(), nullcontext() if rest is None else rest.pause():
                 yield
         finally:
             self._is_paused = was_paused
@@ -139,8 +143,8 @@ class Checker:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, _Tensor):
                     self._remat.before_write(leaf)
-        if self._rest is not None:
-            self.recorded = self._rest.finish(result)
+        if self._rest_recorder is not None:
+            self.rest_recording = self._rest_recorder.finish(result)
         self._remat.count_writes_to(tree_leaves(result))
         self._remat.end(as_recorded=self.difference is None)
         self._numbers.forget()
@@ -149,8 +153,9 @@ class Checker:
     def _differ(self, how: str, *, is_over: bool = False) -> None:
         """Stop comparing, before the next function or, if it ``is_over``, after it."""
         if self.difference is None:
-            ops = self._recording.graph.ops
-            self.done = len(ops) if self._next is None else self._next.call.ops[is_over]
+            count = len(self._recording.graph.ops)
+            first, end = (count, count) if self._next is None else self._next.call.ops
+            self.done = end if is_over else first
             self.difference = how
         self._next = None
 
@@ -215,21 +220,19 @@ class Checker:
             self._remat.states[op] = generator.get_state()
         if expected.call.changes_metadata:
             for tensor in locals_in(values):
-                self._written += self._remat.before_metadata_change(tensor)
+                self._uncounted += self._remat.before_metadata_change(tensor)
 
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is not the next one of the recording."""
         self._count_versions()
-        is_at_end = self._next is None
         went_on = self._recording.reason or "the function went on"
         name = getattr(func, "__qualname__", None) or str(func)
-        self._differ(went_on if is_at_end else f"another call of {name}")
+        self._differ(went_on if self._next is None else f"another call of {name}")
         self._start_recording()
-        if self._rest is not None:
+        if self._rest_recorder is not None:
             return func(*args, **kwargs)
         values = (*args, *kwargs.values())
-        is_other = rounds_differently_in_modes(func, values)
-        if not is_other and func not in EXPOSING:
+        if not runs_other_kernels_under_modes(func, values) and func not in EXPOSING:
             with CopyOnWrite(self._remat):
                 return func(*args, **kwargs)
         for tensor in locals_in(values):
@@ -238,7 +241,7 @@ class Checker:
 
     def _start_recording(self) -> None:
         """After a difference, record the rest of the call, if nothing prevents it. Once."""
-        record_rest, self._record_rest = self._record_rest, None
+        record_rest, self._start_rest = self._start_rest, None
         if record_rest is None:
             return
         self.is_unrecorded = True
@@ -255,15 +258,15 @@ class Checker:
         ):
             return
         self._end_rest = ExitStack()
-        self._rest = record_rest(self.done, self._end_rest)
-        self.is_unrecorded = self._rest is None
+        self._rest_recorder = record_rest(self.done, self._end_rest)
+        self.is_unrecorded = self._rest_recorder is None
 
     def _fits(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
         """Whether the arguments and the call mode match the recording.
 
         The usual case; all others are left to `_fits_with_care`.
         """
-        if self._written:
+        if self._uncounted:
             self._count_versions()
         numbers = self._numbers
         known: list[Any] = numbers.tensors
@@ -301,7 +304,7 @@ class Checker:
         return True
 
     def _fits_with_care(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
-        """The same, in any call mode and with arguments of any types."""
+        """Whether they match, in any call mode and with arguments of any types."""
         if (
             call_mode(expected.function) != expected.call_mode
             or dispatch_mode_count() != self._modes
@@ -402,11 +405,8 @@ class Checker:
         pack = expected.call.packed[0]
         tensor = local_tensor(tensor)
         number = self._numbers.number_of(tensor)
-        if pack.view is not None and not (
-            number is not None
-            and number == pack.number
-            and self._numbers.writes_to(tensor, number) == pack.writes
-        ):
+        writes = None if number is None else self._numbers.writes_to(tensor, number)
+        if pack.view is not None and (number, writes) != (pack.number, pack.writes):
             self._differ("another tensor is saved")
             hold_for_good(ticket)
             return
@@ -468,15 +468,15 @@ class Checker:
             if known in expected.written:
                 held = self._remat.held_of(tensor)
                 if held and is_in_custom_function(sys._getframe(1)):
-                    self._written += held
+                    self._uncounted += held
                 for each in held:
                     each.count_version()
 
     def _count_versions(self) -> None:
         """Read versions again: a custom function counts its writes when it is over."""
-        for held in self._written:
+        for held in self._uncounted:
             held.count_version()
-        self._written.clear()
+        self._uncounted.clear()
 
     def _drop_or_hold(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
         """Hold the saved tensors that the schedule holds, and drop the others."""

@@ -122,7 +122,7 @@ class CallReport:
     #: Whether the rest could not be recorded, so that all its saved tensors are held.
     is_unrecorded: bool = False
     #: One for each region that the call ran, if it is not one region itself.
-    parts: list[CallReport] = field(default_factory=list)
+    unit_reports: list[CallReport] = field(default_factory=list)
 
 
 class LeftToRerun(NamedTuple):
@@ -198,7 +198,10 @@ def _take(known: Recording, by: NamedSchedule, entry: CacheEntry) -> None:
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
-    """Fall back to rerun. Warns, unless the caller gets a report."""
+    """Fall back to rerun. Warns of an unsupported tensor, unless the caller gets a report.
+
+    Obstacles are silent, since they are the caller's choice; `explain` shows them.
+    """
     if isinstance(reason, UnsupportedTensor) and report is None:
         _warn_of_fallback(reason)
     if observing.observer is not None:
@@ -326,7 +329,7 @@ class _Call:
                 report.difference = difference
                 report.before = recording.graph.until(checker.done)
                 report.calls = [call for call in recording.calls if call.ops[1] <= checker.done]
-                report.recording = checker.recorded
+                report.recording = checker.rest_recording
                 report.is_unrecorded = checker.is_unrecorded and is_new
         return out
 

@@ -24,6 +24,7 @@ from torch.backends import opt_einsum
 from recollect._torch.dtensors import USUAL_TENSORS, is_wrapper, local_tensor, spec_of
 from recollect._torch.modes import (
     any_autocast_enabled,
+    autocast_of,
     dispatch_mode_count,
     set_grad_enabled,
 )
@@ -42,10 +43,8 @@ if HAS_ACCELERATOR:
 
 
 def casts() -> Any:
-    """The autocast state: by device type, whether it is on and its dtype; None if it is off."""
-    if not any_autocast_enabled():
-        return None
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
+    """`autocast_of` of the devices; None if it is off everywhere."""
+    return autocast_of(DEVICES) if any_autocast_enabled() else None
 
 
 def call_mode(function: Any) -> Any:
@@ -177,8 +176,6 @@ class PackedTensor:
     #: If saved outside of all functions: its number, and how often it was written to.
     number: int | None = None
     writes: int | None = None
-    #: The number of its storage, if the region allocated it.
-    storage: int | None = None
 
 
 class FunctionCall:
@@ -193,9 +190,9 @@ class FunctionCall:
 
     __slots__ = (
         *("arity", "arrived", "call_mode", "changed", "changes_metadata", "constants"),
-        *("depends_on_data", "draws", "first_value", "flags", "form", "function", "in_flight"),
-        *("is_on_parts", "is_opaque", "keys", "metadata", "ops", "outs", "own", "packed"),
-        *("returns", "tensors", "writes"),
+        *("custom_function", "depends_on_data", "draws", "first_value", "flags", "form"),
+        *("function", "has_dtensors", "in_flight", "is_opaque", "keys", "metadata", "ops"),
+        *("outs", "packed", "returns", "tensors", "writes"),
     )
 
     def __init__(
@@ -219,7 +216,7 @@ class FunctionCall:
         #: The number of the first value that it makes.
         self.first_value = 0
         #: The function, if it is not torch's own. A custom op should run no op but itself.
-        self.own: Any = None
+        self.custom_function: Any = None
         #: Whether another call may run other ops although everything compared is the same.
         self.is_opaque = False
         self.packed: list[PackedTensor] = []
@@ -234,7 +231,7 @@ class FunctionCall:
         self.depends_on_data = False
         self.metadata: list[Metadata] | None = None
         #: Whether there is a ``DTensor`` among the arguments.
-        self.is_on_parts = False
+        self.has_dtensors = False
         #: The ops that draw random numbers.
         self.draws: list[RecordedOp] = []
         #: The returned tensors that a collective still writes to, and the tensors whose collective
@@ -455,7 +452,7 @@ _WITHOUT_VECTORS: frozenset[Any] = frozenset(
 )
 
 
-def rounds_differently_in_modes(function: Any, values: tuple[Any, ...]) -> bool:
+def runs_other_kernels_under_modes(function: Any, values: tuple[Any, ...]) -> bool:
     """Whether torch runs other kernels for this call under a dispatch mode."""
     if function in _CASTING_INSIDE:
         return any_autocast_enabled()

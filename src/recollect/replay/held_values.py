@@ -1,6 +1,17 @@
 """The values that one call of a region holds until backward, on the device or in a store.
 
-Copy-on-write is here: `HeldTensor.before_write` copies a held tensor before an in-place write.
+Copy-on-write: a held tensor is copied before it is written to in place, if backward needs it.
+
+=====================================  ================================  ========================
+When                                   Who calls                         what
+=====================================  ================================  ========================
+An op that is recorded writes          MemoryTracker.before_change       before_overwrite
+Any op writes, once recording stopped  MemoryTracker.protect             before_write
+After a write that was not seen        MemoryTracker.note_unseen_writes  after_overwrite
+Metadata changes in place              MemoryTracker, Checker            before_metadata_change
+The rest of a checked call is held     Checker, CopyOnWrite              before_write
+A call returns                         Recorder.finish, Checker.finish   copy_outputs, before_write
+=====================================  ================================  ========================
 """
 
 from __future__ import annotations
@@ -11,7 +22,7 @@ from typing import Any
 import torch
 
 from recollect._torch.autograd import without_graph, without_history
-from recollect._torch.dtensors import is_on_parts, is_wrapper
+from recollect._torch.dtensors import has_dtensors, is_wrapper
 from recollect._torch.modes import DispatchMode
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
@@ -56,7 +67,7 @@ class HeldTensor:
         self.away: OffloadedTensor | None = None
 
     @property
-    def storage(self) -> int | None:
+    def storage_key(self) -> int | None:
         """The key of its storage, or of the one it was offloaded from; None if that is gone."""
         return memory_key(self.tensor) if self.away is None else self.away.address
 
@@ -166,10 +177,10 @@ class HeldValues:
 
     def held_of(self, tensor: torch.Tensor) -> list[HeldTensor]:
         """The held tensors on the storage of ``tensor``, or offloaded from it."""
-        storage = memory_key(tensor)
-        if storage is None:
+        key = memory_key(tensor)
+        if key is None:
             return []
-        return [each for each in self.kept.values() if each.storage == storage]
+        return [each for each in self.kept.values() if each.storage_key == key]
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Before an in-place write to ``tensor``: copy all held tensors on its storage."""
@@ -238,7 +249,7 @@ class CopyOnWrite(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if is_on_parts(types):
+        if has_dtensors(types):
             return NotImplemented
         info = op_info(func)
         kwargs = kwargs or {}

@@ -48,7 +48,7 @@ def start_of(tensor: _Tensor) -> int:
 class RecordedStorage:
     """A storage, its current value, and the offset of the first tensor seen on it."""
 
-    storage: ReferenceType[Any]
+    untyped: ReferenceType[Any]
     value: RecordedValue
     start: int
     #: The number of the tensor by which it was first seen, if the region did not make it.
@@ -67,19 +67,14 @@ class RecordedStorage:
     counts_late: bool = False
     #: Whether a collective may still write to it, in a thread of the backend.
     is_in_flight: bool = False
-    #: See `own_view`; made at first use.
-    own: View | None = None
+    #: See `whole_view`; made at first use.
+    _whole_view: View | None = None
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether the region did not make it."""
-        return self.outside is not None
-
-    def own_view(self) -> View:
+    def whole_view(self) -> View:
         """The view of its value that has the value's own layout."""
-        if self.own is None or self.own.value is not self.value:
-            self.own = View(self.value, self.value.layout)
-        return self.own
+        if self._whole_view is None or self._whole_view.value is not self.value:
+            self._whole_view = View(self.value, self.value.layout)
+        return self._whole_view
 
 
 class MemoryTracker:
@@ -88,7 +83,7 @@ class MemoryTracker:
     Args:
         remat: Holds the call's values.
         earlier: Holds the values of the first part of the call, if only the rest is recorded.
-        accepts_parts: Whether tensors may be distributed: see `accepts`.
+        accepts_dtensors: Whether tensors may be distributed: see `accepts`.
     """
 
     def __init__(
@@ -96,15 +91,15 @@ class MemoryTracker:
         remat: Rematerializer,
         earlier: Rematerializer | None,
         *,
-        accepts_parts: bool = False,
+        accepts_dtensors: bool = False,
     ) -> None:
         self.remat = remat
-        self.accepts_parts = accepts_parts
+        self.accepts_dtensors = accepts_dtensors
         self.earlier = earlier
         self.graph = remat.graph
         self.numbers = TensorNumbers()
         #: By number of a tensor: its storage, and its version after the last write that was seen.
-        self._storage_of: list[RecordedStorage | None] = []
+        self._storage_by_number: list[RecordedStorage | None] = []
         self._seen: list[int | None] = []
         #: The function that is running.
         self.call: FunctionCall | None = None
@@ -131,7 +126,7 @@ class MemoryTracker:
         self.inner: set[RecordedStorage] = set()
         self._storages: dict[int, RecordedStorage] = {}
         #: Held tensors whose last write may not have been counted yet.
-        self._new: list[HeldTensor] = []
+        self._uncounted: list[HeldTensor] = []
         #: Values to offload when the function ends, and how many offloaded tensors to free then.
         self._leaving: list[RecordedValue] = []
         self.arrivals = 0
@@ -160,22 +155,22 @@ class MemoryTracker:
         disagree on them, and without a plan that holds more than a rerun.
         """
         local = local_tensor(tensor)
-        return is_plain_tensor(local) and (local is tensor or self.accepts_parts)
+        return is_plain_tensor(local) and (local is tensor or self.accepts_dtensors)
 
     def stop_at(self, tensor: _Tensor) -> None:
         """Hold everything from now on, since ``tensor`` is not supported."""
         self.stop(unsupported_tensor(tensor))
 
-    def number(self, tensor: _Tensor, storage: RecordedStorage | None) -> int:
+    def assign_number(self, tensor: _Tensor, storage: RecordedStorage | None) -> int:
         """Give ``tensor`` on ``storage`` (None if unknown) the next number."""
         number = self.numbers.add(tensor)
-        self._storage_of.append(storage)
+        self._storage_by_number.append(storage)
         self._seen.append(self.numbers.versions[number])
         if storage is not None:
             storage.tensors.append(number)
         return number
 
-    def argument(
+    def number_argument(
         self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None = None
     ) -> tuple[int, int | None]:
         """The number of ``tensor``, an argument of a function; -1 if it is not supported.
@@ -188,9 +183,9 @@ class MemoryTracker:
         if number is not None:
             before, version = self.numbers.versions[number], version_of(tensor)
             if version != self._seen[number]:
-                self.find_changes(tensor, number)
+                self.note_unseen_writes(tensor, number)
             return number, None if before is None or version is None else version - before
-        if is_plain_tensor(tensor) and (wrapper is None or self.accepts_parts):
+        if is_plain_tensor(tensor) and (wrapper is None or self.accepts_dtensors):
             number = self._add_outside(tensor, offloads, wrapper)
             return number, None if self.numbers.versions[number] is None else 0
         self.stop_at(tensor if wrapper is None else wrapper)
@@ -200,7 +195,7 @@ class MemoryTracker:
         """Add a tensor that no function has made."""
         number = len(self._seen)
         outside = self.outsides[number] = OutsideTensor(number, metadata_of(tensor))
-        storage = self.storage(tensor)
+        storage = self.storage_of(tensor)
         if storage is None:
             storage = self.add(tensor, number)
             value = outside.value = storage.value
@@ -223,16 +218,16 @@ class MemoryTracker:
                 storage = self.add(tensor, number)
                 storage.is_exposed, storage.value.unsure = True, OPAQUE
                 outside.value = storage.value
-        return self.number(tensor, storage)
+        return self.assign_number(tensor, storage)
 
     # --- storages ---------------------------------------------------------------------------------
 
-    def storage(self, tensor: _Tensor) -> RecordedStorage | None:
+    def storage_of(self, tensor: _Tensor) -> RecordedStorage | None:
         """The storage of ``tensor``, if it is known."""
         numbers = self.numbers
         number = numbers.by_id.get(id(tensor))  # as `TensorNumbers.number_of`
         if number is not None and numbers.tensors[number]() is tensor:
-            return self._storage_of[number]
+            return self._storage_by_number[number]
         try:
             if type(tensor) not in USUAL_TENSORS:
                 tensor = local_tensor(tensor)
@@ -240,12 +235,12 @@ class MemoryTracker:
             found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
         except (RuntimeError, NotImplementedError):  # it has none
             return None
-        return found if found is not None and found.storage() is not None else None
+        return found if found is not None and found.untyped() is not None else None
 
     def knows(self, untyped: torch.UntypedStorage) -> bool:
         """Whether the region has seen this storage."""
         found = self._storages.get(key_of_storage(untyped))
-        return found is not None and found.storage() is not None
+        return found is not None and found.untyped() is not None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> RecordedStorage:
         """Add a storage that is seen for the first time."""
@@ -268,7 +263,7 @@ class MemoryTracker:
         An unknown storage is added. No recorded op made it: perhaps autocast did, when it cast a
         weight.
         """
-        storage = self.storage(tensor)
+        storage = self.storage_of(tensor)
         if storage is not None:
             return storage
         if not is_plain_tensor(tensor):
@@ -276,7 +271,7 @@ class MemoryTracker:
             return None
         storage = self.add(tensor)
         weight = cast_weight(tensor)
-        view = None if weight is None or self.storage(weight) is None else self.view(weight)
+        view = None if weight is None or self.storage_of(weight) is None else self.view(weight)
         if view is None:
             storage.value.unsure = OPAQUE
             return storage
@@ -287,12 +282,12 @@ class MemoryTracker:
 
     def view(self, tensor: _Tensor) -> View | None:
         """The view for ``tensor``; None if it is not supported."""
-        storage = self.storage(tensor) or self.locate(tensor)
+        storage = self.storage_of(tensor) or self.locate(tensor)
         return None if storage is None else self.view_in(storage, tensor)
 
     @staticmethod
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
-        """The same, of a tensor on a known storage."""
+        """The view for ``tensor``, which is on ``storage``."""
         local, spec = tensor, None
         if type(tensor) not in USUAL_TENSORS:
             local, spec = local_tensor(tensor), spec_of(tensor)
@@ -300,7 +295,7 @@ class MemoryTracker:
         value = storage.value
         if layout != value.layout:
             return View(value, layout, spec)
-        return storage.own_view() if spec is None else View(value, value.layout, spec)
+        return storage.whole_view() if spec is None else View(value, value.layout, spec)
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""
@@ -311,14 +306,14 @@ class MemoryTracker:
     # --- changes ----------------------------------------------------------------------------------
 
     def before_change(self, storage: RecordedStorage) -> None:
-        """Copy-on-write: before a write to ``storage``, copy its held value if still needed."""
+        """Before an op that is recorded writes to ``storage``: copy its held value if needed."""
         self._note_change(storage)
         if storage.value.number in self.remat.kept:
             with self.pause():
                 self.remat.before_overwrite(storage.value)
 
     def _note_change(self, storage: RecordedStorage) -> None:
-        self.writes_outside |= storage.is_outside
+        self.writes_outside |= storage.outside is not None
         if storage.value.op < 0:
             # A checked call would not copy it before the write.
             storage.value.unsure = storage.value.unsure or "changed later"
@@ -330,9 +325,9 @@ class MemoryTracker:
         storage.value.unsure = OPAQUE
 
     def before_write(self, tensor: _Tensor) -> RecordedStorage | None:
-        """Copy-on-write: before a write to ``tensor``, copy its held value if still needed."""
+        """Before other code may write to ``tensor``: `protect` it, and copy its held value."""
         self.protect(tensor)
-        storage = self.storage(tensor)
+        storage = self.storage_of(tensor)
         if storage is not None:
             self.before_change(storage)
         return storage
@@ -344,7 +339,7 @@ class MemoryTracker:
         """
         if self.paused:
             return
-        for held in self._new:  # the ops before this one are over
+        for held in self._uncounted:  # the ops before this one are over
             held.count_version()
         with self.pause():
             if self.earlier is not None:
@@ -352,8 +347,8 @@ class MemoryTracker:
             if self.stopped is not None:
                 self.remat.before_write(tensor)
 
-    def find_lost_values(self) -> None:
-        """A function is over: find values that its writes made stale, or that are gone with it."""
+    def settle_function_writes(self) -> None:
+        """A function is over: mark the values that its writes made stale, or that are gone."""
         if not self.inner and not self.written:
             return
         for storage in self.inner:
@@ -364,7 +359,7 @@ class MemoryTracker:
             self._mark_stale(storage)
             held = self.remat.kept.get(storage.value.number)
             if held is not None and storage.counts_late:
-                self._new.append(held)  # a custom function counts its writes when it is over
+                self._uncounted.append(held)  # a custom function counts its writes when it is over
         self.written.clear()
 
     def _mark_stale(self, storage: RecordedStorage) -> None:
@@ -374,13 +369,13 @@ class MemoryTracker:
             if not value.is_last and tensor is not None and tensor._version != version:
                 value.is_stale = True
 
-    def find_changes(self, tensor: _Tensor, number: int) -> None:
-        """Look for unseen writes to ``tensor``, by another thread or by compiled code.
+    def note_unseen_writes(self, tensor: _Tensor, number: int) -> None:
+        """Note unseen writes to ``tensor``, by another thread or by compiled code.
 
         The old value is gone: if it cannot be recomputed, backward raises.
         """
         before, version = self._seen[number], version_of(tensor)
-        if version == before or (storage := self.storage(tensor)) is None:
+        if version == before or (storage := self.storage_of(tensor)) is None:
             return
         is_counted = storage.counts_late and version == (before or 0) + 1
         storage.counts_late = False
@@ -423,7 +418,7 @@ class MemoryTracker:
         """Hold the value of ``view``, which is ``tensor``."""
         remat = self.remat
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
-        self._new.append(remat.keep(view.value, alias, view.layout, away=False))
+        self._uncounted.append(remat.keep(view.value, alias, view.layout, away=False))
         if ruling is not None and (ruling.offloads or remat.offload_batch.chosen):
             self._leaving.append(view.value)
 
@@ -431,11 +426,11 @@ class MemoryTracker:
         """The metadata of ``tensor`` changes in place. Torch counts that as a write."""
         if self.call is not None:
             self.call.changes_metadata = True
-        storage = self.storage(tensor)
+        storage = self.storage_of(tensor)
         if storage is not None:
             self.written.add(storage)
         for remat in (self.remat, self.earlier):
-            self._new += [] if remat is None else remat.before_metadata_change(tensor)
+            self._uncounted += [] if remat is None else remat.before_metadata_change(tensor)
 
     def end_function(self) -> None:
         """Start pending offloads, and free tensors whose copies are done.
@@ -443,10 +438,10 @@ class MemoryTracker:
         Not before the function ends: until then its writes are not counted, and a store would take
         them for changes to its tensors.
         """
-        if self._new:
-            for held in self._new:
+        if self._uncounted:
+            for held in self._uncounted:
                 held.count_version()
-            self._new.clear()
+            self._uncounted.clear()
         if self.written:
             is_inside = is_in_custom_function(sys._getframe(1))
             for storage in self.written:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from recollect._torch.devices import default_device_type
-from recollect._torch.dtensors import is_on_parts, waiting
+from recollect._torch.dtensors import has_dtensors, waiting
 from recollect._torch.modes import DispatchMode, no_dispatch_modes, no_function_modes
 from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
@@ -47,7 +47,7 @@ class OpRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
-        if is_on_parts(types):
+        if has_dtensors(types):
             return NotImplemented
         info = known_ops.get(id(func)) or op_info(func)
         tracker = self._tracker
@@ -83,7 +83,8 @@ class OpRecorder(DispatchMode):
         call = tracker.call
         if call is not None:
             # The function reads a number into Python. Another call may read another one.
-            if info.reads_number or (call.own is not None and not is_form_of(info.op, call.own)):
+            custom = call.custom_function
+            if info.reads_number or (custom is not None and not is_form_of(info.op, custom)):
                 call.is_opaque = True
             if info.has_dynamic_shape and _picks_by_mask(info, args):
                 call.depends_on_data = True
@@ -235,7 +236,7 @@ class OpRecorder(DispatchMode):
             old.is_stale |= storage.has_data or info.writes_uncounted
             new.op = op.number
             op.writes.append((old.number, new.number))
-            if storage.is_outside:
+            if storage.outside is not None:
                 new.unsure = "state of the model"
             elif storage.is_exposed:
                 new.unsure = OPAQUE
@@ -247,7 +248,7 @@ class OpRecorder(DispatchMode):
     def _note_results(self, op: RecordedOp, info: OpInfo, out: Any) -> None:
         tracker = self._tracker
         for path, tensor in tensors_of(out):
-            known = tracker.storage(tensor)
+            known = tracker.storage_of(tensor)
             if info.is_wait and known is not None:
                 tracker.note_arrival(known)
             if known is not None:  # an argument, a view of one, or a view of another result
@@ -265,18 +266,18 @@ class OpRecorder(DispatchMode):
             if tracker.call is not None and tracker.call.is_opaque:
                 tracker.inner.add(storage)
             elif _holds(op, len(op.makes) - 1):
-                tracker.hold(storage.own_view(), tensor, op.ruling)
+                tracker.hold(storage.whole_view(), tensor, op.ruling)
             elif info.leaves_uninitialized:
                 storage.value.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
         """Keep a named tensor."""
         tracker = self._tracker
-        storage = None if tracker.is_idle else tracker.storage(tensor)
+        storage = None if tracker.is_idle else tracker.storage_of(tensor)
         if storage is not None:
             number = tracker.numbers.number_of(tensor)
             if number is not None:
-                tracker.find_changes(tensor, number)
+                tracker.note_unseen_writes(tensor, number)
         if storage is None or storage.value.unsure is not None:
             return
         op = tracker.graph.maker_of(storage.value)
@@ -295,7 +296,7 @@ class OpRecorder(DispatchMode):
     def keep_for_now(self, tensor: _Tensor) -> None:
         """Hold a tensor as a schedule would: under another schedule its op may run again."""
         tracker = self._tracker
-        storage = tracker.storage(tensor)
+        storage = tracker.storage_of(tensor)
         op = None if storage is None else tracker.graph.maker_of(storage.value)
         if storage is None or op is None or storage.value.unsure is not None:
             return

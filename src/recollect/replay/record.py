@@ -41,7 +41,7 @@ from recollect.replay.function_call import (
     is_comparable,
     locals_in,
     metadata_of,
-    rounds_differently_in_modes,
+    runs_other_kernels_under_modes,
 )
 from recollect.replay.held_values import Ticket, hold_for_good
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._remat = remat
         is_planned = self._is_planned = isinstance(query, ScheduleQuery)
-        self._tracker = MemoryTracker(remat, earlier, accepts_parts=is_planned)
+        self._tracker = MemoryTracker(remat, earlier, accepts_dtensors=is_planned)
         self._calls: list[FunctionCall] = []
         self._offload_inputs = offload_inputs
         #: The tickets of the running function, each with the storage of its tensor.
@@ -104,7 +104,7 @@ class Recorder(TorchFunctionMode):
         remat.end(as_recorded=True)
         tracker.end_function()
         for leaf in tree_leaves(result):
-            storage = tracker.storage(leaf) if isinstance(leaf, _Tensor) else None
+            storage = tracker.storage_of(leaf) if isinstance(leaf, _Tensor) else None
             if storage is not None:
                 storage.value.is_output = True
                 if storage.has_data:  # the user may write to it unnoticed
@@ -153,10 +153,10 @@ class Recorder(TorchFunctionMode):
                     tracker.protect(tensor)
             return func(*args, **kwargs)
         tracker.end_function()
-        tracker.find_lost_values()  # ops that ran outside of functions
+        tracker.settle_function_writes()  # ops that ran outside of functions
         values = (*args, *kwargs.values())
-        rounds_otherwise = rounds_differently_in_modes(func, values)
-        if rounds_otherwise and "out" in kwargs:
+        runs_other_kernels = runs_other_kernels_under_modes(func, values)
+        if runs_other_kernels and "out" in kwargs:
             for tensor in locals_in(values):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")
@@ -173,9 +173,9 @@ class Recorder(TorchFunctionMode):
         self._calls.append(call)
         tracker.call = call
         tracker.is_casting = any_autocast_enabled()
-        call.is_opaque |= rounds_otherwise
+        call.is_opaque |= runs_other_kernels
         try:
-            run = partial(_run_without_modes, func) if rounds_otherwise else func
+            run = partial(_run_without_modes, func) if runs_other_kernels else func
             out = run(*args, **kwargs)
         except BaseException:
             tracker.stop(f"{func} raised")
@@ -198,7 +198,7 @@ class Recorder(TorchFunctionMode):
         call.keys = keys or None
         # A mode entered inside the region may do anything, and so may a function that reads data in
         # Python.
-        call.own = None if is_of_torch(func) else func
+        call.custom_function = None if is_of_torch(func) else func
         call.is_opaque = dispatch_mode_count() != self._modes or _is_unreadable(call, args)
         leaves, call.form = flatten_all(values)
         wrappers = leaves.wrappers if isinstance(leaves, Leaves) else None
@@ -206,7 +206,7 @@ class Recorder(TorchFunctionMode):
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, _Tensor):
                 wrapper = wrappers.get(place) if wrappers else None
-                number, writes = tracker.argument(leaf, self._offload_inputs, wrapper)
+                number, writes = tracker.number_argument(leaf, self._offload_inputs, wrapper)
                 call.tensors[place], call.writes[place] = number, writes
             elif is_comparable(leaf) or type(leaf) is tuple:
                 call.constants[place] = leaf
@@ -215,11 +215,11 @@ class Recorder(TorchFunctionMode):
         call.first_value = len(tracker.graph.values)
         if tracker.is_idle:
             return call
-        call.is_on_parts = bool(wrappers)
+        call.has_dtensors = bool(wrappers)
         if func in EXPOSING:
             for tensor in locals_in(args):
                 tracker.expose(tensor)
-        elif func == _DATA and (storage := tracker.storage(leaves[0])) is not None:
+        elif func == _DATA and (storage := tracker.storage_of(leaves[0])) is not None:
             storage.has_data = True
         return call
 
@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
         if tracker.stopped is not None:
             self._give_up(call)
             return
-        if len(call.draws) > 1 or (call.is_on_parts and _moves_generators(call)):
+        if len(call.draws) > 1 or (call.has_dtensors and _moves_generators(call)):
             # Later calls know the generator's state before the function only.
             for op in call.draws:
                 op.later = "random, several draws in one function"
@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):
             storage = tracker.locate(tensor)
             call.returns.append(None if storage is None else self._returned(tensor, storage, call))
             number = tracker.numbers.number_of(tensor)
-            number = tracker.number(tensor, storage) if number is None else number
+            number = tracker.assign_number(tensor, storage) if number is None else number
             call.outs.append(number)
             if storage is not None and storage.is_in_flight:
                 call.in_flight.append(number)
@@ -261,7 +261,7 @@ class Recorder(TorchFunctionMode):
             self._drop_or_hold(ticket, pack.view)
         if tracker.written:
             self._note_changed(call, values)
-        tracker.find_lost_values()
+        tracker.settle_function_writes()
 
     def _give_up(self, call: FunctionCall) -> None:
         """A function was not recorded to its end: hold its saved tensors."""
@@ -276,11 +276,11 @@ class Recorder(TorchFunctionMode):
         for pack in call.packed:
             pack.view = None
         for tensor in returned:
-            storage = tracker.storage(tensor)
+            storage = tracker.storage_of(tensor)
             if storage is not None and not _is_made_in(call, storage.value):
                 storage.value.unsure = OPAQUE
                 storage.is_exposed = True
-        if call.own is not None:
+        if call.custom_function is not None:
             for tensor in locals_in(values):
                 tracker.expose(tensor)
 
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
         tensor = local_tensor(tensor)
         for each in (tensor, *returned):
             number = tracker.numbers.number_of(each)
-            if number is not None and (each is tensor or tracker.storage(each) is storage):
+            if number is not None and (each is tensor or tracker.storage_of(each) is storage):
                 storage.saved.append((number, each._version, view.value))
                 return
 
@@ -315,7 +315,7 @@ class Recorder(TorchFunctionMode):
         tracker = self._tracker
         for tensor in locals_in(values):
             number = tracker.numbers.number_of(tensor)
-            storage = tracker.storage(tensor)
+            storage = tracker.storage_of(tensor)
             if number is not None and storage is not None and _is_made_in(call, storage.value):
                 call.changed.append((number, tracker.view_in(storage, tensor)))
 
@@ -328,9 +328,8 @@ class Recorder(TorchFunctionMode):
         if tracker.is_idle:
             hold_for_good(ticket)
         elif tracker.call is not None:
-            storage = tracker.storage(tensor)
-            pack = PackedTensor(self._saved(tensor, storage), storage=_made_storage(storage))
-            tracker.call.packed.append(pack)
+            storage = tracker.storage_of(tensor)
+            tracker.call.packed.append(PackedTensor(self._saved(tensor, storage)))
             self._tickets.append((ticket, storage))
         else:
             with self.pause():
@@ -343,13 +342,12 @@ class Recorder(TorchFunctionMode):
         number = tracker.numbers.number_of(local)
         view = writes = None
         if number is not None:
-            tracker.find_changes(local, number)
-            view = self._saved(tensor, tracker.storage(local))
+            tracker.note_unseen_writes(local, number)
+            view = self._saved(tensor, tracker.storage_of(local))
             writes = tracker.numbers.writes_to(local, number)
         first = len(tracker.graph.ops)
         between = FunctionCall(None, None, (first, first))
-        storage = _made_storage(tracker.storage(tensor))
-        between.packed.append(PackedTensor(view, number, writes, storage))
+        between.packed.append(PackedTensor(view, number, writes))
         self._calls.append(between)
         self._drop_or_hold(ticket, view)
 
@@ -361,7 +359,7 @@ class Recorder(TorchFunctionMode):
                 tracker.stop_at(tensor)
                 return None
             weight = cast_weight(tensor)
-            if weight is None or tracker.storage(weight) is None:
+            if weight is None or tracker.storage_of(weight) is None:
                 return None
             storage = tracker.locate(local_tensor(tensor))
             assert storage is not None
@@ -387,21 +385,17 @@ def _run_without_modes(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _made_storage(storage: RecordedStorage | None) -> int | None:
-    """The number of a storage, if the region made it."""
-    return None if storage is None or storage.outside is not None else storage.value.storage
-
-
 def _is_unreadable(call: FunctionCall, args: tuple[Any, ...]) -> bool:
     function = call.function
     if function in UNREADABLE_IF_PACKED:
         # Without lengths, the fourth argument tells whether there are biases.
         return len(args) < 4 or not isinstance(args[3], bool)
-    return function in UNREADABLE or (call.own is not None and not is_op_of_others(function))
+    is_custom = call.custom_function is not None and not is_op_of_others(function)
+    return is_custom or function in UNREADABLE
 
 
 def _moves_generators(call: FunctionCall) -> bool:
-    """Whether a ``DTensor`` has the generator draw from another place than that it was at."""
+    """Whether DTensor's tracker moves the generator's offset before a draw, as on accelerators."""
     return any(op.generator is not None and op.generator.device.type != "cpu" for op in call.draws)
 
 

@@ -95,7 +95,7 @@ class RecordedValue:
 
     number: int
     #: The number of the storage.
-    storage: int
+    storage_number: int
     #: The layout of the first tensor seen on the storage.
     layout: Layout
     device: torch.device
@@ -297,7 +297,7 @@ class RecordedOp:
         self.keep = reason
 
     def never_again(self, reason: str, ruling: Any) -> None:
-        """The same, and free its arguments: it cannot run again."""
+        """Hold its results, and free its arguments: it cannot run again."""
         self.hold_results(reason, ruling)
         self.args, self.kwargs, self.is_lost = [], {}, True
 
@@ -322,7 +322,7 @@ class RecordedGraph:
     def after(self, last: RecordedValue) -> RecordedValue:
         """The value that follows ``last`` in its storage."""
         last.is_last = False
-        return self._add(last.storage, last.layout, last.device, last.nbytes)
+        return self._add(last.storage_number, last.layout, last.device, last.nbytes)
 
     def _add(
         self, storage: int, layout: Layout, device: torch.device, nbytes: int

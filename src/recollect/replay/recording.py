@@ -138,7 +138,7 @@ class ExpectedCall:
         self.following: ExpectedCall | None = None
         self.function = call.function
         #: Whether no custom function of the user saves tensors in it.
-        self.is_of_torch = call.function is not None and call.own is None
+        self.is_of_torch = call.function is not None and call.custom_function is None
         self.call_mode = call.call_mode
         self.keys, self.arity, self.form = call.keys, call.arity, call.form
         #: Of each tensor: its place, its number, and how often it was written to.

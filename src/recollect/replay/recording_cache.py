@@ -197,19 +197,19 @@ class UnsupportedArgument(Exception):
     """The engine does not support an argument. Says which."""
 
 
-def _signature_of(value: Any, accepts_parts: bool = True) -> Any:
-    """The signature of an argument. ``accepts_parts``: whether it may be a ``DTensor``."""
+def _signature_of(value: Any, accepts_dtensors: bool = True) -> Any:
+    """The signature of an argument. ``accepts_dtensors``: whether it may be a ``DTensor``."""
     if isinstance(value, torch.Tensor):
         local = local_tensor(value)
-        if not is_plain_tensor(local) or (local is not value and not accepts_parts):
+        if not is_plain_tensor(local) or (local is not value and not accepts_dtensors):
             raise UnsupportedArgument(unsupported_tensor(value))
         if local is value:
             return metadata_of(value)
         return metadata_of(local), spec_of(value), value.requires_grad
     if isinstance(value, (list, tuple)):
-        return type(value), *(_signature_of(each, accepts_parts) for each in value)
+        return type(value), *(_signature_of(each, accepts_dtensors) for each in value)
     if isinstance(value, dict):
-        return dict, *((str(n), _signature_of(each, accepts_parts)) for n, each in value.items())
+        return dict, *((str(n), _signature_of(each, accepts_dtensors)) for n, each in value.items())
     if isinstance(value, float):
         return float, repr(value)  # 0.0 and -0.0 differ, and all NaNs are equal
     return (type(value), value) if is_comparable(value) else type(value)

@@ -2,7 +2,8 @@
 
 Backward unpacks one saved tensor after another. The ops that compute it run below autograd, from
 held values. `graph.release` decides when a value is freed, for tensors here and for bytes in the
-simulator.
+simulator. `unpack` and `_run` have its `give` and `end_op` inlined for speed. A test in
+tests/graph/test_simulate.py compares both (`test_once_it_is_known_the_peak_is_the_simulated_one`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import is_grad_enabled as grad_enabled
 
-from recollect._torch.autograd import at_end_of_backward, current_graph_task
+from recollect._torch.autograd import DEAD_COUNT, at_end_of_backward, current_graph_task
 from recollect._torch.dynamo import hide_with_calls
 from recollect._torch.modes import any_autocast_enabled as autocast_enabled
 from recollect._torch.modes import (
@@ -111,7 +112,7 @@ class Rematerializer(HeldValues):
     def _release_held(self) -> None:
         """Free held values that only freed parts of the autograd graph needed."""
         tickets, before = self.tickets, len(self.tickets)
-        while tickets and getrefcount(tickets[-1]) <= _OF_THE_DEAD:
+        while tickets and getrefcount(tickets[-1]) <= DEAD_COUNT:
             tickets.pop()
         if len(tickets) == before:
             return
@@ -124,7 +125,7 @@ class Rematerializer(HeldValues):
 
         To be asked after the call. The object is alive as long as one of them is.
         """
-        return sum(count > _OF_THE_DEAD for count in map(getrefcount, self.tickets))
+        return sum(count > DEAD_COUNT for count in map(getrefcount, self.tickets))
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Rematerializer(HeldValues):
             here, uses, number = working.here, working.uses, value.number
             tensor = here.get(number)
             if tensor is not None:  # the usual case: recomputed on the way to an earlier one
-                working.given.add(number)  # as `WorkingSet.give`
+                working.given.add(number)  # `WorkingSet.give`, inlined
                 uses[number] -= 1
                 if uses[number] <= 0:
                     here.pop(number, None)  # another thread may have been faster
@@ -177,10 +178,10 @@ class Rematerializer(HeldValues):
             working.is_announced = True
             self.offload_batch.announce()
         if working.flags is None:
-            tensor = self._tensor(working, view.value)
+            tensor = self._obtain(working, view.value)
         else:
             with _under(working.flags):
-                tensor = self._tensor(working, view.value)
+                tensor = self._obtain(working, view.value)
         working.give(view.value.number)
         return view.of(tensor)
 
@@ -198,31 +199,31 @@ class Rematerializer(HeldValues):
     def _count(self) -> tuple[list[int], Chains | None]:
         """How often backward will use each value, and the cache of chains if it is valid."""
         counts = [*map(getrefcount, self.tickets)]
-        if self._uses is not None and min(counts, default=0) > _OF_THE_DEAD:
+        if self._uses is not None and min(counts, default=0) > DEAD_COUNT:
             schedule = self._schedule
             return self._uses.copy(), None if schedule is None else schedule.chains
-        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > _OF_THE_DEAD]
+        alive = [t for t, count in zip(self.tickets, counts, strict=True) if count > DEAD_COUNT]
         saved = [ticket[2].value.number for ticket in alive]
         return find_needs(self.graph, saved, self.kept).uses, None
 
-    def _tensor(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
-        """The tensor of the value's own layout."""
+    def _obtain(self, working: _Pass, value: RecordedValue) -> torch.Tensor:
+        """The tensor of ``value``, in the value's own layout: as it is there, or recomputed."""
         number = value.number
         tensor = working.here.get(number)
         if tensor is not None:
             return tensor
         held = self.kept.get(number)
         if held is None:
-            return self._made_again(working, number)
+            return self._recompute_value(working, number)
         tensor = held.get(value.layout, self._is_guarded or value.outside is None)
         if working.uses[number] > 1:
             working.here[number] = tensor
         return tensor
 
-    def _made_again(self, working: _Pass, number: int) -> torch.Tensor:
-        """The same, of a value that ops have to make again."""
+    def _recompute_value(self, working: _Pass, number: int) -> torch.Tensor:
+        """Run the ops that make a value which is neither held nor recomputed yet."""
         uses = working.uses
-        ops = self._missing(working, number)
+        ops = self._ops_to_recompute(working, number)
         if uses[number] <= 0:  # not counted: a second unpack of a tensor
             for op in ops:
                 for read in op.reads:
@@ -233,7 +234,7 @@ class Rematerializer(HeldValues):
         working.use(number)
         return tensor
 
-    def _missing(self, working: _Pass, number: int) -> list[RecordedOp]:
+    def _ops_to_recompute(self, working: _Pass, number: int) -> list[RecordedOp]:
         """The ops that recompute a value from held and recomputed ones, in order."""
         # They depend on the recomputed and the held values. If the call held all that the schedule
         # says when backward began, then values freed since are not needed any more. So the key
@@ -268,13 +269,13 @@ class Rematerializer(HeldValues):
             for place, number, make in fills:
                 tensor = here.get(number) if number != old else base
                 if tensor is None:
-                    tensor = self._tensor(working, values[number])
+                    tensor = self._obtain(working, values[number])
                 args[place] = tensor if make is None else make(tensor)
             out = op.call(*args, **op.kwargs)
             args = tensor = None  # what follows frees them
             if op.only < 0:
                 working.end_op(op.reads, _results(op, out))
-            else:  # the same, for the usual op: it has one result
+            else:  # `WorkingSet.end_op`, inlined for the usual op: it has one result
                 for read in op.others:
                     left = uses[read] - 1
                     uses[read] = left
@@ -298,7 +299,7 @@ class Rematerializer(HeldValues):
     def _argument(self, working: _Pass, arg: Any, bases: dict[int, torch.Tensor]) -> Any:
         if type(arg) is View:
             base = bases.get(arg.value.number) if bases else None
-            return arg.of(self._tensor(working, arg.value) if base is None else base)
+            return arg.of(self._obtain(working, arg.value) if base is None else base)
         if type(arg) is Views:
             return arg.kind([self._argument(working, each, bases) for each in arg])
         return arg
@@ -309,7 +310,7 @@ class Rematerializer(HeldValues):
         if number in op.fresh:
             size, stride, _, dtype, _ = value.layout
             return torch.empty_strided(size, stride, dtype=dtype, device=value.device)
-        tensor = self._tensor(working, value)
+        tensor = self._obtain(working, value)
         if working.use_up(number) and number not in self.kept:
             return tensor
         return copy_of_storage(tensor)
@@ -324,11 +325,6 @@ class Rematerializer(HeldValues):
             return op.call(*args, **kwargs)
         finally:
             generator.set_state(now)
-
-
-#: The reference count of a ticket that only a list holds.
-_LIST = [[object()]]
-_OF_THE_DEAD = getrefcount(_LIST[-1])
 
 
 @contextmanager

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from recollect._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from recollect._torch.autograd import (
+    DEAD_COUNT,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
 from recollect._torch.dynamo import is_tracing
 from recollect._torch.modes import TorchDispatchMode
 from recollect.checks.determinism import (
@@ -215,21 +219,13 @@ class ForwardFrame:
 
     def dead(self) -> frozenset[int]:
         """The numbers of the tickets that the graph does not hold any more."""
-        counts = _reference_counts(self.tickets)
-        if not counts or min(counts) > _DEAD_COUNT:
+        counts = [*map(getrefcount, self.tickets)]
+        if not counts or min(counts) > DEAD_COUNT:
             return _NO_TICKETS
-        return frozenset(n for n, count in enumerate(counts) if count <= _DEAD_COUNT)
+        return frozenset(n for n, count in enumerate(counts) if count <= DEAD_COUNT)
 
 
 _NO_TICKETS: frozenset[int] = frozenset()
-
-
-def _reference_counts(tickets: list[Ticket]) -> list[int]:
-    return [*map(getrefcount, tickets)]
-
-
-#: References to a ticket that only a list holds, as this interpreter counts them.
-(_DEAD_COUNT,) = _reference_counts([(object(),)])
 
 
 def noting(log: OpLog | None, pack: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:

@@ -36,8 +36,11 @@ _WATCHED = _CONSTANTS | {_Tensor}
 
 #: The attributes that every module has, in the order in which it gets them; and ours.
 FIRST = [*nn.Module().__dict__]
-OWN_KEY = "_recollect_tree"
-BARE = frozenset(FIRST) | {OWN_KEY}
+INDEX_KEY = "_recollect_index"
+STANDARD_ATTRIBUTES = frozenset(FIRST) | {INDEX_KEY}
+
+#: ``forward`` is restored with the mode of the module.
+_RESTORED_ELSEWHERE = STANDARD_ATTRIBUTES | {"forward"}
 
 #: Attributes, the name of one, and its value.
 _Entry = tuple[dict[str, Any], str, Any]
@@ -55,8 +58,7 @@ class Watched:
         """Look at the attributes that there are now."""
         #: How many attributes there are of any kind: if others come, they are looked at again.
         self.size = len(space)
-        #: `forward` is restored with the mode of the module.
-        others = [name for name in [*space] if name not in BARE and name != "forward"]
+        others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
         self.names = [name for name in others if type(space.get(name)) in _WATCHED]
         # Of several names, `itemgetter` returns a tuple.
         self.get = itemgetter(*self.names, self.names[0]) if self.names else _nothing

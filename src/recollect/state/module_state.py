@@ -30,43 +30,38 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
+from recollect._torch.modules import BATCH_NORMS, FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, is_torch_nn
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
-from recollect.state.module_settings import (
-    FIRST,
-    OWN_KEY,
-    ModuleSettings,
-    Place,
-    Watched,
-)
+from recollect.state.module_settings import FIRST, INDEX_KEY, ModuleSettings, Place, Watched
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
 
 
 class Writes(Enum):
     """Whether a buffer may be written to without its version being raised."""
 
+    #: No: all writes raise it.
     SEEN = auto()
+    #: Perhaps: a user's code may write through ``.data``.
     MAYBE = auto()
+    #: The same of a module in training, which is remembered separately.
     MAYBE_IN_TRAINING = auto()
+    #: Yes: an op updates statistics and does not raise it.
     HIDDEN = auto()
 
 
-_WITH_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+_WITH_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 #: For a module in eval mode, and in training: of torch's layers, of those with running statistics,
 #: and of all others, of which nothing is known.
 _PLAIN = Writes.SEEN, Writes.SEEN
 _STATISTICS = Writes.SEEN, Writes.HIDDEN
-_OWN = Writes.MAYBE, Writes.MAYBE_IN_TRAINING
+_UNKNOWN = Writes.MAYBE, Writes.MAYBE_IN_TRAINING
 
 
 def _writes_of(module: nn.Module) -> tuple[Writes, Writes]:
-    if not (type(module).__module__ or "").startswith("torch.nn.") or type(module) is nn.Module:
-        return _OWN
+    if not is_torch_nn(module) or type(module) is nn.Module:
+        return _UNKNOWN
     return _STATISTICS if isinstance(module, _WITH_STATISTICS) else _PLAIN
 
 
@@ -74,7 +69,7 @@ Attributes = dict[str, Any]
 _get = dict.get
 
 
-def _bare_in(attributes: Attributes) -> int:
+def _count_standard(attributes: Attributes) -> int:
     """How many of the first attributes of a module are those that every module has."""
     return len(FIRST) if [*islice(attributes, len(FIRST))] == FIRST else 0
 
@@ -94,22 +89,22 @@ class ModuleIndex:
         #: Dictionaries of parameters, buffers and children, if there are any: those of
         #: ``parameters`` first, those of children last. So one pass over their values serves all.
         self.owners: list[dict[str, Any]] = []
-        #: Dictionaries of children; and those that are empty.
-        self.families: list[dict[str, Any]] = []
+        #: Dictionaries of children, if there are any; and the empty ones.
+        self.children_dicts: list[dict[str, Any]] = []
         self.childless: list[dict[str, Any]] = []
         #: The attributes of modules that have buffers, and how these may be written to.
         self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
         #: The attributes of modules that are not torch's layers, and how many of the first of them
-        #: are bare; and that of the root.
-        self.own: list[tuple[Attributes, int]] = []
-        self.bare = _bare_in(root.__dict__)
+        #: every module has; and that number of the root.
+        self.user_modules: list[tuple[Attributes, int]] = []
+        self.standard_attributes = _count_standard(root.__dict__)
         #: The attributes of modules that may have settings, and which of them are watched; and of
         #: the root.
         self.settings: list[Place] = []
         self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
         #: The recurrent layers, the root included.
         self.recurrent: list[ref[Any]] = []
-        #: The global variables that the functions of ``own`` name; None until they are looked up.
+        #: The global variables that ``functions`` name; None until they are looked up.
         self.globals: list[Any] | None = None
         #: Parameters and buffers of scripted modules, which have no attributes.
         self.scripted: list[torch.Tensor] = []
@@ -123,9 +118,9 @@ class ModuleIndex:
         self.is_scripted = isinstance(root, torch.jit.ScriptModule)
         #: How the buffers of the root may be written to, and whether it is no layer of torch's.
         self.writes = _writes_of(root)
-        self.is_own = self.writes is _OWN
+        self.is_user_module = self.writes is _UNKNOWN
         #: The functions of classes that are not torch's.
-        self.functions = _functions_of(type(root)) if self.is_own else []
+        self.functions = _functions_of(type(root)) if self.is_user_module else []
         #: The children of the root and of each of ``content``, by name.
         self.offspring: list[dict[str, Any]] = []
         modules = _modules_below(root)
@@ -136,10 +131,10 @@ class ModuleIndex:
                 self._add_dictionaries(module)
                 if module is not root:
                     self._add_attributes(module)
-        self.owners = [*self.parameters, *self.owners, *self.families]
-        #: Their values, which change as they do; and those of ``families``.
+        self.owners = [*self.parameters, *self.owners, *self.children_dicts]
+        #: Their values, which change as they do; and those of ``children_dicts``.
         self.values = [*map(dict.values, self.owners)]
-        self._children_now = [*map(dict.values, self.families)]
+        self._children_now = [*map(dict.values, self.children_dicts)]
         #: The names in each of ``owners``.
         self.names = [(*owner,) for owner in self.owners]
         #: The same, one after the other.
@@ -160,7 +155,7 @@ class ModuleIndex:
             self.parameters.append(parameters)
         self.owners += [owner for owner in (None if is_guarded else parameters, buffers) if owner]
         self._empty += [owner for owner in (parameters, buffers, children) if not owner]
-        (self.families if children else self.childless).append(children)
+        (self.children_dicts if children else self.childless).append(children)
         self.offspring.append(children.copy())
         if isinstance(module, nn.RNNBase):
             self.recurrent.append(ref(module))
@@ -175,8 +170,8 @@ class ModuleIndex:
             self.with_buffers.append((content, writes))
         if _may_have_settings(module):
             self.settings.append((content, Watched(content)))
-        if writes is _OWN:
-            self.own.append((content, _bare_in(content)))
+        if writes is _UNKNOWN:
+            self.user_modules.append((content, _count_standard(content)))
             self.functions += _functions_of(type(module))
 
     def is_of(self, module: nn.Module) -> bool:
@@ -219,7 +214,10 @@ def _functions_of(cls: type) -> list[FunctionType]:
 
 
 def _may_change_parameters(module: nn.Module) -> bool:
-    """Whether a forward changes parameters, and may: an embedding scales them, to the same end."""
+    """Whether forward may change parameters in place.
+
+    ``max_norm`` renormalizes embedding rows, which a rerun repeats without effect.
+    """
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
@@ -249,11 +247,11 @@ def _modules_below(root: nn.Module) -> list[nn.Module]:
 
 def index_of(module: nn.Module) -> ModuleIndex:
     """The index of ``module``, made again if it is out of date."""
-    index: ModuleIndex | None = module.__dict__.get(OWN_KEY)
+    index: ModuleIndex | None = module.__dict__.get(INDEX_KEY)
     if index is None or not index.is_of(module):
         index = ModuleIndex(module)
         if not isinstance(module, torch.jit.ScriptModule):
-            module.__dict__[OWN_KEY] = index
+            module.__dict__[INDEX_KEY] = index
     return index
 
 
@@ -266,8 +264,8 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_hooks", "_indexes", "_settings", "_switches"),
-        *("_values", "_values_now"),
+        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_settings"),
+        *("_training", "_values", "_values_now"),
     )
 
     def __init__(self, modules: Sequence[nn.Module], indexes: Sequence[ModuleIndex]) -> None:
@@ -291,7 +289,8 @@ class ModuleState:
             settings += index.settings
         self._settings = ModuleSettings(settings)
         self._content = content
-        self._switches = _switches_of(content)
+        self._training = [*map(_get, content, _TRAINING)]
+        self._forwards = _forwards_of(content)
         self._hooks = _hooks_of(content)
         self._class_forwards = [_class_forwards(index) for index in indexes]
 
@@ -314,7 +313,10 @@ class ModuleState:
         values = [*chain.from_iterable(self._values_now)]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
-        if _switches_of(self._content) != self._switches:
+        content = self._content
+        if [*map(_get, content, _TRAINING)] != self._training:
+            return False
+        if _forwards_of(content) != self._forwards:
             return False
         for index, then in zip(self._indexes, self._class_forwards, strict=True):
             if (
@@ -324,7 +326,7 @@ class ModuleState:
                 or _class_forwards(index) != then
             ):
                 return False
-        return _hooks_of(self._content) == self._hooks
+        return _hooks_of(content) == self._hooks
 
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
@@ -335,10 +337,9 @@ class ModuleState:
         _restore_hooks(self._content, self._hooks, stack)
         for owner, name, value in self._replaced():
             _assign(stack, owner, name, value)
-        names = chain(repeat("training", len(self._content)), _FORWARD)
-        values = chain(self._switches, _NOTHING)
-        for attributes, name, value in zip(self._content * 2, names, values, strict=False):
-            _assign(stack, attributes, name, UNSET if value is None else value)
+        for name, values in ("training", self._training), ("forward", self._forwards or _NOTHING):
+            for attributes, value in zip(self._content, values, strict=False):
+                _assign(stack, attributes, name, UNSET if value is None else value)
 
     def _check_classes(self) -> None:
         """Raise if a module has another class, or a class another ``forward``."""
@@ -366,7 +367,7 @@ class ModuleState:
             # If names are missing, or in another order, somebody else keeps track of them.
             if (*owner,) == names:
                 pairs = zip(names, values, strict=True)
-                replaced += [(owner, n, v) for n, v in pairs if _is_exchangeable(v, owner[n])]
+                replaced += [(owner, n, v) for n, v in pairs if _was_replaced_by_user(v, owner[n])]
         return replaced
 
 
@@ -384,7 +385,7 @@ def _assign(stack: ExitStack, owner: dict[str, Any], name: str, value: Any) -> N
 _TENSORS = {torch.Tensor, nn.Parameter, type(None)}
 
 
-def _is_exchangeable(old: Any, new: Any) -> bool:
+def _was_replaced_by_user(old: Any, new: Any) -> bool:
     """Whether ``old`` was replaced by a user, who means it.
 
     A sharding engine puts whole parameters in the place of shards, and back, and keeps track of
@@ -416,12 +417,9 @@ def _restore_children(index: ModuleIndex, stack: ExitStack) -> None:
             put_until(stack, family, restorers_of(type(family))[0], former)
 
 
-def _switches_of(content: list[Attributes]) -> list[Any]:
-    """Whether each module is in training mode; and the ``forward`` of each, if one has its own."""
-    switches = [*map(_get, content, _TRAINING)]
-    if any(map(_get, content, _FORWARD)):
-        switches += map(_get, content, _FORWARD)
-    return switches
+def _forwards_of(content: list[Attributes]) -> list[Any]:
+    """The ``forward`` that each instance has of its own; empty if none has one."""
+    return [*map(_get, content, _FORWARD)] if any(map(_get, content, _FORWARD)) else []
 
 
 # --- hooks ----------------------------------------------------------------------------------------

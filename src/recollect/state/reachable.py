@@ -11,18 +11,18 @@ from __future__ import annotations
 import dis
 import gc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ProxyTypes, WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from recollect.state.module_settings import BARE
+from recollect.state.module_settings import STANDARD_ATTRIBUTES
 from recollect.state.module_state import Attributes, ModuleIndex, Writes, index_of
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
 from recollect.state.rng import generator_types
@@ -51,6 +51,10 @@ def lazy_module(name: str, module: nn.Module) -> ValueError:
         "makes them in its first call, which cannot be repeated. Run the model once before, under "
         "torch.no_grad()."
     )
+
+
+#: A method of `Reachable`: it gets a value, and how far to go from there.
+_Handler = Callable[[Any, Any, int], None]
 
 
 class Reachable:
@@ -93,15 +97,15 @@ class Reachable:
         kind = type(value)
         if depth == 0 or kind in _blank or id(value) in self._seen:
             return
-        handler = _USUAL_HANDLERS.get(kind) or _handlers.get(kind) or _handler_for(kind)
+        handler = self._USUAL.get(kind) or self._handlers.get(kind) or self._handler_for(kind)
         if handler is None:
             return
-        if handler not in _UNCOUNTED:
+        if handler not in self._UNCOUNTED:
             if self._count >= _OBJECTS:
                 return
             self._count += 1
         self._seen.add(id(value))
-        getattr(self, handler)(value, depth)
+        handler(self, value, depth)
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -187,42 +191,41 @@ class Reachable:
             for value in held.values():
                 self._visit(value, 2)
 
+    #: What visits a value, by its first base class in this list.
+    _BY_BASE: ClassVar[list[tuple[tuple[type, ...], _Handler]]] = [
+        ((torch.Tensor, nn.Parameter), _add_tensor),
+        ((nn.Module,), _add_module),
+        ((FunctionType,), _visit_function),
+        ((MethodType, partial), _visit_bound),
+        ((list, tuple, set, frozenset, deque, dict), _visit_items),
+    ]
+    #: By type. The usual ones apart: a weak dictionary is slow.
+    _USUAL: ClassVar = {kind: handler for kinds, handler in _BY_BASE for kind in kinds}
+    _handlers: ClassVar[WeakKeyDictionary[type, _Handler]] = WeakKeyDictionary()
+
+    #: Those that are called however many values there are.
+    _UNCOUNTED = frozenset({_add_tensor, _add_module, _add_generator})
+
+    def _handler_for(self, kind: type) -> _Handler | None:
+        # Objects of recollect hold no state of the user.
+        is_ours = str(kind.__module__).startswith("recollect.") and not issubclass(kind, nn.Module)
+        if is_ours or issubclass(kind, _UNINTERESTING):
+            _blank.add(kind)
+            return None
+        found = (handler for kinds, handler in self._BY_BASE if issubclass(kind, kinds))
+        is_generator = issubclass(kind, generator_types())
+        handler = Reachable._add_generator if is_generator else next(found, Reachable._visit_object)
+        self._handlers[kind] = handler
+        return handler
+
 
 # --- types ----------------------------------------------------------------------------------------
-
-#: The method for a value, by its first base class in this list.
-_BY_BASE: list[tuple[tuple[type, ...], str]] = [
-    ((torch.Tensor, nn.Parameter), "_add_tensor"),
-    ((nn.Module,), "_add_module"),
-    ((FunctionType,), "_visit_function"),
-    ((MethodType, partial), "_visit_bound"),
-    ((list, tuple, set, frozenset, deque, dict), "_visit_items"),
-]
-#: By type. The usual ones apart: a weak dictionary is slow.
-_USUAL_HANDLERS = {kind: handler for kinds, handler in _BY_BASE for kind in kinds}
-_handlers: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-
-#: Methods that are called however many values there are.
-_UNCOUNTED = frozenset({"_add_tensor", "_add_module", "_add_generator"})
 
 #: Types met so far whose values lead to nothing.
 _blank: set[type] = {ModuleIndex}
 
 #: How the attributes of an object are read.
 _known_attributes: WeakKeyDictionary[type, Restorers] = WeakKeyDictionary()
-
-
-def _handler_for(kind: type) -> str | None:
-    # Objects of recollect hold no state of the user.
-    is_ours = str(kind.__module__).startswith("recollect.") and not issubclass(kind, nn.Module)
-    if is_ours or issubclass(kind, _UNINTERESTING):
-        _blank.add(kind)
-        return None
-    found = (handler for kinds, handler in _BY_BASE if issubclass(kind, kinds))
-    is_generator = issubclass(kind, generator_types())
-    handler = "_add_generator" if is_generator else next(found, "_visit_object")
-    _handlers[kind] = handler
-    return handler
 
 
 def _lead_nowhere(values: Iterable[Any]) -> bool:
@@ -233,16 +236,18 @@ def _lead_nowhere(values: Iterable[Any]) -> bool:
 
 
 def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
-    """The tensors, modules and generators among attributes of modules, and that they lead to.
+    """The tensors, modules and generators that attributes of user modules hold or lead to.
 
-    Of modules that are not torch's layers; ``attributes``: those of the root of ``index``.
+    ``attributes``: those of the root of ``index``.
     """
-    own = [(attributes, index.bare), *index.own] if index.is_own else index.own
+    places = index.user_modules
+    if index.is_user_module:
+        places = [(attributes, index.standard_attributes), *places]
     leading: list[Any] = []
-    for each, bare in own:
+    for each, first in places:
         # At every call and for every module: most have nothing but numbers.
-        if not _blank.issuperset(map(type, islice(each.values(), bare, None))):
-            others = [value for name, value in [*each.items()] if name not in BARE]
+        if not _blank.issuperset(map(type, islice(each.values(), first, None))):
+            others = [value for name, value in [*each.items()] if name not in STANDARD_ATTRIBUTES]
             if not _lead_nowhere(others):
                 leading += [v for v in others if not issubclass(type(v), _NO_ATTACHMENTS)]
     if not leading:

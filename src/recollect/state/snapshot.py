@@ -38,10 +38,10 @@ from recollect._torch.modules import global_hooks
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import memory_key, tensor_hooks
 from recollect.errors import CheckpointError
+from recollect.state.ambient import read_autocast, write_autocast
 from recollect.state.flags import read_flags, write_flags
 from recollect.state.iterators import StandIn, is_used_up, successor, with_exchanged
 from recollect.state.reachable import lazy_module, names_in
-from recollect.state.region_state import read_autocast, write_autocast
 from recollect.state.restorers import (
     ARRAY,
     ARRAY_COPY,

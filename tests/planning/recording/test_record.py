@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("no_bound")
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     """All that a step could change."""
     modules = {
-        name: (m.training, type(m), set(vars(m)) - {"_recollect_tree"}, len(m._forward_hooks))
+        name: (m.training, type(m), set(vars(m)) - {"_recollect_index"}, len(m._forward_hooks))
         for name, m in model.named_modules()
     }
     state = {} if optimizer is None else copy.deepcopy(optimizer.state_dict())

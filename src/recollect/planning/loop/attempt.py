@@ -68,7 +68,7 @@ def _state_of(model: nn.Module) -> tuple[list[Any], list[int]]:
     The measure is the version of a tensor, and the length of another container.
     """
     index = index_of(model)
-    own = [(model.__dict__, index.bare), *index.own]
+    own = [(model.__dict__, index.standard_attributes), *index.user_modules]
     places = [*map(dict.values, index.owners), *(islice(at.values(), n, None) for at, n in own)]
     values = [*chain.from_iterable(places), *index.scripted]
     for kind in {*map(type, values)} - _measures.keys():

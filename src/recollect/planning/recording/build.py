@@ -110,10 +110,10 @@ class _ForwardPart:
             for path, value in zip(op.paths, op.makes, strict=True):
                 storage = allocated.get(path)
                 if storage is not None:
-                    known[self.recorded.values[value].storage] = storage
+                    known[self.recorded.values[value].storage_number] = storage
                     storages.add(storage, event)
             for recorded in self._results(op):
-                storage = known.get(recorded.storage)
+                storage = known.get(recorded.storage_number)
                 if storage is not None:
                     self.values[recorded.number] = len(values)
                     number = self._first + op.number

@@ -11,9 +11,9 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from recollect._torch.fsdp import shards_of
-from recollect._torch.modules import COMPILED_CALL, is_compiled
+from recollect._torch.modules import BATCH_NORMS, COMPILED_CALL, is_compiled
 from recollect._torch.tensors import local_tensors
-from recollect.replay.function_call import DEVICES, casts
+from recollect.replay.function_call import casts
 from recollect.report.units import argument_text, bytes_text
 
 
@@ -71,10 +71,7 @@ class ModelState:
 
 
 def _autocast() -> tuple[tuple[str, str], ...]:
-    if casts() is None:
-        return ()
-    on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
-    return tuple((device, _short(torch.get_autocast_dtype(device))) for device in on)
+    return tuple((device, _short(dtype)) for device, is_on, dtype in casts() or () if is_on)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -88,14 +85,13 @@ _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
     nn.FeatureAlphaDropout,
 )
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def find_mode_layer(model: nn.Module) -> str | None:
     """The first layer that does more in train mode than in eval mode; None if none is known."""
     for name, module in model.named_modules():
         drops = getattr(module, "p" if isinstance(module, _DROPOUTS) else "dropout", 0)
-        if (isinstance(drops, float) and drops > 0) or isinstance(module, _NORMS):
+        if (isinstance(drops, float) and drops > 0) or isinstance(module, BATCH_NORMS):
             return f"{name} ({type(module).__name__})" if name else type(module).__name__
     return None
 

@@ -302,9 +302,9 @@ def bytes_made(report: CallReport, known: Mapping[str, int]) -> dict[str, int]:
 
     ``known``: the same of the call that was planned, for units that ran as they did then.
     """
-    if report.parts:
+    if report.unit_reports:
         made = dict(known)
-        for part in report.parts:
+        for part in report.unit_reports:
             made |= {} if part.recording is None else bytes_made(part, {})
         return made
     graphs = [] if report.difference is None else [report.before]

@@ -26,7 +26,7 @@ from recollect._torch.autograd import (
     current_node_number,
     without_history,
 )
-from recollect._torch.dtensors import is_on_parts, local_tensor
+from recollect._torch.dtensors import has_dtensors, local_tensor
 from recollect._torch.fsdp import Shards
 from recollect._torch.groups import MESSAGES
 from recollect._torch.modes import DispatchMode, active_saved_tensor_hooks, no_function_modes
@@ -180,7 +180,7 @@ class TraceMode(DispatchMode):
         kwargs = kwargs or {}
         if self.is_paused or copying.is_active:
             return op_info(func).call(*args, **kwargs)
-        if is_on_parts(types):
+        if has_dtensors(types):
             return NotImplemented
         if finds_shapes():
             return func(*args, **kwargs)

@@ -63,7 +63,7 @@ class _UnitCopy:
         return replace(
             value,
             number=value.number + self._first_value,
-            storage=value.storage + self._first_storage,
+            storage_number=value.storage_number + self._first_storage,
             op=value.op + self._first_op if value.op >= 0 else -1,
         )
 

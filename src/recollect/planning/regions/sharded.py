@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recollect._torch.fsdp import is_unit, shards_of
+from recollect._torch.modules import is_torch_nn
 from recollect.planning.regions.module_regions import run_regions
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, LeftToRerun, replay_region
@@ -51,8 +52,7 @@ def _units_in(module: nn.Module, path: str) -> Iterator[str]:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether it is a layer of torch's: all that it saves crosses its border."""
-    is_of_torch = type(module).__module__.startswith("torch.nn")
-    return is_of_torch and next(module.children(), None) is None
+    return is_torch_nn(module) and next(module.children(), None) is None
 
 
 def play_units(
@@ -76,7 +76,7 @@ def play_units(
             warn_not_in_effect(warnings, result.reason)
             return unit(*args, **kwargs)
         one.remat = one.rest = None  # which hold tensors
-        report.parts.append(one)
+        report.unit_reports.append(one)
         return result
 
     output = run_regions(function, args, kwargs, by.units, play)
@@ -86,9 +86,9 @@ def play_units(
 
 def _summarize(report: CallReport) -> None:
     """Say of a call what is to be said of its parts."""
-    recordings = [part.recording for part in report.parts if part.recording is not None]
-    differences = [part.difference for part in report.parts if part.difference is not None]
-    report.is_unrecorded = any(part.is_unrecorded for part in report.parts)
+    recordings = [part.recording for part in report.unit_reports if part.recording is not None]
+    differences = [part.difference for part in report.unit_reports if part.difference is not None]
+    report.is_unrecorded = any(part.is_unrecorded for part in report.unit_reports)
     report.difference = differences[0] if differences else None
     if recordings:
         reasons = [each.reason for each in recordings if each.reason is not None]
