@@ -2,9 +2,9 @@
 
 ``dropout.p = 0.2``, ``adapter.active = "b"`` or ``layer.mask = mask`` between forward and backward
 would change what a rerun computes. So an attribute has the value of the call during the rerun.
-So has a tensor that the region itself assigns: an average, a hidden state, a cache that it makes.
-Other attributes that it assigns, such as a counter, are the user's own: they are left alone, and
-the rerun assigns them again.
+So has one that the region itself assigns, such as a hidden state, a table and the length for which
+it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
+An integer that the region counts up by one is the user's own: the rerun counts on.
 
 Constants, functions and tensors without a gradient are restored. Other objects are not, since they
 may hold a graph, nor are the contents of lists and dicts.
@@ -15,24 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from recollect.state.restorers import UNSET, VARIABLES, put_until
+from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
 from recollect.state.tensors import LARGE, nbytes
 
 _Tensor = torch.Tensor
 
-#: Types of the attributes that are restored, besides tensors.
-_CONSTANTS = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-    | {FunctionType, BuiltinFunctionType}
-)
-
-_WATCHED = _CONSTANTS | {_Tensor}
+#: Types of the attributes that are restored: also constants and functions.
+_WATCHED = ATOMS | {_Tensor}
 
 #: The attributes that every module has, in the order in which it gets them; and ours.
 FIRST = [*nn.Module().__dict__]
@@ -73,7 +67,7 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = ("_entries", "_names", "_places", "_values")
+    __slots__ = ("_assigned", "_entries", "_names", "_places", "_values")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -82,22 +76,33 @@ class ModuleSettings:
                 watched.learn(space)
         #: Those to restore, if some of them are not.
         self._entries: list[_Entry] | None = None
-        self._names = [watched.names for _, watched in places]
+        #: Those that the region has assigned, and its rerun will assign again.
+        self._assigned: list[_Entry] = []
         #: Flat: a copy of each dictionary would take longer.
         values = _values_in(places)
-        if values is None or not _CONSTANTS.issuperset(map(type, values)):
+        if values is None:  # as many attributes, but others
+            for space, watched in places:
+                watched.learn(space)
+            values = _values_in(places)
+        self._names = [watched.names for _, watched in places]
+        if values is None or not ATOMS.issuperset(map(type, values)):
             entries = [(s, n, s.get(n, UNSET)) for s, watched in places for n in watched.names]
             self._entries, values = [each for each in entries if _can_be_restored(each)], []
         self._values = values
 
     def settle(self) -> None:
-        """After the call: leave alone what it has assigned."""
+        """After the call: note what it has assigned."""
         if not self.is_present():
-            self._entries = [each for each in self._all() if _is_as_then(each) or _is_state(each)]
+            entries = self._all()
+            self._entries = [each for each in entries if _is_as_then(each)]
+            assigned = [each for each in entries if not _is_as_then(each)]
+            self._assigned = [each for each in assigned if _is_small(each) and not _counts(each)]
             self._values = []
 
     def is_present(self) -> bool:
-        """Whether all have the values that they had; almost always."""
+        """Whether all have the values that they had, and keep them in a rerun; almost always."""
+        if self._assigned:
+            return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
         now = _values_in(self._places)
@@ -109,6 +114,8 @@ class ModuleSettings:
         for space, name, value in self._all():
             if space.get(name, UNSET) is not value:
                 put_until(stack, (space, (name,)), VARIABLES, {name: value})
+        for space, name, value in self._assigned:
+            put_until(stack, (space, (name,)), VARIABLES, {name: value})
 
     def _all(self) -> list[_Entry]:
         if self._entries is not None:
@@ -123,7 +130,7 @@ class ModuleSettings:
 
 def _can_be_restored(entry: _Entry) -> bool:
     value = entry[2]
-    return type(value) in _CONSTANTS or (type(value) is _Tensor and not value.requires_grad)
+    return type(value) in ATOMS or (type(value) is _Tensor and not value.requires_grad)
 
 
 def _is_as_then(entry: _Entry) -> bool:
@@ -131,12 +138,16 @@ def _is_as_then(entry: _Entry) -> bool:
     return space.get(name, UNSET) is value
 
 
-def _is_state(entry: _Entry) -> bool:
-    """Whether the region has assigned a tensor, to go on from in its next call."""
+def _is_small(entry: _Entry) -> bool:
+    value = entry[2]
+    return type(value) is not _Tensor or nbytes(value) <= LARGE
+
+
+def _counts(entry: _Entry) -> bool:
+    """Whether the region counts with it."""
     space, name, then = entry
-    if then is None:
-        return isinstance(space.get(name), _Tensor)
-    return type(then) is _Tensor and nbytes(then) <= LARGE
+    now = space.get(name)
+    return type(then) is int and type(now) is int and now == then + 1
 
 
 def _values_in(places: Sequence[Place]) -> list[Any] | None:
