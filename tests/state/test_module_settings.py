@@ -224,6 +224,39 @@ def test_an_attribute_in_the_place_of_another(run: Run) -> None:
     assert_transparent(scenario, run)
 
 
+class Defaults(nn.Module):
+    """Its class has a value of an attribute that it may lack."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), ONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor).sin().exp()
+
+
+ONE = float("1")
+
+
+@ALL
+def test_each_call_knows_its_own_names(run: Run) -> None:
+    """Another attribute with the same value is another one."""
+
+    def scenario(run: Run) -> Any:
+        module, x, y = Defaults(), leaf(3, 4), leaf(3, 4)
+        first = run(module, x)
+        del module.factor
+        module.other = ONE  # type: ignore[assignment]
+        second = run(module, y)
+        (first.sum() + second.sum()).backward()
+        assert "factor" not in vars(module)
+        return x.grad, y.grad
+
+    assert_transparent(scenario, run)
+
+
 def test_a_counter_is_the_users_own() -> None:
     """The rerun counts on, as with torch."""
     module = Assigns()

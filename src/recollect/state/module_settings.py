@@ -12,7 +12,7 @@ may hold a graph, nor are the contents of lists and dicts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import is_, itemgetter
 from typing import Any
@@ -37,23 +37,29 @@ BARE = frozenset(FIRST) | {OWN_KEY}
 _Entry = tuple[dict[str, Any], str, Any]
 
 
-class Watched:
-    """The names of the attributes of one module that are watched."""
+#: How many attributes there are of any kind; the names of those that are watched; and the function
+#: that returns their values, and the first of them again. A plain tuple is unpacked faster.
+Names = tuple[int, list[str], Callable[[Any], Sequence[Any]]]
 
-    __slots__ = ("get", "names", "size")
+
+class Watched:
+    """The attributes of one module that are watched now. If others come, it learns them."""
+
+    __slots__ = ("now",)
 
     def __init__(self, space: dict[str, Any]) -> None:
-        self.learn(space)
+        self.now: Names = self.learn(space)
 
-    def learn(self, space: dict[str, Any]) -> None:
+    def learn(self, space: dict[str, Any]) -> Names:
         """Look at the attributes that there are now."""
-        #: How many attributes there are of any kind: if others come, they are looked at again.
-        self.size = len(space)
+        size = len(space)
         #: `forward` is restored with the mode of the module.
         others = [name for name in [*space] if name not in BARE and name != "forward"]
-        self.names = [name for name in others if type(space.get(name)) in _WATCHED]
+        names = [name for name in others if type(space.get(name)) in _WATCHED]
         # Of several names, `itemgetter` returns a tuple.
-        self.get = itemgetter(*self.names, self.names[0]) if self.names else _nothing
+        get = itemgetter(*names, names[0]) if names else _nothing
+        self.now = size, names, get
+        return self.now
 
 
 def _nothing(_: Any) -> tuple[()]:
@@ -71,22 +77,19 @@ class ModuleSettings:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
-        for space, watched in places:
-            if len(space) != watched.size:
-                watched.learn(space)
+        #: The names in each of them; another thread may learn others.
+        self._names = [watched.now for _, watched in places]
         #: Those to restore, if some of them are not.
         self._entries: list[_Entry] | None = None
         #: Those that the region has assigned, and its rerun will assign again.
         self._assigned: list[_Entry] = []
         #: Flat: a copy of each dictionary would take longer.
-        values = _values_in(places)
-        if values is None:  # as many attributes, but others
-            for space, watched in places:
-                watched.learn(space)
-            values = _values_in(places)
-        self._names = [watched.names for _, watched in places]
+        values = self._read()
+        if values is None:
+            self._names = [watched.learn(space) for space, watched in places]
+            values = self._read()
         if values is None or not ATOMS.issuperset(map(type, values)):
-            entries = [(s, n, s.get(n, UNSET)) for s, watched in places for n in watched.names]
+            entries = ((s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names)
             self._entries, values = [each for each in entries if _can_be_restored(each)], []
         self._values = values
 
@@ -105,7 +108,7 @@ class ModuleSettings:
             return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
-        now = _values_in(self._places)
+        now = self._read()
         then = self._values
         return now is not None and len(now) == len(then) and all(map(is_, now, then))
 
@@ -117,11 +120,28 @@ class ModuleSettings:
         for space, name, value in self._assigned:
             put_until(stack, (space, (name,)), VARIABLES, {name: value})
 
+    def _read(self) -> list[Any] | None:
+        """The values of all watched attributes; None if there are others now."""
+        found: list[Any] = []
+        try:
+            for (space, _), (size, _, get) in zip(self._places, self._names, strict=True):
+                if len(space) != size:
+                    return None
+                found += get(space)
+        except KeyError:
+            return None
+        return found
+
+    def _spaces(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """The attributes of each module, and the names of those that are watched."""
+        for (space, _), (_, names, _) in zip(self._places, self._names, strict=True):
+            yield space, names
+
     def _all(self) -> list[_Entry]:
         if self._entries is not None:
             return self._entries
         found, values = [], iter(self._values)
-        for (space, _), names in zip(self._places, self._names, strict=True):
+        for space, names in self._spaces():
             if names:
                 found += [(space, name, next(values)) for name in names]
                 next(values)  # that of the first, once more
@@ -148,16 +168,3 @@ def _counts(entry: _Entry) -> bool:
     space, name, then = entry
     now = space.get(name)
     return type(then) is int and type(now) is int and now == then + 1
-
-
-def _values_in(places: Sequence[Place]) -> list[Any] | None:
-    """The values of all watched attributes; None if there are others now."""
-    found: list[Any] = []
-    try:
-        for space, watched in places:
-            found += watched.get(space)
-            if len(space) != watched.size:
-                return None
-    except KeyError:
-        return None
-    return found
