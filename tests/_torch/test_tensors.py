@@ -38,6 +38,18 @@ def test_a_tensor_of_zeros_without_memory_is_not_plain():
     assert unsupported_tensor(zeros) == "a tensor of zeros without memory"
 
 
+def test_a_tensor_of_a_transform_is_not_plain_though_one_with_its_keys_is():
+    assert is_plain_tensor(torch._to_functional_tensor(torch.ones(2)))
+    found = []
+
+    def function(x):
+        found.append(is_plain_tensor(x))
+        return x
+
+    torch.func.functionalize(function)(torch.ones(2))
+    assert found == [False]
+
+
 def test_inner_tensors():
     x = torch.ones(2, 2)
     sparse = x.to_sparse()

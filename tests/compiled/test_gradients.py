@@ -120,3 +120,23 @@ def test_dynamic_sizes():
         before = model.b.grad.clone()
         model.a.grad.zero_()
     assert_identical(model.b.grad, before)
+
+
+def test_strides_of_dimensions_of_size_one_do_not_matter():
+    """Autograd takes gradients that differ from their parameters in these alone."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (self.a.t() + self.b.permute(2, 0, 1).squeeze(-1))).sin()
+
+    model = Turned()
+    torch.compile(model, backend=backend)(torch.randn(3, 4, 1)).sum().backward()
+    assert model.a.grad is not None
+    assert model.b.grad is not None
+    before = model.b.grad.clone()
+    model.a.grad.zero_()
+    assert_identical(model.b.grad, before)

@@ -136,6 +136,127 @@ def test_tensors_that_the_region_assigns_are_restored(steps: int, run: Run) -> N
     assert_transparent(scenario, run)
 
 
+class Grows(nn.Module):
+    """Makes a table when one is needed, and a larger one later; other attributes say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_ready, self.length = False, 0
+        self.shift: Tensor | None = None
+        self.table = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * vars(self).pop("once", 1.0)
+        if not self.is_ready:
+            self.shift, self.is_ready = x.detach().mean(0), True
+        if len(x) > self.length:
+            self.table, self.length = torch.arange(4.0 * len(x)).view(-1, 4).cos(), len(x)
+        assert self.shift is not None
+        return ((x - self.shift) * self.table[: len(x)]).sin().exp()
+
+
+@ALL
+def test_what_says_that_there_is_a_tensor_is_restored_with_it(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, found = Grows(), []
+        for length in (2, 6, 4):
+            x, y = leaf(length, 4), leaf(length + 2, 4)
+            module.once = 0.5
+            (run(module, x).sum() + run(module, y).sum()).backward()
+            assert (module.is_ready, "once" in vars(module)) == (True, False)
+            assert module.length == len(module.table)
+            found += [x.grad, y.grad, module.shift, module.table]
+        return found
+
+    assert_transparent(scenario, run)
+
+
+@ALL
+def test_what_is_reset_before_backward_stays_so(run: Run) -> None:
+    """As a hidden state between two sequences."""
+
+    def scenario(run: Run) -> Any:
+        module, found = Assigns(), []
+        for state in (None, torch.rand(3, 4), None):
+            module.state = state
+            x = leaf(3, 4)
+            out = run(module, x)
+            module.state = state
+            out.sum().backward()
+            assert module.state is state
+            found += [x.grad, module.average]
+        return found
+
+    assert_transparent(scenario, run)
+
+
+class Scales(nn.Module):
+    """Scales by one of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = vars(self)
+        return (self.linear(x) * (own["factor"] if "factor" in own else own["gain"])).sin().exp()
+
+
+@ALL
+def test_an_attribute_in_the_place_of_another(run: Run) -> None:
+    """There are as many as before."""
+
+    def scenario(run: Run) -> Any:
+        module, found = Scales(), []
+        run(module, leaf(3, 4))
+        del module.factor
+        module.gain = 2.0  # type: ignore[assignment]
+        for gain in (3.0, 4.0):
+            x = leaf(3, 4)
+            out = run(module, x)
+            module.gain = gain  # type: ignore[assignment]
+            out.sum().backward()
+            found.append(x.grad)
+        return found
+
+    assert_transparent(scenario, run)
+
+
+class Defaults(nn.Module):
+    """Its class has a value of an attribute that it may lack."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), ONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor).sin().exp()
+
+
+ONE = float("1")
+
+
+@ALL
+def test_each_call_knows_its_own_names(run: Run) -> None:
+    """Another attribute with the same value is another one."""
+
+    def scenario(run: Run) -> Any:
+        module, x, y = Defaults(), leaf(3, 4), leaf(3, 4)
+        first = run(module, x)
+        del module.factor
+        module.other = ONE  # type: ignore[assignment]
+        second = run(module, y)
+        (first.sum() + second.sum()).backward()
+        assert "factor" not in vars(module)
+        return x.grad, y.grad
+
+    assert_transparent(scenario, run)
+
+
 def test_a_counter_is_the_users_own() -> None:
     """The rerun counts on, as with torch."""
     module = Assigns()

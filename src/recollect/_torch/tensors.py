@@ -77,7 +77,8 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
     if keys in _plain_keys:
         return True
     is_plain = _is_plain(tensor)
-    if is_plain:
+    # Wrappers of `torch.func.functionalize` have the keys of those of a compiler.
+    if is_plain and not torch._is_functional_tensor(tensor):
         _plain_keys.add(keys)
     return is_plain
 

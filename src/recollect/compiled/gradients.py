@@ -75,9 +75,13 @@ def _return_copies(
 
 
 def _is_taken(gradient: fx.Node, parameter: fx.Node) -> bool:
-    """Whether autograd takes a gradient as it is: it copies one of another layout."""
+    """Whether autograd takes a gradient as it is: it copies one of another layout.
+
+    The stride of a dimension of size one tells nothing.
+    """
     first, second = gradient.meta["val"], parameter.meta["val"]
-    return is_same_size(first.stride(), second.stride())
+    strides = zip(first.shape, first.stride(), second.stride(), strict=True)
+    return all(is_same_size(size, 1) or is_same_size(one, other) for size, one, other in strides)
 
 
 def _is_held(joint: Joint, node: fx.Node) -> bool:

@@ -2,9 +2,9 @@
 
 ``dropout.p = 0.2``, ``adapter.active = "b"`` or ``layer.mask = mask`` between forward and backward
 would change what a rerun computes. So an attribute has the value of the call during the rerun.
-So has a tensor that the region itself assigns: an average, a hidden state, a cache that it makes.
-Other attributes that it assigns, such as a counter, are the user's own: they are left alone, and
-the rerun assigns them again.
+So has one that the region itself assigns, such as a hidden state, a table and the length for which
+it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
+An integer that the region counts up by one is the user's own: the rerun counts on.
 
 Constants, functions and tensors without a gradient are restored. Other objects are not, since they
 may hold a graph, nor are the contents of lists and dicts.
@@ -12,27 +12,21 @@ may hold a graph, nor are the contents of lists and dicts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from recollect.state.restorers import UNSET, VARIABLES, put_until
+from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
 from recollect.state.tensors import LARGE, nbytes
 
 _Tensor = torch.Tensor
 
-#: Types of the attributes that are restored, besides tensors.
-_CONSTANTS = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-    | {FunctionType, BuiltinFunctionType}
-)
-
-_WATCHED = _CONSTANTS | {_Tensor}
+#: Types of the attributes that are restored: also constants and functions.
+_WATCHED = ATOMS | {_Tensor}
 
 #: The attributes that every module has, in the order in which it gets them; and ours.
 FIRST = [*nn.Module().__dict__]
@@ -46,22 +40,28 @@ _RESTORED_ELSEWHERE = STANDARD_ATTRIBUTES | {"forward"}
 _Entry = tuple[dict[str, Any], str, Any]
 
 
-class Watched:
-    """The names of the attributes of one module that are watched."""
+#: How many attributes there are of any kind; the names of those that are watched; and the function
+#: that returns their values, and the first of them again. A plain tuple is unpacked faster.
+Names = tuple[int, list[str], Callable[[Any], Sequence[Any]]]
 
-    __slots__ = ("get", "names", "size")
+
+class Watched:
+    """The attributes of one module that are watched now. If others come, it learns them."""
+
+    __slots__ = ("now",)
 
     def __init__(self, space: dict[str, Any]) -> None:
-        self.learn(space)
+        self.now: Names = self.learn(space)
 
-    def learn(self, space: dict[str, Any]) -> None:
+    def learn(self, space: dict[str, Any]) -> Names:
         """Look at the attributes that there are now."""
-        #: How many attributes there are of any kind: if others come, they are looked at again.
-        self.size = len(space)
+        size = len(space)
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
-        self.names = [name for name in others if type(space.get(name)) in _WATCHED]
+        names = [name for name in others if type(space.get(name)) in _WATCHED]
         # Of several names, `itemgetter` returns a tuple.
-        self.get = itemgetter(*self.names, self.names[0]) if self.names else _nothing
+        get = itemgetter(*names, names[0]) if names else _nothing
+        self.now = size, names, get
+        return self.now
 
 
 def _nothing(_: Any) -> tuple[()]:
@@ -75,34 +75,42 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = ("_entries", "_names", "_places", "_values")
+    __slots__ = ("_assigned", "_entries", "_names", "_places", "_values")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
-        for space, watched in places:
-            if len(space) != watched.size:
-                watched.learn(space)
+        #: The names in each of them; another thread may learn others.
+        self._names = [watched.now for _, watched in places]
         #: Those to restore, if some of them are not.
         self._entries: list[_Entry] | None = None
-        self._names = [watched.names for _, watched in places]
+        #: Those that the region has assigned, and its rerun will assign again.
+        self._assigned: list[_Entry] = []
         #: Flat: a copy of each dictionary would take longer.
-        values = _values_in(places)
-        if values is None or not _CONSTANTS.issuperset(map(type, values)):
-            entries = [(s, n, s.get(n, UNSET)) for s, watched in places for n in watched.names]
+        values = self._read()
+        if values is None:
+            self._names = [watched.learn(space) for space, watched in places]
+            values = self._read()
+        if values is None or not ATOMS.issuperset(map(type, values)):
+            entries = ((s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names)
             self._entries, values = [each for each in entries if _can_be_restored(each)], []
         self._values = values
 
     def settle(self) -> None:
-        """After the call: leave alone what it has assigned."""
+        """After the call: note what it has assigned."""
         if not self.is_present():
-            self._entries = [each for each in self._all() if _is_as_then(each) or _is_state(each)]
+            entries = self._all()
+            self._entries = [each for each in entries if _is_as_then(each)]
+            assigned = [each for each in entries if not _is_as_then(each)]
+            self._assigned = [each for each in assigned if _is_small(each) and not _counts(each)]
             self._values = []
 
     def is_present(self) -> bool:
-        """Whether all have the values that they had; almost always."""
+        """Whether all have the values that they had, and keep them in a rerun; almost always."""
+        if self._assigned:
+            return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
-        now = _values_in(self._places)
+        now = self._read()
         then = self._values
         return now is not None and len(now) == len(then) and all(map(is_, now, then))
 
@@ -111,12 +119,31 @@ class ModuleSettings:
         for space, name, value in self._all():
             if space.get(name, UNSET) is not value:
                 put_until(stack, (space, (name,)), VARIABLES, {name: value})
+        for space, name, value in self._assigned:
+            put_until(stack, (space, (name,)), VARIABLES, {name: value})
+
+    def _read(self) -> list[Any] | None:
+        """The values of all watched attributes; None if there are others now."""
+        found: list[Any] = []
+        try:
+            for (space, _), (size, _, get) in zip(self._places, self._names, strict=True):
+                if len(space) != size:
+                    return None
+                found += get(space)
+        except KeyError:
+            return None
+        return found
+
+    def _spaces(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """The attributes of each module, and the names of those that are watched."""
+        for (space, _), (_, names, _) in zip(self._places, self._names, strict=True):
+            yield space, names
 
     def _all(self) -> list[_Entry]:
         if self._entries is not None:
             return self._entries
         found, values = [], iter(self._values)
-        for (space, _), names in zip(self._places, self._names, strict=True):
+        for space, names in self._spaces():
             if names:
                 found += [(space, name, next(values)) for name in names]
                 next(values)  # that of the first, once more
@@ -125,7 +152,7 @@ class ModuleSettings:
 
 def _can_be_restored(entry: _Entry) -> bool:
     value = entry[2]
-    return type(value) in _CONSTANTS or (type(value) is _Tensor and not value.requires_grad)
+    return type(value) in ATOMS or (type(value) is _Tensor and not value.requires_grad)
 
 
 def _is_as_then(entry: _Entry) -> bool:
@@ -133,22 +160,13 @@ def _is_as_then(entry: _Entry) -> bool:
     return space.get(name, UNSET) is value
 
 
-def _is_state(entry: _Entry) -> bool:
-    """Whether the region has assigned a tensor, to go on from in its next call."""
+def _is_small(entry: _Entry) -> bool:
+    value = entry[2]
+    return type(value) is not _Tensor or nbytes(value) <= LARGE
+
+
+def _counts(entry: _Entry) -> bool:
+    """Whether the region counts with it."""
     space, name, then = entry
-    if then is None:
-        return isinstance(space.get(name), _Tensor)
-    return type(then) is _Tensor and nbytes(then) <= LARGE
-
-
-def _values_in(places: Sequence[Place]) -> list[Any] | None:
-    """The values of all watched attributes; None if there are others now."""
-    found: list[Any] = []
-    try:
-        for space, watched in places:
-            found += watched.get(space)
-            if len(space) != watched.size:
-                return None
-    except KeyError:
-        return None
-    return found
+    now = space.get(name)
+    return type(then) is int and type(now) is int and now == then + 1
