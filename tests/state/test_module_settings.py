@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 import recollect
 from recollect import policy
 from tests._support import ALL, Run, assert_transparent, collector_off, leaf, rerun
+
+
+class Side(Enum):
+    LEFT = 1.0
+    RIGHT = 2.0
 
 
 class Block(nn.Module):
@@ -26,12 +32,14 @@ class Block(nn.Module):
         self.adapters = nn.ParameterDict({name: torch.randn(4) for name in "ab"})
         self.active = "a"
         self.scale = 1.0
+        self.side = Side.LEFT
         self.activation: Callable[[Tensor], Tensor] = torch.sin
         self.mask: Tensor | None = torch.rand(4)
         self.is_gated = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.activation(self.norm(self.linear(x))) * self.adapters[self.active] * self.scale
+        x = x * self.side.value
         if self.mask is not None:
             x = x * self.mask
         if self.is_gated:
@@ -57,6 +65,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "eps": lambda block: setattr(block.norm, "eps", 1.0),
     "number": lambda block: setattr(block, "scale", 0.5),
     "name": lambda block: setattr(block, "active", "b"),
+    "enumeration": lambda block: setattr(block, "side", Side.RIGHT),
     "function": lambda block: setattr(block, "activation", torch.tanh),
     "mask": lambda block: setattr(block, "mask", torch.rand(4)),
     "no mask": lambda block: setattr(block, "mask", None),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from operator import is_, itemgetter
 from typing import Any
 
@@ -24,9 +25,6 @@ from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
 from recollect.state.tensors import LARGE, nbytes
 
 _Tensor = torch.Tensor
-
-#: Types of the attributes that are restored: also constants and functions.
-_WATCHED = ATOMS | {_Tensor}
 
 #: The attributes that every module has, in the order in which it gets them; and ours.
 FIRST = [*nn.Module().__dict__]
@@ -57,7 +55,9 @@ class Watched:
         """Look at the attributes that there are now."""
         size = len(space)
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
-        names = [name for name in others if type(space.get(name)) in _WATCHED]
+        kinds = [type(space.get(name)) for name in others]
+        pairs = zip(others, kinds, strict=True)
+        names = [name for name, kind in pairs if kind is _Tensor or _is_constant(kind)]
         # Of several names, `itemgetter` returns a tuple.
         get = itemgetter(*names, names[0]) if names else _nothing
         self.now = size, names, get
@@ -90,7 +90,7 @@ class ModuleSettings:
         if values is None:
             self._names = [watched.learn(space) for space, watched in places]
             values = self._read()
-        if values is None or not ATOMS.issuperset(map(type, values)):
+        if values is None or not all(map(_is_constant, {*map(type, values)} - ATOMS)):
             entries = ((s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names)
             self._entries, values = [each for each in entries if _can_be_restored(each)], []
         self._values = values
@@ -150,9 +150,13 @@ class ModuleSettings:
         return found
 
 
+def _is_constant(kind: type) -> bool:
+    return kind in ATOMS or issubclass(kind, Enum)
+
+
 def _can_be_restored(entry: _Entry) -> bool:
     value = entry[2]
-    return type(value) in ATOMS or (type(value) is _Tensor and not value.requires_grad)
+    return _is_constant(type(value)) or (type(value) is _Tensor and not value.requires_grad)
 
 
 def _is_as_then(entry: _Entry) -> bool:
