@@ -855,20 +855,6 @@ def test_state_that_an_optimizer_has_later_counts(with_batch: bool) -> None:
     assert loop.peaks[-1] <= loop.plan.budget
 
 
-@pytest.mark.parametrize(("part", "told"), [(0.95, False), (0.8, True)])
-def test_state_of_an_optimizer_that_the_plan_was_not_given_counts(part: float, told: bool) -> None:
-    torch.manual_seed(0)
-    loop = Loop(net(), part)
-    recollect.unwrap(loop.model)
-    recollect.fit(loop.model, batch(seed=1), part, loss=squares)
-    if told:
-        with pytest.warns(recollect.PlanWarning, match=r"more of state.*optimizer=optimizer\)"):
-            loop.run(steps=3)
-    else:
-        loop.run(steps=5)
-        loop.assert_kept()
-
-
 def test_a_part_in_torchscript() -> None:
     states = []
     for part in (None, 0.9):

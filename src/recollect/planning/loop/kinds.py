@@ -120,9 +120,7 @@ class Kinds:
         now.append(self._state_growth(model, parameters))
         if now != facts:
             found = compare_state(self.plan.state, model)
-            with_optimizer = self.plan.from_loop or bool(self._planned_state)
-            unit = self.plan.budget // 256
-            found = with_state(found, now[-1], unit, with_optimizer=with_optimizer)
+            found = with_state(found, now[-1], self.plan.budget // 256)
             self._seen = now, found
             notices.of_opaque_code(self._warnings, self.plan, model)
         more = gradient_bytes(model, parameters, self.plan.gradients)
@@ -142,14 +140,14 @@ class Kinds:
         return math.ceil(max(0.0, nbytes - self._planned_state))
 
     def _find_planned_state(self, model: nn.Module, parameters: list[Any]) -> float:
-        """The bytes of optimizer state that the plan counts; infinite where that is no matter."""
+        """The bytes of optimizer state that the plan counts; infinite if unknown."""
         plan = self.plan
         if plan.from_loop:
             return plan.state_bytes
         if self._is_on_cuda:
             return math.inf  # where the peak is watched
         state = plan.base - plan.gradients - local_bytes([*parameters, *model.buffers()])
-        return max(0.0, state)  # nothing if it was made without an optimizer
+        return state if state > 0 else math.inf  # it was made without an optimizer
 
     def is_planned(self, step: StepKind) -> bool:
         """Whether a step is the planned one."""

@@ -238,12 +238,9 @@ def compare_state(planned: ModelState, model: nn.Module) -> Differences | None:
     return Differences(tuple(texts), tuple(cures), nbytes + for_optimizer, for_optimizer)
 
 
-def with_state(
-    found: Differences | None, grown: int, unit: int, *, with_optimizer: bool = True
-) -> Differences | None:
+def with_state(found: Differences | None, grown: int, unit: int) -> Differences | None:
     """``found`` with ``grown`` bytes of optimizer state added since the plan was made.
 
-    ``with_optimizer``: whether that was told of the optimizer.
     What is beyond those that were expected is rounded up to an eighth or to ``unit``: close numbers
     are one case. A few bytes, such as counts of steps, are none.
     """
@@ -256,8 +253,6 @@ def with_state(
     more = -(-more // unit) * unit
     text = f"optimizers have {bytes_text(guessed + more)} more of state"
     cure = "recollect.plan(...) once all parameters have been updated"
-    if not with_optimizer:
-        cure = "recollect.plan(model, batch, budget, optimizer=optimizer)"
     return replace(
         found,
         texts=(*found.texts, text),
