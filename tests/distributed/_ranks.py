@@ -29,11 +29,17 @@ _SILENCE = 30.0
 Work = Callable[..., None]
 
 
-def run_ranks(work: Work, folder: Path, *args: Any, deadline: float = _DEADLINE) -> None:
-    """Run ``work(*args)`` in `WORLD` processes of one group."""
-    context = mp.start_processes(
-        _run_rank, (str(folder / "store"), work, args), nprocs=WORLD, join=False
-    )
+def run_ranks(
+    work: Work,
+    folder: Path,
+    *args: Any,
+    deadline: float = _DEADLINE,
+    world: int = WORLD,
+    backend: str = "gloo",
+) -> None:
+    """Run ``work(*args)`` in ``world`` processes of one group."""
+    group = (str(folder / "store"), world, backend)
+    context = mp.start_processes(_run_rank, (group, work, args), nprocs=world, join=False)
     end = time.monotonic() + deadline
     try:
         while not context.join(timeout=max(0.0, end - time.monotonic())):
@@ -44,15 +50,16 @@ def run_ranks(work: Work, folder: Path, *args: Any, deadline: float = _DEADLINE)
             process.kill()
 
 
-def _run_rank(rank: int, store: str, work: Work, args: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, group: tuple[str, int, str], work: Work, args: tuple[Any, ...]) -> None:
+    store, world, backend = group
     torch.set_num_threads(1)
     # torch has renamed functions of its own, and tells.
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=_SILENCE),
     )
     try:
