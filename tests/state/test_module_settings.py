@@ -266,11 +266,38 @@ def test_each_call_knows_its_own_names(run: Run) -> None:
     assert_transparent(scenario, run)
 
 
-def test_a_counter_is_the_users_own() -> None:
-    """The rerun counts on, as with torch."""
-    module = Assigns()
-    rerun(module, leaf(3, 4)).sum().backward()
-    assert module.calls == 2
+class Counts(nn.Module):
+    """Computes with the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.linear(x) * self.calls).sin().exp()
+
+
+@ALL
+def test_a_counter_has_its_value_of_the_call(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, found = Counts(), []
+        for _ in range(2):
+            x, y = leaf(3, 4), leaf(3, 4)
+            (run(module, x).sum() + run(module, y).sum()).backward()
+            found += [x.grad, y.grad]
+            module.calls = 3
+        return found
+
+    assert_transparent(scenario, run)
+
+
+def test_a_counter_counts_reruns() -> None:
+    """As with torch."""
+    module, x, y = Counts(), leaf(3, 4), leaf(3, 4)
+    (rerun(module, x).sum() + rerun(module, y).sum()).backward()
+    assert module.calls == 4
 
 
 def test_a_policy_sees_the_same() -> None:

@@ -4,7 +4,7 @@
 would change what a rerun computes. So an attribute has the value of the call during the rerun.
 So has one that the region itself assigns, such as a hidden state, a table and the length for which
 it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
-An integer that the region counts up by one is the user's own: the rerun counts on.
+An integer that the region counts up by one has it too. Afterwards it counts the rerun, as in torch.
 
 Constants, functions and tensors without a gradient are restored. Other objects are not, since they
 may hold a graph, nor are the contents of lists and dicts.
@@ -75,7 +75,7 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = ("_assigned", "_entries", "_names", "_places", "_values")
+    __slots__ = ("_assigned", "_counters", "_entries", "_names", "_places", "_values")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -85,6 +85,8 @@ class ModuleSettings:
         self._entries: list[_Entry] | None = None
         #: Those that the region has assigned, and its rerun will assign again.
         self._assigned: list[_Entry] = []
+        #: Those of them that it counts up.
+        self._counters: list[_Entry] = []
         #: Flat: a copy of each dictionary would take longer.
         values = self._read()
         if values is None:
@@ -101,12 +103,13 @@ class ModuleSettings:
             entries = self._all()
             self._entries = [each for each in entries if _is_as_then(each)]
             assigned = [each for each in entries if not _is_as_then(each)]
+            self._counters = [each for each in assigned if _counts(each)]
             self._assigned = [each for each in assigned if _is_small(each) and not _counts(each)]
             self._values = []
 
     def is_present(self) -> bool:
         """Whether all have the values that they had, and keep them in a rerun; almost always."""
-        if self._assigned:
+        if self._assigned or self._counters:
             return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
@@ -121,6 +124,11 @@ class ModuleSettings:
                 put_until(stack, (space, (name,)), VARIABLES, {name: value})
         for space, name, value in self._assigned:
             put_until(stack, (space, (name,)), VARIABLES, {name: value})
+        for space, name, value in self._counters:
+            now = space.get(name)
+            if type(now) is int:
+                stack.callback(_count_on, space, name, now - value)
+                space[name] = value
 
     def _read(self) -> list[Any] | None:
         """The values of all watched attributes; None if there are others now."""
@@ -174,3 +182,9 @@ def _counts(entry: _Entry) -> bool:
     space, name, then = entry
     now = space.get(name)
     return type(then) is int and type(now) is int and now == then + 1
+
+
+def _count_on(space: dict[str, Any], name: str, since: int) -> None:
+    """Add what was counted since the call to a counter that had its value in the rerun."""
+    if type(space.get(name)) is int:
+        space[name] += since
