@@ -19,7 +19,7 @@ all the time, and ensure that the values are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import ref
@@ -240,6 +240,13 @@ class Guards:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._tensors += tensors
         self._versions += [tensor._version for tensor in tensors]
+
+    def drop(self, numbers: Container[int]) -> None:
+        """Hold those of ``id`` in ``numbers`` no longer."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        left = [(tensor, version) for tensor, version in pairs if id(tensor) not in numbers]
+        self._tensors = [tensor for tensor, _ in left]
+        self._versions = [version for _, version in left]
 
     def changes(self) -> Changes | None:
         """The tensors that were changed in place since; None, almost always."""

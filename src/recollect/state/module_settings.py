@@ -6,8 +6,10 @@ So has one that the region itself assigns, such as a hidden state, a table and t
 it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
 An integer that the region counts up by one has it too. Afterwards it counts the rerun, as in torch.
 
-Constants, functions and tensors without a gradient are restored. Other objects are not, since they
-may hold a graph, nor are the contents of lists and dicts.
+Constants, functions and tensors without a gradient are restored, and tuples and lists of them, such
+as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the form
+is kept: a rerun that reads more is refused (`forgotten`). Other objects are not restored, nor are
+the contents of lists and dicts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect.state.forgotten import SEQUENCES, Unheld, has_tensors
 from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
 from recollect.state.tensors import LARGE, nbytes
 
@@ -57,7 +60,7 @@ class Watched:
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
         kinds = [type(space.get(name)) for name in others]
         pairs = zip(others, kinds, strict=True)
-        names = [name for name, kind in pairs if kind is _Tensor or _is_constant(kind)]
+        names = [name for name, kind in pairs if _is_constant(kind) or has_tensors(space.get(name))]
         # Of several names, `itemgetter` returns a tuple.
         get = itemgetter(*names, names[0]) if names else _nothing
         self.now = size, names, get
@@ -75,7 +78,10 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = ("_assigned", "_counters", "_entries", "_names", "_places", "_values")
+    __slots__ = (
+        *("_assigned", "_counters", "_entries", "_forgotten"),
+        *("_names", "_places", "_unheld", "_values"),
+    )
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -87,29 +93,42 @@ class ModuleSettings:
         self._assigned: list[_Entry] = []
         #: Those of them that it counts up.
         self._counters: list[_Entry] = []
+        #: Those with a graph. What the region leaves alone is held from then on.
+        self._unheld: list[Unheld] = []
+        #: Stand-ins for those that it replaces and that are not held.
+        self._forgotten: list[_Entry] = []
         #: Flat: a copy of each dictionary would take longer.
         values = self._read()
         if values is None:
             self._names = [watched.learn(space) for space, watched in places]
             values = self._read()
         if values is None or not all(map(_is_constant, {*map(type, values)} - ATOMS)):
-            entries = ((s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names)
-            self._entries, values = [each for each in entries if _can_be_restored(each)], []
+            entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
+            self._entries, values = [each for each in entries if _can_be_held(each[2])], []
+            others = [each for each in entries if not _can_be_held(each[2])]
+            self._unheld = [Unheld(*each) for each in others if has_tensors(each[2])]
         self._values = values
 
-    def settle(self) -> None:
-        """After the call: note what it has assigned."""
-        if not self.is_present():
-            entries = self._all()
-            self._entries = [each for each in entries if _is_as_then(each)]
-            assigned = [each for each in entries if not _is_as_then(each)]
-            self._counters = [each for each in assigned if _counts(each)]
-            self._assigned = [each for each in assigned if _is_small(each) and not _counts(each)]
-            self._values = []
+    def settle(self) -> list[int]:
+        """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
+        if self.is_present():
+            return []
+        entries, unheld = self._all(), self._unheld
+        self._entries = [each for each in entries if _is_as_then(each)]
+        assigned = [each for each in entries if not _is_as_then(each)]
+        self._counters = [each for each in assigned if _counts(each)]
+        held = [each for each in assigned if _nbytes(each[2]) <= LARGE]
+        self._assigned = [each for each in held if not _counts(each)]
+        unheld += [Unheld(*each) for each in assigned if _nbytes(each[2]) > LARGE]
+        self._entries += [each.entry() for each in unheld if each.is_there()]
+        replaced = [each for each in unheld if not each.is_there()]
+        self._forgotten = [each.stand_in for each in replaced]
+        self._unheld, self._values = [], []
+        return [number for each in replaced for number in each.numbers]
 
     def is_present(self) -> bool:
         """Whether all have the values that they had, and keep them in a rerun; almost always."""
-        if self._assigned or self._counters:
+        if self._assigned or self._counters or self._forgotten or self._unheld:
             return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
@@ -122,7 +141,7 @@ class ModuleSettings:
         for space, name, value in self._all():
             if space.get(name, UNSET) is not value:
                 put_until(stack, (space, (name,)), VARIABLES, {name: value})
-        for space, name, value in self._assigned:
+        for space, name, value in (*self._assigned, *self._forgotten):
             put_until(stack, (space, (name,)), VARIABLES, {name: value})
         for space, name, value in self._counters:
             now = space.get(name)
@@ -162,8 +181,10 @@ def _is_constant(kind: type) -> bool:
     return kind in ATOMS or issubclass(kind, Enum)
 
 
-def _can_be_restored(entry: _Entry) -> bool:
-    value = entry[2]
+def _can_be_held(value: Any) -> bool:
+    """Whether no graph is held with it."""
+    if type(value) in SEQUENCES:
+        return all(map(_can_be_held, value))
     return _is_constant(type(value)) or (type(value) is _Tensor and not value.requires_grad)
 
 
@@ -172,9 +193,10 @@ def _is_as_then(entry: _Entry) -> bool:
     return space.get(name, UNSET) is value
 
 
-def _is_small(entry: _Entry) -> bool:
-    value = entry[2]
-    return type(value) is not _Tensor or nbytes(value) <= LARGE
+def _nbytes(value: Any) -> int:
+    if type(value) in SEQUENCES:
+        return sum(map(_nbytes, value))
+    return nbytes(value) if type(value) is _Tensor else 0
 
 
 def _counts(entry: _Entry) -> bool:

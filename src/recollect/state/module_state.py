@@ -302,9 +302,12 @@ class ModuleState:
             first += len(index.keys)
         return [parameter for parameter in found if parameter is not None]
 
-    def settle(self) -> None:
-        """After the call: leave alone what it has assigned to plain attributes."""
-        self._settings.settle()
+    def settle(self) -> list[int]:
+        """After the call: note what it has assigned to plain attributes.
+
+        Returns the ``id`` of each tensor that is not to be held.
+        """
+        return self._settings.settle()
 
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""

@@ -63,6 +63,7 @@ class RegionState:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))
             if self._guards is not None:
                 self._guards.add(self._buffers.others)
+            self._buffers.others.clear()  # the guards hold them, but for what `settle` says
         #: A mode for the engine to run forward under, if there is one.
         self.collectives = CollectiveRecorder() if found.communicates else None
         self._ambient = Ambient()
@@ -71,7 +72,7 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        self._modules.settle()
+        unheld = self._modules.settle()
         if self._variables:
             self._variables = _unassigned(self._variables)
         if self._buffers is not None:
@@ -80,6 +81,8 @@ class RegionState:
                 self._guards.add(unchanged)
             if not self._buffers.has_changes:
                 self._buffers = None
+        if unheld and self._guards is not None:
+            self._guards.drop(unheld)
 
     @property
     def preserves_rng(self) -> bool:

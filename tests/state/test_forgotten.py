@@ -1,0 +1,138 @@
+"""Tensors in attributes of modules that a region replaces, and that are not held for its rerun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recollect import CheckpointError
+from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
+
+#: Of a hidden state that is too large to be held.
+WIDE = 8192
+
+
+class Cell(nn.Module):
+    """Its hidden state is an attribute."""
+
+    def __init__(self, width: int, *, keeps_graph: bool = False) -> None:
+        super().__init__()
+        self.own, self.past = (nn.Parameter(torch.rand(width)) for _ in range(2))
+        self.state: Any = torch.zeros(4, width)
+        self.keeps_graph = keeps_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.own + self.state * self.past).tanh()
+        self.state = out if self.keeps_graph else out.detach()
+        return out * 2.0
+
+
+class Several(Cell):
+    """Its hidden state has several parts."""
+
+    def __init__(self, width: int, kind: type) -> None:
+        super().__init__(width)
+        self.state = kind((self.state, self.state + 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.state
+        out = (x * self.own + first * self.past + second).tanh()
+        self.state = type(self.state)((out.detach(), second * 0.5))
+        return out * 2.0
+
+
+class Tapped(Cell):
+    """Others look at its results, and it at their form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_new = self.state.shape != x.shape or self.state.device != x.device
+        self.state = (x * self.own).tanh()
+        return self.state * (3.0 if is_new else 2.0)
+
+
+def unroll(cell: Cell, run: Run) -> Any:
+    x = [leaf(4, cell.own.numel()) for _ in range(3)]
+    sum(run(cell, each).square().sum() for each in x).backward()
+    return [each.grad for each in (*x, cell.own, cell.past)]
+
+
+@ALL
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_the_parts_of_a_hidden_state_are_restored(kind: type, run: Run) -> None:
+    assert_transparent(lambda run: unroll(Several(4, kind), run), run)
+
+
+@RERUNS
+@pytest.mark.parametrize(
+    "cell",
+    [
+        lambda: Cell(WIDE),
+        lambda: Cell(4, keeps_graph=True),
+        lambda: Several(WIDE, tuple),
+    ],
+    ids=["large", "graph", "large parts"],
+)
+def test_a_state_that_is_not_held_is_an_error(cell: Any, run: Run) -> None:
+    with pytest.raises(CheckpointError, match=r"'state' than in forward.*register_buffer\('state'"):
+        unroll(cell(), run)
+
+
+class Attends(nn.Module):
+    """What it attends to is an attribute, which the loop assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(4))
+        self.context: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.own + self.context[0]).tanh() * self.context[1]
+
+
+@RERUNS
+@pytest.mark.parametrize("kind", [tuple, list, torch.stack])
+def test_what_the_loop_replaces_is_restored(kind: Any, run: Run) -> None:
+    """With its graph: two forwards, and then one backward."""
+
+    def scenario(run: Run) -> Any:
+        module, found = Attends(), []
+        x, sources = leaf(3, 4), [leaf(3, 4) for _ in range(4)]
+        for first in (0, 2):
+            module.context = kind([source.exp() for source in sources[first : first + 2]])
+            found.append(run(module, x))
+        sum(each.square().sum() for each in found).backward()
+        return [x.grad, module.own.grad, *(source.grad for source in sources)]
+
+    assert_transparent(scenario, run)
+
+
+@ALL
+@pytest.mark.parametrize("width", [4, WIDE])
+def test_one_that_is_only_looked_at_is_not_needed(width: int, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        cell, x = Tapped(width), [leaf(size, width) for size in (4, 4, 2)]
+        sum(run(cell, each).sum() for each in x).backward()
+        return [each.grad for each in (*x, cell.own)]
+
+    assert_transparent(scenario, run)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Cell(WIDE), lambda: Cell(4, keeps_graph=True), lambda: Several(WIDE, tuple)],
+    ids=["large", "graph", "large parts"],
+)
+def test_it_is_not_held(make: Callable[[], Cell]) -> None:
+    cell = make()
+    x = leaf(4, cell.own.numel())
+    rerun(cell, x)
+    before = [ref(each) for each in (cell.state if isinstance(cell, Several) else [cell.state])]
+    with collector_off():
+        out = rerun(cell, x)
+        assert [each() for each in before] == [None] * len(before)
+    assert out.requires_grad
