@@ -12,7 +12,7 @@ from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
 from recollect._torch.groups import collectives_begun, has_peers
-from recollect.state.module_state import index_of
+from recollect.state.module_index import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams
 
 
