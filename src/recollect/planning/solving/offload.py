@@ -81,17 +81,9 @@ class _Variants:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._choices = frozenset(graph.choices)
-        #: By event: when it ends in the plain step. By op: its event. By saved tensor: the events
-        #: that unpack and free it.
+        #: By event: when it ends in the plain step. By op: its event.
         self._clock = list(accumulate(event.seconds for event in graph.events))
         self._ran = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
-        self._unpacks = [0] * len(graph.saved)
-        self._frees = [len(graph.events)] * len(graph.saved)
-        for number, event in enumerate(graph.events):
-            for saved in event.unpacks:
-                self._unpacks[saved] = number
-            for saved in event.frees:
-                self._frees[saved] = number
 
     def of(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
         """The schedule with some of the kept values offloaded."""
@@ -150,18 +142,18 @@ class _Variants:
         """The first event that unpacks an offloaded value."""
         values = self._graph.values
         unpacks = [
-            self._unpacks[number]
+            self._graph.tables.unpacks[number]
             for number, saved in enumerate(self._graph.saved)
             if values[saved.value].op in schedule.away
         ]
-        return min(unpacks, default=len(self._clock) - 1)
+        return min([*unpacks, len(self._clock) - 1])
 
     def _tickets_left(self, schedule: Schedule, event: int) -> int:
         """How many saved tensors that are not on the device the engine counts at an event."""
         graph = self._graph
         here = schedule.kept | graph.forced
         frees = [
-            self._frees[number]
+            graph.tables.frees[number]
             for number, saved in enumerate(graph.saved)
             if graph.values[saved.value].op not in here
         ]
