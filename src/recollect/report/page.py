@@ -1,7 +1,8 @@
-"""A plan, a frontier or a search for the largest batch as one HTML page, without requests.
+"""Plans, frontiers, searches for the largest batch and explanations as HTML pages.
 
-Head, tiles, notes and small tables are HTML. The charts and the tree of modules are drawn by the
-script of the page from its data. Its policy allows that one script, by its hash.
+A page is one file, and requests nothing. Head, tiles, notes and small tables are HTML. The charts
+and the tree of modules are drawn by the script of the page from its data. Its policy allows that
+one script, by its hash.
 """
 
 from __future__ import annotations

@@ -27,6 +27,15 @@ def _never(out: Any) -> Tensor:
     raise AssertionError("the step was run")
 
 
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.AdamW, 3])
+def test_an_optimizer_that_is_none(optimizer: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"
+    ) as e:
+        recollect.plan(_model(), X, 0.5, loss=_never, optimizer=optimizer)
+    assert "torch.optim.AdamW(model.parameters())" in str(e.value)
+
+
 def test_an_optimizer_that_calls_the_model_itself() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"optimizer: LBFGS needs a closure.* Leave it out"):

@@ -35,7 +35,6 @@ from recollect.planning.recording.step_checks import (
     refusal_of,
     takes_batch,
 )
-from recollect.report.units import argument_text
 from recollect.state.inputs import check_arguments, inference_fault
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
@@ -96,16 +95,11 @@ class TrainingStep:
         batch: Any = None,
     ) -> None:
         check_model(model)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer should be a torch.optim.Optimizer, but got {argument_text(optimizer)}. "
-                "Pass the one of the loop, such as torch.optim.AdamW(model.parameters())"
-            )
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         self.batch = batch
         #: Whether the loss is called with the output and the batch, or with the output alone.
         self.takes_batch = loss is not None and takes_batch(loss, batch)
-        if optimizer is not None:
-            check_optimizer(optimizer, model)
         self.model = model
         self.args, self.kwargs = args, kwargs
         self.loss = loss

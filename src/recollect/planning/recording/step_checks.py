@@ -78,8 +78,13 @@ def _loss_fix(loss: Any) -> str:
     return "Reduce it: loss=lambda output: ....mean()"
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that needs a closure, or that trains another model."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what is no optimizer, needs a closure, or trains another model."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer should be a torch.optim.Optimizer, but got {argument_text(optimizer)}. "
+            "Pass the one of the loop, such as torch.optim.AdamW(model.parameters())"
+        )
     # The method of its class: schedulers replace it by one that says that it takes `self`.
     refusal = refusal_of(type(optimizer).step, (optimizer,), {})
     if refusal is not None:
