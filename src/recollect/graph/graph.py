@@ -213,9 +213,10 @@ class Graph:
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
-        """All of the graph but its numbers, and what can be offloaded, which depends on bytes.
+        """What graphs of the same step have in common at every size.
 
-        It excludes when storages die, which a traced step tells only roughly.
+        Without numbers, what can be offloaded (which depends on bytes), and when storages die
+        (which a traced step tells only roughly).
         """
         return (
             [_decisions(op) for op in self.ops],
@@ -315,6 +316,8 @@ class Tables:
         #: the end if there is none.
         self.unpacks = [len(events)] * len(graph.saved)
         self.frees = self.unpacks[:]
+        #: By op: the event at which it ran.
+        self.ran = [0] * len(graph.ops)
         backward = 0
         for now, event in enumerate(events):
             if event.unpacks and event.backward != backward:
@@ -326,6 +329,7 @@ class Tables:
                 self.unpacks[number] = now
             if event.op >= 0:
                 self.actions.append((2 * now + 1, OP, event.op))
+                self.ran[event.op] = now
             self.actions += [(2 * now + 1, DROP, number) for number in event.drops]
             for number in event.frees:
                 self.actions.append((2 * now + 1, FREE, number))

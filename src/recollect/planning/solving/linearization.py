@@ -73,12 +73,7 @@ class Linearization:
     def _find_saved(self) -> None:
         graph, count = self.graph, len(self.graph.saved)
         end, unpacks = len(graph.events), graph.tables.unpacks
-        ran = [0] * len(graph.ops)
-        for now, event in enumerate(graph.events[: graph.turn]):
-            if event.op >= 0:
-                ran[event.op] = now
-        self.ran = ran
-        ran_needed = [ran[op] for op in self.ops]
+        ran_needed = [graph.tables.ran[op] for op in self.ops]
         #: By saved tensor: the position of the op that saved it. By position: the saved tensors.
         self.place = [0] * count
         self.saved_by: list[list[int]] = [[] for _ in self.ops]

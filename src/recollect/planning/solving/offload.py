@@ -81,9 +81,8 @@ class _Variants:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._choices = frozenset(graph.choices)
-        #: By event: when it ends in the plain step. By op: its event.
+        #: By event: when it ends in the plain step.
         self._clock = list(accumulate(event.seconds for event in graph.events))
-        self._ran = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
 
     def of(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
         """The schedule with some of the kept values offloaded."""
@@ -130,10 +129,11 @@ class _Variants:
         """How many of ``ops`` can be copied out during forward."""
         link = self._graph.link
         assert link is not None
-        end = self._clock[max(self._ran.values())]
+        ran = self._graph.tables.ran
+        end = self._clock[max(ran)]
         clock = 0.0
         for count, op in enumerate(ops):
-            clock = max(clock, self._clock[self._ran[op]]) + self._size(op) / link.out_rate
+            clock = max(clock, self._clock[ran[op]]) + self._size(op) / link.out_rate
             if clock > end:
                 return count
         return len(ops)

@@ -1,8 +1,9 @@
 """Candidates for each segment of the row: bytes held, bytes needed, seconds.
 
-The dynamic program (`chain`) puts a schedule together from them. Each segment becomes a small graph
-of its own, in which all values from outside are there, and its candidates are simulated. Equal
-blocks of a model have equal segments, which are solved once.
+The dynamic program (`chain`) puts a schedule together from them. A segment is made of one or more
+pieces, each between two neighbouring places to cut at. Each segment becomes a small graph of its
+own, in which all values from outside are there, and its candidates are simulated. Equal blocks of a
+model have equal segments, which are solved once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SegmentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """How many candidates to try, for segments of many pieces, of two, and of one.
+    """How many candidates to try, by effort: for segments of many pieces, of two, and of one.
 
     Args:
         corners: With no further cut.
@@ -264,7 +265,8 @@ class Segments:
         """The candidates for the segment from the first to the last of ``places``.
 
         Returns the offset of their needs, and the candidates. ``passes``: whether all values that
-        cross its end are to be available, or only those that are saved behind it.
+        cross its end are to be available, or only those that are saved behind it. ``effort``: 2 for
+        segments of one piece, 1 for two, 0 for more; see `_Limits`.
         """
         line, first, last = self._line, places[0], places[-1]
         signs = tuple(self._sign(a, b) for a, b in pairwise(places))
