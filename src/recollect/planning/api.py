@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect.compiled.lazy import LazyFit
 from recollect.compiled.planner import CompiledPlanner, check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
@@ -199,8 +199,7 @@ def frontier(
     The arguments are those of `plan`, and ``progress`` as in `fit`. With several processes, each
     has its own frontier. A step that communicates has none, because every query may run steps.
     """
-    is_shared = isinstance(model, nn.Module) and (shards_of(model) or is_parallel(model))
-    if is_shared and ranks_of(model):
+    if isinstance(model, nn.Module) and is_shared(model) and ranks_of(model):
         raise ValueError(
             "model: its parameters are distributed over several processes, for which there is no "
             "frontier. recollect.plan(model, batch, budget) on every rank names the least feasible "

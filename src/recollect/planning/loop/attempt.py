@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recollect._torch.autograd import after_each_backward
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import collectives_begun, has_peers
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kinds, StepKind
@@ -102,7 +102,7 @@ class Attempt:
         Batch norm would count the batch twice. A sharded model would gather its parameters again,
         and other processes would not take part; nor in collectives of the model's own code.
         """
-        if shards_of(self._model) is not None or is_parallel(self._model):
+        if is_shared(self._model):
             return False
         if has_peers() and collectives_begun() != self._collectives:
             return False

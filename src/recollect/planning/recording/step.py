@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.devices import free_cuda_workspaces
-from recollect._torch.fsdp import BACKEND_THREADS, Shards, is_parallel, put_gradients, shards_of
+from recollect._torch.fsdp import BACKEND_THREADS, Shards, is_shared, put_gradients, shards_of
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors, storage_key
@@ -115,7 +115,7 @@ class TrainingStep:
         #: The FSDP state of the model, if it is sharded.
         self.shards = shards_of(model)
         #: Whether it communicates, so that all processes which have the model run it equally often.
-        self.is_shared = self.shards is not None or is_parallel(model)
+        self.is_shared = is_shared(model)
         #: The most bytes that one collective of it takes and returns, once that was traced.
         self.largest_collective = 0
         #: Whether parts of its forward were seen to save tensors by hooks of their own.

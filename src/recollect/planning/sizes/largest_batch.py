@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, Request, check_unplanned
@@ -157,7 +157,7 @@ def largest_batch(
     request = Request(model, None, loss, optimizer, offload, holds_output)
     steps = SizedSteps(request, make_batch, report)
     check_unplanned(model, runs_steps=False)
-    if shards_of(model) is not None or is_parallel(model):
+    if is_shared(model):
         raise ValueError(
             "model: its parameters are distributed over processes, and sizes are looked for in one "
             "process. recollect.plan(model, batch, budget) on every rank says whether a size fits"
