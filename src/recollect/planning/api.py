@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from recollect.planning.ranks.together import make_plan
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
-from recollect.report.page import framed, page
+from recollect.report.page import HasPage, page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 from recollect.report.units import bytes_text
@@ -210,7 +209,7 @@ def frontier(
     return Frontier(make(request, reporter(progress)))
 
 
-class Frontier:
+class Frontier(HasPage):
     """The memory/time frontier of a training step. ``str()`` of it is a table."""
 
     def __init__(self, planner: Planner) -> None:
@@ -247,12 +246,8 @@ class Frontier:
     def __str__(self) -> str:
         return frontier_table(self.report)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows the frontier, for any browser, in one file."""
-        Path(path).write_text(page(self.report), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(page(self.report))
+    def _page(self) -> str:
+        return page(self.report)
 
     @property
     def report(self) -> PlanReport:

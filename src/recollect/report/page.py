@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -148,7 +149,21 @@ def sizes_page(report: SizesReport) -> str:
     return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
 
 
-def framed(document: str) -> str:
+class HasPage:
+    """A result that a page shows."""
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows this, for any browser, in one file."""
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return _framed(self._page())
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+
+def _framed(document: str) -> str:
     """A page for a notebook, in a frame: neither can change the looks of the other."""
     return (
         f'<iframe srcdoc="{escape(document)}" sandbox="allow-scripts" title="recollect" '

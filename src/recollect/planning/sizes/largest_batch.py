@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from recollect.planning.progress import Progress, reporter
 from recollect.planning.recording.step import Loss, device_of
 from recollect.planning.sizes.largest import LargestSearch, Limit
 from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.report.page import framed, sizes_page
+from recollect.report.page import HasPage, sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text
 
@@ -29,7 +28,7 @@ MOST = 2**20
 
 
 @dataclass(frozen=True, repr=False)
-class LargestBatch:
+class LargestBatch(HasPage):
     """The largest size for which a plan fits. ``str()`` of it is a table.
 
     Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
@@ -86,12 +85,8 @@ class LargestBatch:
     def __str__(self) -> str:
         return sizes_table(self.report)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows throughput against size, for any browser, in one file."""
-        Path(path).write_text(sizes_page(self.report), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(sizes_page(self.report))
+    def _page(self) -> str:
+        return sizes_page(self.report)
 
 
 def largest_batch(
