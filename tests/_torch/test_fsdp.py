@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recollect._torch.fsdp import HookRanges, is_unit, put_gradients, shards_of
+from recollect._torch.fsdp import HookRanges, is_shared, is_unit, put_gradients, shards_of
 from recollect._torch.groups import default_store, group_timeout, has_peers
 from recollect._torch.ops import op_name
 
@@ -53,6 +54,14 @@ def test_units_are_found() -> None:
     assert shards.device == torch.device("cpu")
     assert {id(each) for each in shards.parameters()} == {id(p) for p in model.parameters()}
     assert shards_of(nn.Linear(2, 2)) is None
+
+
+def test_a_model_with_units_or_on_dtensors_is_shared() -> None:
+    parallel = nn.Sequential(nn.Linear(2, 2))
+    assert not is_shared(parallel)
+    assert is_shared(_model())
+    parallelize_module(parallel, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    assert is_shared(parallel)
 
 
 def test_a_model_is_not_kept_alive() -> None:

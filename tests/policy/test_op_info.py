@@ -85,7 +85,7 @@ def test_ops_of_some_libraries_are_known_to_depend_on_their_arguments_alone(name
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
         library.define("recollect_test(Tensor x) -> Tensor")
         op = getattr(torch.ops, namespace).recollect_test.default
-        assert op_info(op).is_function((), {}) is is_known
+        assert op_info(op).is_pure((), {}) is is_known
 
 
 # --- by schema and tags ---------------------------------------------------------------------------

@@ -397,9 +397,9 @@ def test_attention_of_others_is_run_again_if_it_drops_nothing(monkeypatch: Any) 
     try:
         info = op_info(torch.ops.flash_attn._flash_attn_forward.default)
         q = torch.ones(2)
-        assert info.is_function((q, 0.0), {})
-        assert not info.is_function((q, 0.1), {})
-        assert not info.is_function((q,), {"dropout_p": 0.1})
+        assert info.is_pure((q, 0.0), {})
+        assert not info.is_pure((q, 0.1), {})
+        assert not info.is_pure((q,), {"dropout_p": 0.1})
     finally:
         library._destroy()
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect.state import buffers
 from recollect.state.buffers import BufferState
-from recollect.state.module_state import Writes
+from recollect.state.module_index import Writes
 from recollect.state.tensors import LARGE
 from tests._support import ALL, Run, assert_transparent, leaf, rerun
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.state.inputs import Inputs
-from recollect.state.module_state import Writes
+from recollect.state.module_index import Writes
 from recollect.state.reachable import Reachable, names_in
 
 np = pytest.importorskip("numpy")

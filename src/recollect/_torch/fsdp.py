@@ -63,6 +63,11 @@ def is_parallel(model: nn.Module) -> bool:
     return any(is_dtensor(each) and own.get(id(each), True) for each in model.parameters())
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Whether ``model`` is distributed over processes, which then run its steps equally often."""
+    return shards_of(model) is not None or is_parallel(model)
+
+
 class Shards:
     """The units of a model. Does not keep them alive."""
 

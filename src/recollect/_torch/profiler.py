@@ -9,7 +9,7 @@ import torch
 from torch._C._profiler import _EventType
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """A block that was allocated or freed."""
 
     time: int  #: in nanoseconds
@@ -17,7 +17,7 @@ class Change(NamedTuple):
     nbytes: int  #: negative if it was freed
 
 
-def memory_changes(results: Any) -> list[Change]:
+def memory_changes(results: Any) -> list[MemoryChange]:
     """The blocks of host memory that were allocated or freed, in order.
 
     ``results``: what a profiler found (``kineto_results``).
@@ -26,11 +26,11 @@ def memory_changes(results: Any) -> list[Change]:
     return sorted(_changes(results.experimental_event_tree()), key=lambda change: change.time)
 
 
-def _changes(tree: list[Any]) -> Iterator[Change]:
+def _changes(tree: list[Any]) -> Iterator[MemoryChange]:
     host, ahead = torch.device("cpu"), tree[::-1]
     while ahead:
         event = ahead.pop()
         ahead += event.children[::-1]
         if event.tag == _EventType.Allocation and event.extra_fields.device == host:
             fields = event.extra_fields
-            yield Change(event.start_time_ns, fields.ptr, fields.alloc_size)
+            yield MemoryChange(event.start_time_ns, fields.ptr, fields.alloc_size)

@@ -1,8 +1,9 @@
 """Errors for a changed input: a tensor changed in place between forward and backward.
 
 They begin with the words of autograd, which raises in the same situations. Raised by `state.inputs`
-(arguments), `state.buffers` (parameters, closures), `replay.held_values` (values to recompute
-from), `rerun.engine` and `replay.rematerialize` (saved tensors).
+and `rerun.reentrant` (arguments), `state.buffers` (parameters, closures), `replay.held_values`
+(values to recompute from), `rerun.engine` and `replay.rematerialize` (saved tensors). Of contents
+that cannot be put back, `state.inputs` says so itself, and of modules `state.module_state`.
 """
 
 from __future__ import annotations

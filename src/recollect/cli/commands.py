@@ -27,6 +27,7 @@ from recollect.planning.plan import Plan
 from recollect.planning.recording.batch import split_batch
 from recollect.planning.sizes.largest_batch import MOST
 from recollect.report.compare import Comparison
+from recollect.report.page import HasPage
 from recollect.report.rows import Row, sums_of
 from recollect.report.table import rows_table
 
@@ -41,7 +42,7 @@ class _Result(NamedTuple):
 
     text: str
     figures: dict[str, Any]  #: for ``--json``
-    shown: Any  #: has the page
+    shown: HasPage
     plan: Plan | None = None  #: for ``--save``, which writes the figures if there is none
 
 

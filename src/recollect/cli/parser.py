@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TypeVar
 from recollect._version import __version__
 
 _T = TypeVar("_T")
+#: Adds a command: its name, what it does, more help, and the parsers of options that it shares.
+_Add = Callable[..., ArgumentParser]
 #: Has the checks of `largest`.
 _SIZES = "sizes.largest_batch"
 
@@ -155,7 +157,14 @@ def make_parser() -> ArgumentParser:
         )
         return parser
 
-    page, output, step = _page_options(), _output_options(), _step_options()
+    page, output = _page_options(), _output_options()
+    _add_planning_commands(add, page, output)
+    _add_other_commands(add, page, output)
+    return main_parser
+
+
+def _add_planning_commands(add: _Add, page: ArgumentParser, output: ArgumentParser) -> None:
+    step = _step_options()
     parser = add("plan", "plan a training step for a memory budget", _PLAN, step, page, output)
     budgets = "such as 12GiB, 8GB, 50%% or auto"
     parser.add_argument(
@@ -172,6 +181,8 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
     _add_largest_options(parser)
 
+
+def _add_other_commands(add: _Add, page: ArgumentParser, output: ArgumentParser) -> None:
     what = "show what a forward holds and why, or what a saved plan does"
     parser = add("explain", what, _EXPLAIN, _made_options(), page, output)
     examples = "such as train.py:build or plan.json"
@@ -186,7 +197,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--steps", type=int, metavar="N", help="training steps, 10 by default")
 
     add("doctor", "check that recollect works on this machine")
-    return main_parser
 
 
 # --- groups of options ----------------------------------------------------------------------------

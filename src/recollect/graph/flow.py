@@ -24,7 +24,8 @@ class Network:
     def __init__(self) -> None:
         self.edges: list[list[int]] = [[], []]
         self.to: list[int] = []
-        self.room: list[float] = []
+        #: By edge: the capacity that is left.
+        self.residual: list[float] = []
         self._nothing = 0.0
 
     def node(self) -> int:
@@ -32,13 +33,13 @@ class Network:
         self.edges.append([])
         return len(self.edges) - 1
 
-    def edge(self, a: int, b: int, room: float = 0.0) -> int:
+    def edge(self, a: int, b: int, capacity: float = 0.0) -> int:
         """Add an edge and return its number. The next number is its reverse edge."""
         number = len(self.to)
         self.edges[a].append(number)
         self.edges[b].append(number + 1)
         self.to += (b, a)
-        self.room += (room, 0.0)
+        self.residual += (capacity, 0.0)
         return number
 
     def fill(self, most: float = 0.0) -> float:
@@ -55,21 +56,21 @@ class Network:
 
     def is_behind(self) -> list[bool]:
         """By node: whether more flow could go from it to the sink."""
-        room, to, nothing = self.room, self.to, self._nothing
+        residual, to, nothing = self.residual, self.to, self._nothing
         found = [False] * len(self.edges)
         found[1] = True
         queue = [1]
         for node in queue:
             for edge in self.edges[node]:
                 before = to[edge]
-                if not found[before] and room[edge ^ 1] > nothing:
+                if not found[before] and residual[edge ^ 1] > nothing:
                     found[before] = True
                     queue.append(before)
         return found
 
     def levels(self) -> list[int]:
         """By node: its distance from the source in the residual network; -1 if unreachable."""
-        room, to, edges, nothing = self.room, self.to, self.edges, self._nothing
+        residual, to, edges, nothing = self.residual, self.to, self.edges, self._nothing
         levels = [-1] * len(edges)
         levels[0] = 0
         layer, depth = [0], 0
@@ -78,7 +79,7 @@ class Network:
             after = []
             for node in layer:
                 for edge in edges[node]:
-                    if room[edge] > nothing and levels[to[edge]] < 0:
+                    if residual[edge] > nothing and levels[to[edge]] < 0:
                         levels[to[edge]] = depth
                         after.append(to[edge])
             layer = after
@@ -86,26 +87,26 @@ class Network:
 
     def _send(self, levels: list[int]) -> float:
         """Send a blocking flow down the levels."""
-        room, to, edges, nothing = self.room, self.to, self.edges, self._nothing
+        residual, to, edges, nothing = self.residual, self.to, self.edges, self._nothing
         untried = [len(each) for each in edges]
         path: list[int] = []
         node, total = 0, 0.0
         while True:
             if node == 1:
-                least = min([room[edge] for edge in path])
+                least = min([residual[edge] for edge in path])
                 total += least
                 full = len(path)
                 for position, edge in enumerate(path):
-                    room[edge] -= least
-                    room[edge ^ 1] += least
-                    if room[edge] <= nothing and position < full:
+                    residual[edge] -= least
+                    residual[edge ^ 1] += least
+                    if residual[edge] <= nothing and position < full:
                         full = position
                 node = to[path[full] ^ 1]
                 del path[full:]
             here, left, below = edges[node], untried[node], levels[node] + 1
             while left:
                 edge = here[left - 1]
-                if room[edge] > nothing and levels[to[edge]] == below:
+                if residual[edge] > nothing and levels[to[edge]] == below:
                     break
                 left -= 1
             untried[node] = left

@@ -22,7 +22,7 @@ from recollect.graph.release import find_needs
 
 #: What can happen at an event, in this order: another backward begins, a saved tensor is unpacked,
 #: an op runs, a saved tensor of a graph that is retained is dropped, a saved tensor is freed.
-PASS, UNPACK, OP, DROP, FREE = range(5)
+BACKWARD, UNPACK, OP, DROP, FREE = range(5)
 #: The phase in which it happens (twice the number of the event, and one more once its op has run),
 #: which of these it is, and the number of the saved tensor or op.
 Action = tuple[int, int, int]
@@ -213,9 +213,10 @@ class Graph:
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
-        """All of the graph but its numbers, and what can be offloaded, which depends on bytes.
+        """What graphs of the same step have in common at every size.
 
-        It excludes when storages die, which a traced step tells only roughly.
+        Without numbers, what can be offloaded (which depends on bytes), and when storages die
+        (which a traced step tells only roughly).
         """
         return (
             [_decisions(op) for op in self.ops],
@@ -296,24 +297,7 @@ class Tables:
         self.during = [*(event.during for event in events), 0]
         #: By event: the bytes during it if nothing is kept for backward.
         self.least = list(map(add, _live(graph), self.during))
-        #: All actions of the step in order; ``of_saved`` is the same without ``OP``.
-        self.actions: list[Action] = []
-        #: By saved tensor: the event after which autograd frees it.
-        self.frees = [len(events)] * len(graph.saved)
-        backward = 0
-        for now, event in enumerate(events):
-            if event.unpacks and event.backward != backward:
-                if backward:
-                    self.actions.append((2 * now, PASS, 0))
-                backward = event.backward
-            self.actions += [(2 * now, UNPACK, number) for number in event.unpacks]
-            if event.op >= 0:
-                self.actions.append((2 * now + 1, OP, event.op))
-            self.actions += [(2 * now + 1, DROP, number) for number in event.drops]
-            for number in event.frees:
-                self.actions.append((2 * now + 1, FREE, number))
-                self.frees[number] = now
-        self.of_saved = [action for action in self.actions if action[1] != OP]
+        self._find_actions(graph)
         #: By saved tensor: its region.
         self.regions = [graph.region_of(values[value].op) for value in self.saved]
         #: By op: the storages that autograd holds longest if its results are kept, and until when.
@@ -322,6 +306,35 @@ class Tables:
             storage = values[value].storage
             if end > graph.storages[storage].dies:
                 self.holds[values[value].op].append((storage, end))
+
+    def _find_actions(self, graph: Graph) -> None:
+        """Find what happens in the step, in order."""
+        events = graph.events
+        #: All actions of the step; ``of_saved`` is the same without ``OP``.
+        self.actions: list[Action] = []
+        #: By saved tensor: the event that unpacks it, and the one after which autograd frees it;
+        #: the end if there is none.
+        self.unpacks = [len(events)] * len(graph.saved)
+        self.frees = self.unpacks[:]
+        #: By op: the event at which it ran.
+        self.ran = [0] * len(graph.ops)
+        backward = 0
+        for now, event in enumerate(events):
+            if event.unpacks and event.backward != backward:
+                if backward:
+                    self.actions.append((2 * now, BACKWARD, 0))
+                backward = event.backward
+            for number in event.unpacks:
+                self.actions.append((2 * now, UNPACK, number))
+                self.unpacks[number] = now
+            if event.op >= 0:
+                self.actions.append((2 * now + 1, OP, event.op))
+                self.ran[event.op] = now
+            self.actions += [(2 * now + 1, DROP, number) for number in event.drops]
+            for number in event.frees:
+                self.actions.append((2 * now + 1, FREE, number))
+                self.frees[number] = now
+        self.of_saved = [action for action in self.actions if action[1] != OP]
 
 
 def fixed_bytes(fixed: Sequence[Storage], workspaces: Sequence[int]) -> list[tuple[int, int]]:

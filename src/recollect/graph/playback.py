@@ -26,7 +26,7 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import DROP, FREE, OP, PASS, UNPACK, Action, Graph
+from recollect.graph.graph import BACKWARD, DROP, FREE, OP, UNPACK, Action, Graph
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
@@ -47,14 +47,46 @@ class Playback:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
-        tables = self.tables = graph.tables
+        self.tables = graph.tables
         kept = schedule.kept | graph.forced
         here = results_of(graph, kept)
         self.away = results_of(graph, schedule.away - kept)
         #: The values that are not recomputed.
         self.held = here | self.away if self.away else here
+        self._find_tickets(here)
+        #: Bytes of generator states, which are held until the end.
+        self.states = sum([graph.ops[op].state for op in self.again])
+        #: By value: how many unpacked tensors of it autograd still holds; and how many copies of it
+        #: earlier backwards through the same graph have unpacked.
+        self.given = [0] * len(graph.values)
+        self.copies: dict[int, int] = {}
+        #: By saved tensor: whether autograd has freed it.
+        self.dead = [False] * len(graph.saved)
+        #: The time, and how many events are over.
+        self.clock = 0.0
+        self.over = 0
+        #: The seconds in which ops run again, and in which the device waits for copies.
+        self.rerun = 0.0
+        self.waits = 0.0
+        self._find_costs(schedule)
+        self._plan_copies(schedule)
+        self._hold(kept)
+        #: The current phase; the change of memory in it; the live bytes that were recomputed or
+        #: fetched, now and at its start.
+        self.phase = 0
+        self.change = 0
+        self.made = self.made_before = 0
+        #: By event: ``change`` and ``clock`` once all is unpacked.
+        self.unpacked: dict[int, int] = {}
+        self.clocks: dict[int, float] = {}
+        self.notes: list[Note] = []
+
+    def _find_tickets(self, here: set[int]) -> None:
+        """Find what is needed for the saved tensors that are not kept. ``here``: what is kept."""
+        graph, tables = self.graph, self.tables
+        #: By saved tensor: whether it is not kept on the device.
         self.is_ticket = [value not in here for value in tables.saved]
-        #: By region: the saved tensors that are not kept on the device, in the order of forward.
+        #: By region: those saved tensors, in the order of forward.
         self.tickets: list[list[int]] = [[] for _ in graph.regions]
         missing = [n for n, is_ticket in enumerate(self.is_ticket) if is_ticket]
         for number in missing:
@@ -70,31 +102,8 @@ class Playback:
             if value in here:
                 region = tables.regions[missing[index]]
                 self.order[region].append((value, index - begins[region]))
+        #: The ops that run again.
         self.again = needs.again
-        #: Bytes of generator states, which are held until the end.
-        self.states = sum([graph.ops[op].state for op in needs.again])
-        #: By value: how many unpacked tensors of it autograd still holds; and how many copies of it
-        #: earlier backwards through the same graph have unpacked.
-        self.given = [0] * len(graph.values)
-        self.copies: dict[int, int] = {}
-        self.dead = [False] * len(graph.saved)
-        #: The time, and how many events are over.
-        self.clock = 0.0
-        self.over = 0
-        self.rerun = 0.0
-        self.waits = 0.0
-        self._find_costs(schedule)
-        self._plan_copies(schedule)
-        self._hold(kept)
-        #: The current phase; the change of memory in it; the live bytes that were recomputed or
-        #: fetched, now and at its start.
-        self.phase = 0
-        self.change = 0
-        self.made = self.made_before = 0
-        #: By event: ``change`` and ``clock`` once all is unpacked.
-        self.unpacked: dict[int, int] = {}
-        self.clocks: dict[int, float] = {}
-        self.notes: list[Note] = []
 
     def _find_costs(self, schedule: Schedule) -> None:
         """Add the cost of the engine, or of modules, which includes their recomputation.
@@ -111,6 +120,7 @@ class Playback:
             self.clock = graph.engine_cost
 
     def _plan_copies(self, schedule: Schedule) -> None:
+        """Find what is offloaded, and after which op of forward."""
         graph = self.graph
         self.limit = schedule.limit
         self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
@@ -162,9 +172,9 @@ class Playback:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket
         if self.sent:
-            actions = [a for a in tables.actions if a[1] in (OP, PASS) or is_ticket[a[2]]]
+            actions = [a for a in tables.actions if a[1] in (OP, BACKWARD) or is_ticket[a[2]]]
         else:
-            actions = [a for a in tables.of_saved if a[1] == PASS or is_ticket[a[2]]]
+            actions = [a for a in tables.of_saved if a[1] == BACKWARD or is_ticket[a[2]]]
         turn = bisect_left(actions, (2 * self.graph.turn,))
         self._play(actions[:turn])
         self.left = actions[turn:]
@@ -187,7 +197,7 @@ class Playback:
             elif kind == OP:
                 self._end_op(number)
             else:
-                self._begin_pass()
+                self._begin_backward()
         self._begin_phase(self.phase)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ class Playback:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _begin_pass(self) -> None:
+    def _begin_backward(self) -> None:
         """Another backward begins. What the one before recomputed and did not use is released."""
         for value in self.working.here:
             if not self.given[value]:
@@ -253,7 +263,7 @@ class Playback:
             region = self.tables.regions[saved]
             self._release_held(region)
             if len(self.tickets[region]) <= self.begin:
-                self._begin()
+                self._begin_fetching()
             if value in self.away:
                 self._fetch_now(value)
             else:
@@ -370,7 +380,7 @@ class Playback:
             self.waits += until - self.clock
             self.clock = until
 
-    def _begin(self) -> None:
+    def _begin_fetching(self) -> None:
         """Start to fetch ahead."""
         if self.has_begun:
             return

@@ -9,7 +9,7 @@ first:
 1. A missing value is recomputed: `missing_ops` finds the ops.
 2. A recomputed value stays in the `WorkingSet` and is freed after its last use: a read by an op
    that runs again, or an unpack by autograd.
-3. A held value is freed once all saved tensors from the first that needs it on are dead
+3. A held value is freed once the first saved tensor that needs it, and all after that, are dead
    (`pop_unneeded`), at the next unpack of a value that is not in the working set.
 """
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect.compiled.lazy import LazyFit
 from recollect.compiled.planner import CompiledPlanner, check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
@@ -27,7 +26,7 @@ from recollect.planning.ranks.together import make_plan
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.sampling import now
 from recollect.planning.recording.step import Loss
-from recollect.report.page import framed, page
+from recollect.report.page import HasPage, page
 from recollect.report.plan_report import PlanReport, Point
 from recollect.report.table import frontier_table
 from recollect.report.units import bytes_text
@@ -199,8 +198,7 @@ def frontier(
     The arguments are those of `plan`, and ``progress`` as in `fit`. With several processes, each
     has its own frontier. A step that communicates has none, because every query may run steps.
     """
-    is_shared = isinstance(model, nn.Module) and (shards_of(model) or is_parallel(model))
-    if is_shared and ranks_of(model):
+    if isinstance(model, nn.Module) and is_shared(model) and ranks_of(model):
         raise ValueError(
             "model: its parameters are distributed over several processes, for which there is no "
             "frontier. recollect.plan(model, batch, budget) on every rank names the least feasible "
@@ -211,7 +209,7 @@ def frontier(
     return Frontier(make(request, reporter(progress)))
 
 
-class Frontier:
+class Frontier(HasPage):
     """The memory/time frontier of a training step. ``str()`` of it is a table."""
 
     def __init__(self, planner: Planner) -> None:
@@ -248,12 +246,8 @@ class Frontier:
     def __str__(self) -> str:
         return frontier_table(self.report)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows the frontier, for any browser, in one file."""
-        Path(path).write_text(page(self.report), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(page(self.report))
+    def _page(self) -> str:
+        return page(self.report)
 
     @property
     def report(self) -> PlanReport:

@@ -26,7 +26,7 @@ from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
 from recollect.report.bands import Band, Stack
 from recollect.report.compare import Comparison
-from recollect.report.page import framed, page
+from recollect.report.page import HasPage, page
 from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 from recollect.report.table import table
@@ -41,7 +41,7 @@ _RUNNERS = (Runner, Installed)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(PlannedStep):
+class Plan(PlannedStep, HasPage):
     """The results that a training step keeps, recomputes and offloads to stay within a budget.
 
     Made by `recollect.plan`. Immutable. ``str()`` of it is a table. Peaks are in bytes, times in
@@ -195,12 +195,8 @@ class Plan(PlannedStep):
         names = (first, second) if first != second else ("this plan", "the other")
         return Comparison(self.report, other.report, names)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows the plan, for any browser, in one file."""
-        Path(path).write_text(page(self.report), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(page(self.report))
+    def _page(self) -> str:
+        return page(self.report)
 
     # --- files ------------------------------------------------------------------------------------
 

@@ -78,10 +78,10 @@ SAC_IGNORED_OPS: set[Any] = {
 
 _OF_TORCH = ("aten::", "prims::", "prim::", "rngprims::")
 
-#: Namespaces of deterministic ops, and of random ops that have the tag: torch, its own libraries,
-#: and bitsandbytes, which dequantizes weights at every use (QLoRA). Keeping those would take more
-#: memory than weights in full precision.
-_FUNCTIONS = (
+#: Namespaces of ops that keep no state, and of which the random ones have the tag: torch, its own
+#: libraries, and bitsandbytes, which dequantizes weights at every use (QLoRA). Keeping those would
+#: take more memory than weights in full precision.
+_PURE = (
     *_OF_TORCH,
     *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),
     *("torch_attn::", "torchvision::", "bitsandbytes::"),
@@ -155,6 +155,7 @@ class OpInfo:
         #: Whether it takes and returns nothing but tensors and plain values.
         self.is_overload = type(op) is OpOverload
         self._read_effects(op, name)
+        self._read_communication(name)
         self._read_randomness(op, name)
         self.is_cast = op is CAST
         self.is_ignored = op in SAC_IGNORED_OPS
@@ -173,18 +174,7 @@ class OpInfo:
         self.runs_no_kernel = self.is_view or self.is_ignored or self.is_inplace_view
         #: Whether a global flag may decide how it is computed.
         self.depends_on_flags = name in _FLAGGED or not (name in _FLAGLESS or self.is_pointwise)
-        #: Whether its results can be kept instead of rerunning it. Results of views and of ops that
-        #: write are memory of the inputs, and a recomputation has other inputs.
-        self.can_be_kept = not (
-            self.is_alias or self.writes or self.allocates or name.startswith(_EFFECTS)
-        )
-        #: Whether it may return other bits for the same input.
-        self.is_nondeterministic = self.can_be_kept and has_tag(
-            op, torch.Tag.nondeterministic_bitwise
-        )
-        self.kept_by_default = self._kept_by_default()
-        # An op of another library may keep state, or draw random numbers without a tag.
-        self._is_function = name.startswith(_FUNCTIONS) or self.is_attention or self.is_pointwise
+        self._read_keeping(op, name)
         #: Whether it neither writes, draws nor casts, and opens no range.
         self.is_plain = self.is_overload and not (
             self.writes or self.is_cast or self.is_random or self.is_ignored or self.is_range
@@ -202,12 +192,6 @@ class OpInfo:
         self.returned_aliases = returned_aliases(op)
         # `_unsafe_view` is a view whose schema does not say so.
         self.is_alias = name == "aten::_unsafe_view" or any(self.returned_aliases or ())
-        #: Whether it communicates with other processes.
-        self.communicates = communicates(name)
-        #: Whether its results are there only after a wait.
-        self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
-        #: Whether it waits for them.
-        self.is_wait = name == _WAITS[0]
         is_in_place = name.startswith(_IN_PLACE_COLLECTIVES)
         #: Whether autograd does not count its writes, and would use the changed tensor.
         self.writes_uncounted = is_in_place and name not in _WRITING_NOTHING
@@ -238,6 +222,14 @@ class OpInfo:
         self.updates_statistics = name in _UPDATING_NORMS
         self._training = _find(op, "training") if self.updates_statistics else None
 
+    def _read_communication(self, name: str) -> None:
+        #: Whether it communicates with other processes.
+        self.communicates = communicates(name)
+        #: Whether its results are there only after a wait.
+        self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
+        #: Whether it waits for them.
+        self.is_wait = name == _WAITS[0]
+
     def _read_randomness(self, op: Any, name: str) -> None:
         self.is_random = has_tag(op, torch.Tag.nondeterministic_seeded) and name != _NEVER_RANDOM
         generators = [each for each in arguments_of(op) if "Generator" in each.type]
@@ -253,6 +245,20 @@ class OpInfo:
             self._library_rng = dropout, train, state
         #: Whether it draws, if at all, from a random state of its library.
         self.has_library_rng = self._library_rng is not None
+
+    def _read_keeping(self, op: Any, name: str) -> None:
+        #: Whether its results can be kept instead of rerunning it. Results of views and of ops that
+        #: write are memory of the inputs, and a recomputation has other inputs.
+        self.can_be_kept = not (
+            self.is_alias or self.writes or self.allocates or name.startswith(_EFFECTS)
+        )
+        #: Whether it may return other bits for the same input.
+        self.is_nondeterministic = self.can_be_kept and has_tag(
+            op, torch.Tag.nondeterministic_bitwise
+        )
+        self.kept_by_default = self._kept_by_default()
+        # An op of another library may keep state, or draw random numbers without a tag.
+        self._is_pure = name.startswith(_PURE) or self.is_attention or self.is_pointwise
 
     def _kept_by_default(self) -> str | None:
         """Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
@@ -272,11 +278,11 @@ class OpInfo:
     def generator(self, args: _Args, kwargs: dict[str, Any]) -> torch.Generator | None:
         return _value(self._generator, args, kwargs)  # type: ignore[no-any-return]
 
-    def is_function(self, args: _Args, kwargs: dict[str, Any]) -> bool:
-        """Whether the call is deterministic, apart from draws that a tag declares."""
+    def is_pure(self, args: _Args, kwargs: dict[str, Any]) -> bool:
+        """Whether the call keeps no state, and draws no random numbers unless a tag says so."""
         if self._dropout is None:
-            return self._is_function
-        return self._is_function and not _value(self._dropout, args, kwargs)
+            return self._is_pure
+        return self._is_pure and not _value(self._dropout, args, kwargs)
 
     def has_absolute_offset(self, args: _Args, kwargs: dict[str, Any]) -> bool:
         """Whether the call makes a view by an absolute storage offset."""

@@ -34,7 +34,7 @@ from recollect.policy.rules import (
     listed,
 )
 from recollect.policy.rulings import DEFAULT, OpRuling, Rulebook, Ruling, rulebook_of
-from recollect.state.module_state import index_of
+from recollect.state.module_index import index_of
 from recollect.state.reachable import Reachable
 
 #: Modules, with the ranks of the rules that match each.

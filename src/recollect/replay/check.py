@@ -21,10 +21,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from recollect._torch.autograd import (
-    detached,
     is_in_custom_function,
     unpacks_by,
-    view_base,
     without_history,
 )
 from recollect._torch.devices import (
@@ -209,7 +207,7 @@ class Checker:
             for _, value, layout, away in expected.caught_returns:
                 self._remat.keep(value, without_history(out), layout, away=away)
             if tickets:
-                self._drop_or_hold(expected, tickets)
+                self._remat.drop_or_hold(expected, tickets)
         if expected.written and self.difference is None:
             self._note_writes(expected, values)
         return out
@@ -411,7 +409,7 @@ class Checker:
             hold_for_good(ticket)
             return
         self._next = expected.following
-        self._drop_or_hold(expected, [ticket])
+        self._remat.drop_or_hold(expected, [ticket])
 
     def _end_with_care(self, expected: ExpectedCall, returned: list[_Tensor]) -> None:
         """The function has returned: if it ended as recorded, drop or hold its saved tensors.
@@ -433,7 +431,7 @@ class Checker:
         if call.in_flight or call.arrived:
             self._follow_collectives(call)
         if tickets:
-            self._drop_or_hold(expected, tickets)
+            self._remat.drop_or_hold(expected, tickets)
         if expected.arrivals:
             self._remat.offload_batch.release(expected.arrivals)
 
@@ -477,24 +475,3 @@ class Checker:
         for held in self._uncounted:
             held.count_version()
         self._uncounted.clear()
-
-    def _drop_or_hold(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
-        """Hold the saved tensors that the schedule holds, and drop the others."""
-        for place, value, layout, away in expected.caught_packed:
-            hold_for_good(tickets[place])
-            self._remat.keep(value, local_tensor(tickets[place][0]), layout, away=away)
-        dropped, is_of_torch = self._remat.tickets, expected.is_of_torch
-        for ticket, view in zip(tickets, expected.saved, strict=False):
-            if view is not None:
-                ticket[0] = None
-                ticket[2] = view
-                dropped.append(ticket)
-                continue
-            tensor = ticket[0]
-            base = view_base(tensor)
-            # `hold_for_good` without a call for most of them. A view of a parameter leads to the
-            # parameter alone, unless it is the result of a custom function that saves it.
-            is_free = is_of_torch and base is not None and base.is_leaf and base.requires_grad
-            if not (is_free or (base is None and tensor.is_leaf)):
-                ticket[0] = detached(tensor)
-        tickets.clear()

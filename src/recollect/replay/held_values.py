@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from recollect._torch.autograd import without_graph, without_history
-from recollect._torch.dtensors import has_dtensors, is_wrapper
+from recollect._torch.autograd import detached, view_base, without_graph, without_history
+from recollect._torch.dtensors import has_dtensors, is_wrapper, local_tensor
 from recollect._torch.modes import DispatchMode
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
@@ -36,6 +36,7 @@ from recollect.replay.recorded_graph import (
     is_whole,
     view_of,
 )
+from recollect.replay.recording import ExpectedCall
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 #: Replaces a saved tensor in the autograd graph: the tensor if it is held, its version, and if it
@@ -172,6 +173,27 @@ class HeldValues:
         """Release the value kept last after all others, because older tickets need it."""
         number, _ = self._order.pop()
         self._order.insert(0, (number, 0))
+
+    def drop_or_hold(self, expected: ExpectedCall, tickets: list[Ticket]) -> None:
+        """Hold the saved tensors of a checked function that the schedule holds; drop the others."""
+        for place, value, layout, away in expected.caught_packed:
+            hold_for_good(tickets[place])
+            self.keep(value, local_tensor(tickets[place][0]), layout, away=away)
+        dropped, is_of_torch = self.tickets, expected.is_of_torch
+        for ticket, view in zip(tickets, expected.saved, strict=False):
+            if view is not None:
+                ticket[0] = None
+                ticket[2] = view
+                dropped.append(ticket)
+                continue
+            tensor = ticket[0]
+            base = view_base(tensor)
+            # `hold_for_good` without a call for most of them. A view of a parameter leads to the
+            # parameter alone, unless it is the result of a custom function that saves it.
+            is_free = is_of_torch and base is not None and base.is_leaf and base.requires_grad
+            if not (is_free or (base is None and tensor.is_leaf)):
+                ticket[0] = detached(tensor)
+        tickets.clear()
 
     # --- writes -----------------------------------------------------------------------------------
 

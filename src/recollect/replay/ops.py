@@ -212,7 +212,7 @@ class OpRecorder(DispatchMode):
         if info.communicates and not insists:
             # Which ops run again depends on layouts, and so on the rank: others may not take part.
             why_kept = COLLECTIVE
-        if not insists and not info.is_function(args, kwargs):
+        if not insists and not info.is_pure(args, kwargs):
             why_kept = FOREIGN
         if op.key is not None and why_kept is None:
             return  # it may run again for results that are not held

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from recollect.report.page import comparison_page, framed
+from recollect.report.page import HasPage, comparison_page
 from recollect.report.plan_report import PlanReport, longer_text
 from recollect.report.rows import Row, lists_by, pattern, sums_of
 from recollect.report.table import columns, counted
@@ -29,7 +28,7 @@ class Change:
     bytes: int
 
 
-class Comparison:
+class Comparison(HasPage):
     """Two plans side by side. ``str()`` of it is a table."""
 
     def __init__(self, first: PlanReport, second: PlanReport, names: tuple[str, str]) -> None:
@@ -78,13 +77,6 @@ class Comparison:
             )
             for group in groups
         ]
-
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows both plans, for any browser, in one file."""
-        Path(path).write_text(self._page(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(self._page())
 
     def _page(self) -> str:
         return comparison_page(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
-from recollect.report.page import explanation_page, framed
+from recollect.report.page import HasPage, explanation_page
 from recollect.report.plan_report import Figure
 from recollect.report.rows import RegionCall, Row, Totals, lists_by, pattern
 from recollect.report.table import columns, counted, modules_table, rows_table
@@ -24,7 +23,7 @@ _MODULES = 8
 _MUCH = 0.5
 
 
-class Explanation:
+class Explanation(HasPage):
     """What one forward left in memory. ``str()`` of it is a table.
 
     A storage counts once, however many tensors share it. Parameters, buffers and other memory from
@@ -92,13 +91,6 @@ class Explanation:
         held, inputs = self.held_bytes, self.totals.by_fate["input"]
         total = f"held after forward: {bytes_text(held)}, inputs of regions: {bytes_text(inputs)}"
         return "\n\n".join(filter(None, (*tables, total, *self.remarks)))
-
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows what is held, by module, for any browser, in one file."""
-        Path(path).write_text(self._page(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(self._page())
 
     def _page(self) -> str:
         sums = self.totals.by_fate

@@ -1,7 +1,8 @@
-"""A plan, a frontier or a search for the largest batch as one HTML page, without requests.
+"""Plans, frontiers, searches for the largest batch and explanations as HTML pages.
 
-Head, tiles, notes and small tables are HTML. The charts and the tree of modules are drawn by the
-script of the page from its data. Its policy allows that one script, by its hash.
+A page is one file, and requests nothing. Head, tiles, notes and small tables are HTML. The charts
+and the tree of modules are drawn by the script of the page from its data. Its policy allows that
+one script, by its hash.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -147,7 +149,21 @@ def sizes_page(report: SizesReport) -> str:
     return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
 
 
-def framed(document: str) -> str:
+class HasPage:
+    """A result that a page shows."""
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that shows this, for any browser, in one file."""
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return _framed(self._page())
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+
+def _framed(document: str) -> str:
     """A page for a notebook, in a frame: neither can change the looks of the other."""
     return (
         f'<iframe srcdoc="{escape(document)}" sandbox="allow-scripts" title="recollect" '

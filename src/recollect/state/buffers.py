@@ -32,7 +32,7 @@ from recollect._torch.tensors import copy_tensors, storage_key
 from recollect.checks.changed_input import used_tensor_changed
 from recollect.errors import InputChanged
 from recollect.policy.op_info import op_info
-from recollect.state.module_state import Writes
+from recollect.state.module_index import Writes
 from recollect.state.reachable import BufferPlace
 from recollect.state.tensors import (
     LARGE,

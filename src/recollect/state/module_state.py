@@ -6,257 +6,28 @@ A tensor may be replaced by assignment (``self.average = 0.9 * self.average + x`
 this is restored for a rerun. Classes are not, since other code uses them at the same time: another
 ``forward`` of a class, or another class of a module, is an error.
 
-Almost always nothing has changed. With a `ModuleIndex` of the modules below a module, finding that
-out takes tens of nanoseconds for each; walking through them would take a microsecond for each part,
-at every call. An index is valid while every module has the same children, of the same classes, and
-parameters and buffers of the same names. (torch would report registrations; but the compiler guards
-on registration hooks, in all code that registers a module.) It is stored in the module itself: in a
-global table it would keep alive a module that refers to itself (by a bound method, say).
+Almost always nothing has changed, which a `ModuleIndex` finds out quickly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from enum import Enum, auto
 from itertools import chain, islice, repeat
 from operator import is_, itemgetter
-from types import FunctionType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 
-from recollect._torch.modules import BATCH_NORMS, FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, is_torch_nn
+from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
-from recollect.state.module_settings import FIRST, INDEX_KEY, ModuleSettings, Place, Watched
+from recollect.state.module_index import Attributes, ModuleIndex
+from recollect.state.module_settings import ModuleSettings, Place
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
 
-
-class Writes(Enum):
-    """Whether a buffer may be written to without its version being raised."""
-
-    #: No: all writes raise it.
-    SEEN = auto()
-    #: Perhaps: a user's code may write through ``.data``.
-    MAYBE = auto()
-    #: The same of a module in training, which is remembered separately.
-    MAYBE_IN_TRAINING = auto()
-    #: Yes: an op updates statistics and does not raise it.
-    HIDDEN = auto()
-
-
-_WITH_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-#: For a module in eval mode, and in training: of torch's layers, of those with running statistics,
-#: and of all others, of which nothing is known.
-_PLAIN = Writes.SEEN, Writes.SEEN
-_STATISTICS = Writes.SEEN, Writes.HIDDEN
-_UNKNOWN = Writes.MAYBE, Writes.MAYBE_IN_TRAINING
-
-
-def _writes_of(module: nn.Module) -> tuple[Writes, Writes]:
-    if not is_torch_nn(module) or type(module) is nn.Module:
-        return _UNKNOWN
-    return _STATISTICS if isinstance(module, _WITH_STATISTICS) else _PLAIN
-
-
-Attributes = dict[str, Any]
 _get = dict.get
-
-
-def _count_standard(attributes: Attributes) -> int:
-    """How many of the first attributes of a module are those that every module has."""
-    return len(FIRST) if [*islice(attributes, len(FIRST))] == FIRST else 0
-
-
-class ModuleIndex:
-    """A module and all below it.
-
-    Lists of attributes lack those of the root, which refer to the index: there is no cycle.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = ref(root)
-        #: The attributes of each module.
-        self.content: list[Attributes] = []
-        #: Dictionaries of parameters, if there are any, that a forward leaves alone.
-        self.parameters: list[dict[str, Any]] = []
-        #: Dictionaries of parameters, buffers and children, if there are any: those of
-        #: ``parameters`` first, those of children last. So one pass over their values serves all.
-        self.owners: list[dict[str, Any]] = []
-        #: Dictionaries of children, if there are any; and the empty ones.
-        self.children_dicts: list[dict[str, Any]] = []
-        self.childless: list[dict[str, Any]] = []
-        #: The attributes of modules that have buffers, and how these may be written to.
-        self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
-        #: The attributes of modules that are not torch's layers, and how many of the first of them
-        #: every module has; and that number of the root.
-        self.user_modules: list[tuple[Attributes, int]] = []
-        self.standard_attributes = _count_standard(root.__dict__)
-        #: The attributes of modules that may have settings, and which of them are watched; and of
-        #: the root.
-        self.settings: list[Place] = []
-        self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
-        #: The recurrent layers, the root included.
-        self.recurrent: list[ref[Any]] = []
-        #: The global variables that ``functions`` name; None until they are looked up.
-        self.globals: list[Any] | None = None
-        #: Parameters and buffers of scripted modules, which have no attributes.
-        self.scripted: list[torch.Tensor] = []
-        #: Dictionaries of modules that make their parameters at the first call.
-        self._unfinished: list[dict[str, Any]] = []
-        #: Whether a module gathers statistics from other processes, in training.
-        self.communicates = False
-        #: Dictionaries of parameters, buffers and children that are empty.
-        self._empty: list[dict[str, Any]] = []
-        self.root_class = type(root)
-        self.is_scripted = isinstance(root, torch.jit.ScriptModule)
-        #: How the buffers of the root may be written to, and whether it is no layer of torch's.
-        self.writes = _writes_of(root)
-        self.is_user_module = self.writes is _UNKNOWN
-        #: The functions of classes that are not torch's.
-        self.functions = _functions_of(type(root)) if self.is_user_module else []
-        #: The children of the root and of each of ``content``, by name.
-        self.offspring: list[dict[str, Any]] = []
-        modules = _modules_below(root)
-        for module in modules:
-            if isinstance(module, torch.jit.ScriptModule):
-                self.scripted += [*module.parameters(), *module.buffers()]
-            else:
-                self._add_dictionaries(module)
-                if module is not root:
-                    self._add_attributes(module)
-        self.owners = [*self.parameters, *self.owners, *self.children_dicts]
-        #: Their values, which change as they do; and those of ``children_dicts``.
-        self.values = [*map(dict.values, self.owners)]
-        self._children_now = [*map(dict.values, self.children_dicts)]
-        #: The names in each of ``owners``.
-        self.names = [(*owner,) for owner in self.owners]
-        #: The same, one after the other.
-        self.keys = [*chain.from_iterable(self.names)]
-        #: How many of the values in ``owners`` are those of ``parameters``.
-        self.guarded = sum(map(len, self.parameters))
-        self.children = [*chain.from_iterable(self._children_now)]
-        self.child_classes = [*map(type, self.children)]
-        #: The classes that may define a ``forward``.
-        bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
-        self.classes = [*({*bases} - {nn.Module, object})]
-
-    def _add_dictionaries(self, module: nn.Module) -> None:
-        places = ("_parameters", "_buffers", "_modules")
-        parameters, buffers, children = (module.__dict__[place] for place in places)
-        is_guarded = parameters and not _may_change_parameters(module)
-        if is_guarded:
-            self.parameters.append(parameters)
-        self.owners += [owner for owner in (None if is_guarded else parameters, buffers) if owner]
-        self._empty += [owner for owner in (parameters, buffers, children) if not owner]
-        (self.children_dicts if children else self.childless).append(children)
-        self.offspring.append(children.copy())
-        if isinstance(module, nn.RNNBase):
-            self.recurrent.append(ref(module))
-        if isinstance(module, LazyModuleMixin):
-            self._unfinished += [parameters, buffers]
-        self.communicates |= isinstance(module, nn.SyncBatchNorm)
-
-    def _add_attributes(self, module: nn.Module) -> None:
-        content, writes = module.__dict__, _writes_of(module)
-        self.content.append(content)
-        if content["_buffers"]:
-            self.with_buffers.append((content, writes))
-        if _may_have_settings(module):
-            self.settings.append((content, Watched(content)))
-        if writes is _UNKNOWN:
-            self.user_modules.append((content, _count_standard(content)))
-            self.functions += _functions_of(type(module))
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether this index of ``module`` is up to date."""
-        if (
-            self.root() is not module
-            or type(module) is not self.root_class
-            or any(self._empty)
-            or [*chain.from_iterable(self.owners)] != self.keys
-        ):
-            return False
-        children = [*chain.from_iterable(self._children_now)]
-        return all(map(is_, children, self.children)) and self.child_classes == [
-            *map(type, children)
-        ]
-
-    def changed_classes(self) -> list[tuple[nn.Module, type]]:
-        """The modules that have another class now, each with its former one."""
-        members = [self.root(), *self.children]
-        pairs = zip(members, [self.root_class, *self.child_classes], strict=True)
-        return [(m, cls) for m, cls in pairs if m is not None and type(m) is not cls]
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a lazy module is still to make a parameter or buffer."""
-        if not self._unfinished:
-            return False
-        tensors = chain.from_iterable([[*owner.values()] for owner in self._unfinished])
-        return any(is_lazy(tensor) for tensor in tensors)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the module has its own
-
-
-def _functions_of(cls: type) -> list[FunctionType]:
-    """The functions of a class of modules that torch does not define."""
-    classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
-    members = [member for base in classes for member in [*vars(base).values()]]
-    return list({id(m.__code__): m for m in members if type(m) is FunctionType}.values())
-
-
-def _may_change_parameters(module: nn.Module) -> bool:
-    """Whether forward may change parameters in place.
-
-    ``max_norm`` renormalizes embedding rows, which a rerun repeats without effect.
-    """
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
-def _may_have_settings(module: nn.Module) -> bool:
-    """Whether plain attributes may say what ``module`` computes. Sharding keeps its own there."""
-    cls = type(module)
-    return cls not in _WITHOUT_SETTINGS and not cls.__module__.startswith("torch.distributed")
-
-
-_WITHOUT_SETTINGS = frozenset({nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity})
-
-
-def _modules_below(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all below, each once, as ``modules()`` has them."""
-    found: dict[int, nn.Module] = {}
-    pending = [root]
-    while pending:
-        module = pending.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            # A copy: another thread, or the module's own code, may be registering something.
-            children = module.__dict__.get("_modules")
-            below = [*(children.values() if isinstance(children, dict) else module.children())]
-            pending += [child for child in reversed(below) if child is not None]
-    return [*found.values()]
-
-
-def index_of(module: nn.Module) -> ModuleIndex:
-    """The index of ``module``, made again if it is out of date."""
-    index: ModuleIndex | None = module.__dict__.get(INDEX_KEY)
-    if index is None or not index.is_of(module):
-        index = ModuleIndex(module)
-        if not isinstance(module, torch.jit.ScriptModule):
-            module.__dict__[INDEX_KEY] = index
-    return index
-
-
-# --- the state of modules -------------------------------------------------------------------------
-
 _FORWARD, _TRAINING, _NOTHING = repeat("forward"), repeat("training"), repeat(None)
 
 

@@ -22,8 +22,8 @@ from weakref import ProxyTypes, WeakKeyDictionary
 import torch
 from torch import nn
 
+from recollect.state.module_index import Attributes, ModuleIndex, Writes, index_of
 from recollect.state.module_settings import STANDARD_ATTRIBUTES
-from recollect.state.module_state import Attributes, ModuleIndex, Writes, index_of
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
 from recollect.state.rng import generator_types
 

@@ -25,7 +25,8 @@ from recollect.state.ambient import Ambient
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
 from recollect.state.inputs import Inputs
-from recollect.state.module_state import ModuleIndex, ModuleState
+from recollect.state.module_index import ModuleIndex
+from recollect.state.module_state import ModuleState
 from recollect.state.reachable import Reachable
 from recollect.state.restorers import UNSET, VARIABLES, Entry, put_until
 from recollect.state.rng import (

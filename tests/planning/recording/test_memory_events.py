@@ -6,7 +6,7 @@ from threading import Thread
 
 import torch
 
-from recollect._torch.profiler import Change
+from recollect._torch.profiler import MemoryChange
 from recollect.planning.recording.memory_events import Blocks, allocated_by
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_the_most_at_once_and_what_is_left() -> None:
 def of(*changes: tuple[int, int]) -> tuple[int, int]:
     blocks = Blocks()
     for time, (address, nbytes) in enumerate(changes):
-        blocks.apply(Change(time, address, nbytes))
+        blocks.apply(MemoryChange(time, address, nbytes))
     return blocks.peak, blocks.total
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
-from weakref import finalize
 
 import torch
 from torch import nn
 
-from recollect._torch.autograd import after_each_backward, current_operation
+from recollect._torch.autograd import current_operation
 from recollect._torch.dynamo import (
     dynamo_callback,
     hide_from_dynamo,
@@ -28,7 +27,7 @@ from recollect._torch.dynamo import (
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
-from recollect.planning.loop.attempt import Attempt
+from recollect.planning.loop.attempt import Attempt, Attempts
 from recollect.planning.loop.companions import Companion, Settled
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
@@ -46,14 +45,12 @@ from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, wat
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
-from recollect.planning.recording.step import is_out_of_memory
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import units_of, warn_not_in_effect
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
-from recollect.report.units import bytes_text
 
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
@@ -97,7 +94,7 @@ class Runner:
         self._make_plan = make_plan
         self._warnings = WarnOnce()
         self._forwards = Forwards()
-        self._is_watching = False
+        self._attempts = Attempts(self._forwards, self._warnings)
         #: Whether backwards go through parts of an output, one after the other.
         self._in_parts = False
         self._on_again = weakly(self.again)
@@ -213,7 +210,7 @@ class Runner:
         since = current_operation()
         attempt = None if before is None or kinds.plan.communicates else Attempt(model)
         run = partial(self._run_by, variant, function, args, kwargs)
-        result, report = self._run_or_retry(kinds, step, run, attempt)
+        result, report = self._attempts.run(kinds, step, run, attempt)
         remat = None if report is None else report.remat
         again, in_parts = partial(self._on_again, step), self._in_parts
         forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
@@ -223,7 +220,7 @@ class Runner:
             if self._checks > 0 and kinds.is_planned(step):
                 watch_output(result, self._check_output)
         if before is not None and (report is not None or variant.is_predicted):
-            self._watch_backward()
+            self._attempts.watch_backward(kinds)
             self._watched = step
             self._peaks.compare(result, before)
         return result
@@ -243,24 +240,6 @@ class Runner:
             in_parts=self._in_parts,
         )
 
-    def _run_or_retry(
-        self,
-        kinds: Kinds,
-        step: StepKind,
-        run: Callable[[], tuple[Any, CallReport | None]],
-        attempt: Attempt | None,
-    ) -> tuple[Any, CallReport | None]:
-        """Run a forward; if it runs out of memory, undo it and run it with less kept."""
-        try:
-            return run()
-        except RuntimeError as error:
-            if attempt is None or not is_out_of_memory(error):
-                raise
-            if not self._tighten(kinds, step, error) or not attempt.undo():
-                raise
-        torch.cuda.empty_cache()  # now that nothing holds the frames of the first attempt
-        return run()
-
     def _run_by(
         self, variant: Variant, function: _Function, args: _Args, kwargs: _Kwargs
     ) -> tuple[Any, CallReport | None]:
@@ -276,38 +255,6 @@ class Runner:
         if variant.contest is not None:
             variant.contest.watch(result)
         return result, report
-
-    # --- memory that has run out ------------------------------------------------------------------
-
-    def _tighten(self, kinds: Kinds, step: StepKind, error: BaseException) -> bool:
-        """A step ran out of memory: have later ones keep less. Returns whether they do."""
-        less = kinds.tighten(step)
-        note = (
-            f"recollect: steps like this one take {bytes_text(less)} less from now on: they keep "
-            "less and recompute more. This one cannot be run again: backward had begun, or forward "
-            "had changed buffers or other state of the model"
-            if less
-            else "recollect: this step already runs by the schedule of the least memory"
-        )
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10
-            self._warnings.warn("out of memory", note)
-        return less > 0
-
-    def _watch_backward(self) -> None:
-        """Notice backwards that run out of memory."""
-        if not self._is_watching:
-            self._is_watching = True
-            finalize(self, after_each_backward(weakly(self._backward_is_over)))
-
-    def _backward_is_over(self) -> None:
-        """If a backward ran out of memory, perhaps that of this model: keep less."""
-        forwards, error = self._forwards, sys.exc_info()[1]
-        if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
-            return
-        if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
-            self._tighten(self._kinds, forwards.step, error)
 
     # --- steps that are traced --------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import group_timeout
 from recollect.checks.place import warn_user
 from recollect.errors import CheckpointError, PlanWarning
@@ -154,8 +154,8 @@ class Meeting:
     ) -> Meeting:
         """The announcement for ``model`` in ``state``."""
         tensors = tuple((name, text, trained) for name, text, _, trained in state.tensors)
-        is_sharded = shards_of(model) is not None or is_parallel(model)
-        return cls(type(model).__name__, tensors, repr(budget), is_sharded, forwards, obstacle)
+        name = type(model).__name__
+        return cls(name, tensors, repr(budget), is_shared(model), forwards, obstacle)
 
 
 def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:

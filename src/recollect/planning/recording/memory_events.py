@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from recollect._torch.devices import profiler_is_on, stderr_hushed
-from recollect._torch.profiler import Change, memory_changes
+from recollect._torch.profiler import MemoryChange, memory_changes
 
 
 def may_communicate() -> bool:
@@ -56,7 +56,7 @@ class Blocks:
         #: The addresses of the blocks, in order.
         self._addresses: list[int] = []
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: MemoryChange) -> None:
         """Allocate or free a block."""
         start, size = change.address, change.nbytes
         if size > 0:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.devices import free_cuda_workspaces
-from recollect._torch.fsdp import BACKEND_THREADS, Shards, is_parallel, put_gradients, shards_of
+from recollect._torch.fsdp import BACKEND_THREADS, Shards, is_shared, put_gradients, shards_of
 from recollect._torch.modes import any_autocast_enabled
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors, storage_key
@@ -30,7 +29,12 @@ from recollect.planning.recording.batch import tensors_of_batch
 from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.model_state import check_model, gradients_of, parameters_of
 from recollect.planning.recording.sampling import Timing, now, sampled
-from recollect.report.units import argument_text
+from recollect.planning.recording.step_checks import (
+    check_loss,
+    check_optimizer,
+    refusal_of,
+    takes_batch,
+)
 from recollect.state.inputs import check_arguments, inference_fault
 from recollect.state.snapshot import LIMIT, Snapshot
 from recollect.state.tensor_snapshot import Written
@@ -91,16 +95,11 @@ class TrainingStep:
         batch: Any = None,
     ) -> None:
         check_model(model)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer should be a torch.optim.Optimizer, but got {argument_text(optimizer)}. "
-                "Pass the one of the loop, such as torch.optim.AdamW(model.parameters())"
-            )
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         self.batch = batch
         #: Whether the loss is called with the output and the batch, or with the output alone.
-        self.takes_batch = loss is not None and _takes_batch(loss, batch)
-        if optimizer is not None:
-            _check_optimizer(optimizer, model)
+        self.takes_batch = loss is not None and takes_batch(loss, batch)
         self.model = model
         self.args, self.kwargs = args, kwargs
         self.loss = loss
@@ -116,7 +115,7 @@ class TrainingStep:
         #: The FSDP state of the model, if it is sharded.
         self.shards = shards_of(model)
         #: Whether it communicates, so that all processes which have the model run it equally often.
-        self.is_shared = self.shards is not None or is_parallel(model)
+        self.is_shared = is_shared(model)
         #: The most bytes that one collective of it takes and returns, once that was traced.
         self.largest_collective = 0
         #: Whether parts of its forward were seen to save tensors by hooks of their own.
@@ -146,7 +145,7 @@ class TrainingStep:
         with torch.inference_mode(False), torch.enable_grad():
             output = self._forward()
             loss = self._loss_of(output)
-            _check_loss(loss, self.model)
+            check_loss(loss, self.model)
             if not self.holds_output:
                 del output
             loss.backward()
@@ -175,7 +174,7 @@ class TrainingStep:
                     f"recollect.plan(model, batch, {budget}); or no batch: "
                     f"recollect.fit(model, budget={budget})"
                 ) from error
-            if _refusal(self.model.forward, self.args, self.kwargs) is not None:
+            if refusal_of(self.model.forward, self.args, self.kwargs) is not None:
                 raise self._cannot_be_called(error) from error
             if type(self.batch) is list:
                 raise TypeError(
@@ -211,7 +210,7 @@ class TrainingStep:
 
     def check_call(self) -> None:
         """Refuse a batch that the model cannot be called with, if other processes wait for it."""
-        refusal = _refusal(self.model.forward, self.args, self.kwargs)
+        refusal = refusal_of(self.model.forward, self.args, self.kwargs)
         if self.is_shared and refusal is not None:
             raise self._cannot_be_called(refusal)
 
@@ -365,70 +364,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _refusal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why ``function`` does not take such arguments; None if it does, or if that is unknown."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it has no signature
-        return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def _takes_batch(loss: Any, batch: Any) -> bool:
-    """Whether a loss is ``loss(output, batch)``, and not ``loss(output)``: by its parameters."""
-    forms = "loss=lambda output: ... or loss=lambda output, batch: ..."
-    if not callable(loss):
-        raise TypeError(
-            f"loss should be a function of the model's output, or of that and the batch, {forms}, "
-            f"but got {argument_text(loss)}"
-        )
-    name = getattr(loss, "__name__", type(loss).__name__)
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    if _refusal(function, (None,), {}) is None:
-        return False
-    refusal = _refusal(function, (None, None), {})
-    if refusal is not None:
-        raise TypeError(
-            f"loss is called with the output of the model, or with that and the batch, and {name} "
-            f"takes neither ({refusal}): {forms}"
-        )
-    if not isinstance(batch, _Tensor) and str(getattr(loss, "__module__", "")).startswith(
-        "torch.nn."
-    ):
-        raise TypeError(
-            f"loss: {name} has two parameters, so it would be called with the output of the model "
-            f"and the batch, which is a {type(batch).__name__} and not the target. Say which part "
-            f"is: loss=lambda output, batch: {name}(output, ...), or have it know the target: "
-            "loss=lambda output: criterion(output, target)"
-        )
-    return True
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that needs a closure, or that trains another model."""
-    # The method of its class: schedulers replace it by one that says that it takes `self`.
-    refusal = _refusal(type(optimizer).step, (optimizer,), {})
-    if refusal is not None:
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} needs a closure ({refusal}), and calls the "
-            "model an unknown number of times: that is not one step. Leave it out, "
-            "recollect.plan(model, batch, budget): its state is then not counted"
-        )
-    steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trained and not any(id(parameter) in steps for parameter in trained):
-        raise ValueError(
-            f"optimizer: this {type(optimizer).__name__} has none of the parameters of this "
-            f"{type(model).__name__} that are trained. Was it made for another model, or before "
-            "the parameters were replaced? Make it from this one: "
-            f"{type(optimizer).__name__}(model.parameters(), ...)"
-        )
-
-
 def late_bytes(shards: Shards | None, collective: int, device: torch.device) -> int:
     """Bytes of collectives that a backend may free late.
 
@@ -448,33 +383,9 @@ def device_of(model: nn.Module) -> torch.device:
     return min(accelerated or devices, key=str)
 
 
-def _check_loss(loss: Any, model: nn.Module) -> None:
-    """Refuse a loss that backward cannot start from."""
-    if not isinstance(loss, _Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, _Tensor) else repr(loss)
-        raise ValueError(
-            f"loss should give one number to call backward on, but gave {what}. {_loss_fix(loss)}"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            f"loss: the loss of this {type(model).__name__} depends on nothing that requires a "
-            "gradient, so there is no backward to plan for. Does forward or the loss function run "
-            "under torch.no_grad, or detach its result?"
-        )
-
-
 def bytes_of_gradients(model: nn.Module) -> int:
     """The bytes of all gradients of a model, in the parts that are here."""
     return sum(storage_sizes(gradients_of(model)))
-
-
-def _loss_fix(loss: Any) -> str:
-    """How to make a loss of what a loss function has returned."""
-    if loss is None:
-        return "Does the loss function end without a return? Return the loss"
-    if isinstance(loss, (int, float)):
-        return "Return the tensor: leave out .item() or float()"
-    return "Reduce it: loss=lambda output: ....mean()"
 
 
 def storage_sizes(tensors: Iterable[_Tensor]) -> list[int]:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, Request, check_unplanned
@@ -20,7 +19,7 @@ from recollect.planning.progress import Progress, reporter
 from recollect.planning.recording.step import Loss, device_of
 from recollect.planning.sizes.largest import LargestSearch, Limit
 from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.report.page import framed, sizes_page
+from recollect.report.page import HasPage, sizes_page
 from recollect.report.sizes import SizePoint, SizesReport, sizes_table
 from recollect.report.units import bytes_text, percent_text
 
@@ -29,7 +28,7 @@ MOST = 2**20
 
 
 @dataclass(frozen=True, repr=False)
-class LargestBatch:
+class LargestBatch(HasPage):
     """The largest size for which a plan fits. ``str()`` of it is a table.
 
     Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
@@ -86,12 +85,8 @@ class LargestBatch:
     def __str__(self) -> str:
         return sizes_table(self.report)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a page that shows throughput against size, for any browser, in one file."""
-        Path(path).write_text(sizes_page(self.report), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return framed(sizes_page(self.report))
+    def _page(self) -> str:
+        return sizes_page(self.report)
 
 
 def largest_batch(
@@ -157,7 +152,7 @@ def largest_batch(
     request = Request(model, None, loss, optimizer, offload, holds_output)
     steps = SizedSteps(request, make_batch, report)
     check_unplanned(model, runs_steps=False)
-    if shards_of(model) is not None or is_parallel(model):
+    if is_shared(model):
         raise ValueError(
             "model: its parameters are distributed over processes, and sizes are looked for in one "
             "process. recollect.plan(model, batch, budget) on every rank says whether a size fits"

@@ -54,8 +54,8 @@ class Chain:
         self._places, fine = line.cuts(_PLACES)
         self._segments = Segments(line, self._places, fine)
         end = _Frontier([(_turn(line), 0.0, -1, -1)], [])
-        #: By place: the solutions that, of the values that cross it, read only those that are also
-        #: saved after it; and all solutions.
+        #: By place: the solutions that read, of the values that cross it, only those that are saved
+        #: after it as well; and all solutions.
         self._strict = [end] * len(self._places)
         self._loose = [end] * len(self._places)
         for at in reversed(range(len(self._places) - 1)):
@@ -119,7 +119,7 @@ def _turn(line: Linearization) -> int:
     """The peak between the last op of the row and its backward, beside the bytes that are held."""
     graph = line.graph
     stop = min(line.backward_begins[-1], len(graph.events))
-    start = line.ran[line.ops[-1]] + 1
+    start = graph.tables.ran[line.ops[-1]] + 1
     changes = [0] * (graph.turn + 1)
     for storage in graph.storages:
         if start <= storage.born < graph.turn:

@@ -72,18 +72,8 @@ class Linearization:
 
     def _find_saved(self) -> None:
         graph, count = self.graph, len(self.graph.saved)
-        end = len(graph.events)
-        #: By saved tensor: the event at which it is unpacked.
-        self.unpacked_at = [end] * count
-        for now, event in enumerate(graph.events):
-            for number in event.unpacks:
-                self.unpacked_at[number] = now
-        ran = [0] * len(graph.ops)
-        for now, event in enumerate(graph.events[: graph.turn]):
-            if event.op >= 0:
-                ran[event.op] = now
-        self.ran = ran
-        ran_needed = [ran[op] for op in self.ops]
+        end, unpacks = len(graph.events), graph.tables.unpacks
+        ran_needed = [graph.tables.ran[op] for op in self.ops]
         #: By saved tensor: the position of the op that saved it. By position: the saved tensors.
         self.place = [0] * count
         self.saved_by: list[list[int]] = [[] for _ in self.ops]
@@ -96,11 +86,11 @@ class Linearization:
             self.place[number] = place
             self.saved_by[place].append(number)
             self.last_saved[saved.value] = max(self.last_saved[saved.value], place)
-            first[place + 1] = min(first[place + 1], self.unpacked_at[number])
+            first[place + 1] = min(first[place + 1], unpacks[number])
         #: By place: the last event that unpacks a tensor that was saved behind it.
         self.busy_until = [-1] * (len(self.ops) + 1)
         for number, place in enumerate(self.place):
-            self.busy_until[place] = max(self.busy_until[place], self.unpacked_at[number])
+            self.busy_until[place] = max(self.busy_until[place], unpacks[number])
         for place in reversed(range(len(self.ops))):
             self.busy_until[place] = max(self.busy_until[place : place + 2])
         #: By place: the event at which backward of the ops before it begins.

@@ -45,39 +45,39 @@ class PriceSearch:
         self._prices = [0.0] * len(self._least)
         self._send = 0.0
 
-    def run(self, link: float = math.inf) -> float:
-        """A lower bound on the seconds of recomputation if ``link`` bytes can be offloaded."""
+    def run(self, link_bytes: float = math.inf) -> float:
+        """A lower bound on the seconds of recomputation if so many bytes can be offloaded."""
         best = 0.0
         for _ in range(self._rounds):
             cut = self._relaxation.solve(self._prices, self._send)
-            best = max(best, cut.cost - self._worth(link))
+            best = max(best, cut.cost - self._worth(link_bytes))
             self._found.append(cut)
-            reached = self._mix(link)
+            reached = self._mix(link_bytes)
             while self._add_event():
-                reached = self._mix(link)
+                reached = self._mix(link_bytes)
             if reached - best <= CLOSE * self._plain:
                 break
         return best if best <= self._relaxation.most * (1 + _EXCESS) else math.inf
 
-    def _worth(self, link: float) -> float:
+    def _worth(self, link_bytes: float) -> float:
         """The worth of the budget and the link at the prices."""
         rest = sum([self._prices[n] * (self._budget - self._least[n]) for n in self._events])
-        return rest + self._send * link if self._send else rest
+        return rest + self._send * link_bytes if self._send else rest
 
-    def _mix(self, link: float) -> float:
+    def _mix(self, link_bytes: float) -> float:
         """Find the cheapest mixture, its weights and its prices; return its cost."""
         found, budget = self._found, self._budget
         rows = [[each.memory[now] / budget for each in found] for now in self._events]
         limits = [1.0] * len(self._events)
-        if link < math.inf:
-            rows.append([each.sent / link for each in found])
+        if link_bytes < math.inf:
+            rows.append([each.sent / link_bytes for each in found])
             limits.append(1.0)
         costs = [each.seconds for each in found]
         reached, self._weights, worth = best_mixture(costs, rows, limits)
         self._prices = [0.0] * len(self._least)
         for now, each in zip(self._events, worth, strict=False):
             self._prices[now] = each / budget
-        self._send = worth[-1] / link if link < math.inf else 0.0
+        self._send = worth[-1] / link_bytes if link_bytes < math.inf else 0.0
         return reached
 
     def _add_event(self) -> bool:

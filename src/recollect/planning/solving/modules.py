@@ -96,7 +96,7 @@ def _freed(graph: Graph, inside: Iterable[str]) -> dict[str, int]:
         seen.add(value.storage)
         around = paths_around(graph.ops[value.op].path)
         for path in readers.get(saved.value, ()):
-            around = [each for each in around if path == each or path.startswith(f"{each}.")]
+            around = [each for each in around if each in paths_around(path)]
         for path in around:
             if path in freed:
                 freed[path] += value.nbytes

@@ -81,17 +81,8 @@ class _Variants:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._choices = frozenset(graph.choices)
-        #: By event: when it ends in the plain step. By op: its event. By saved tensor: the events
-        #: that unpack and free it.
+        #: By event: when it ends in the plain step.
         self._clock = list(accumulate(event.seconds for event in graph.events))
-        self._ran = {event.op: n for n, event in enumerate(graph.events) if event.op >= 0}
-        self._unpacks = [0] * len(graph.saved)
-        self._frees = [len(graph.events)] * len(graph.saved)
-        for number, event in enumerate(graph.events):
-            for saved in event.unpacks:
-                self._unpacks[saved] = number
-            for saved in event.frees:
-                self._frees[saved] = number
 
     def of(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
         """The schedule with some of the kept values offloaded."""
@@ -138,10 +129,11 @@ class _Variants:
         """How many of ``ops`` can be copied out during forward."""
         link = self._graph.link
         assert link is not None
-        end = self._clock[max(self._ran.values())]
+        ran = self._graph.tables.ran
+        end = self._clock[max(ran)]
         clock = 0.0
         for count, op in enumerate(ops):
-            clock = max(clock, self._clock[self._ran[op]]) + self._size(op) / link.out_rate
+            clock = max(clock, self._clock[ran[op]]) + self._size(op) / link.out_rate
             if clock > end:
                 return count
         return len(ops)
@@ -150,18 +142,18 @@ class _Variants:
         """The first event that unpacks an offloaded value."""
         values = self._graph.values
         unpacks = [
-            self._unpacks[number]
+            self._graph.tables.unpacks[number]
             for number, saved in enumerate(self._graph.saved)
             if values[saved.value].op in schedule.away
         ]
-        return min(unpacks, default=len(self._clock) - 1)
+        return min([*unpacks, len(self._clock) - 1])
 
     def _tickets_left(self, schedule: Schedule, event: int) -> int:
         """How many saved tensors that are not on the device the engine counts at an event."""
         graph = self._graph
         here = schedule.kept | graph.forced
         frees = [
-            self._frees[number]
+            graph.tables.frees[number]
             for number, saved in enumerate(graph.saved)
             if graph.values[saved.value].op not in here
         ]

@@ -195,13 +195,13 @@ class Relaxation:
         return Cut(cost, seconds, sent, memory)
 
     def _fill(self, prices: _BytePrices) -> float:
-        room = self._network.room
-        room[:] = [0.0] * len(room)
+        capacities = self._network.residual
+        capacities[:] = [0.0] * len(capacities)
         for edge, each in self._seconds:
-            room[edge] = each
+            capacities[edge] = each
         for item in self._items:
-            room[item.edge] = item.price(prices)
-        most = max(room, default=0.0)
+            capacities[item.edge] = item.price(prices)
+        most = max(capacities, default=0.0)
         for edge in self._fixed:
-            room[edge] = math.inf
+            capacities[edge] = math.inf
         return self._network.fill(most)

@@ -1,8 +1,9 @@
 """Candidates for each segment of the row: bytes held, bytes needed, seconds.
 
-The dynamic program (`chain`) puts a schedule together from them. Each segment becomes a small graph
-of its own, in which all values from outside are there, and its candidates are simulated. Equal
-blocks of a model have equal segments, which are solved once.
+The dynamic program (`chain`) puts a schedule together from them. A segment is made of one or more
+pieces, each between two neighbouring places to cut at. Each segment becomes a small graph of its
+own, in which all values from outside are there, and its candidates are simulated. Equal blocks of a
+model have equal segments, which are solved once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.solving.linearization import Linearization
-from recollect.planning.solving.select import Piece, corners, reruns
+from recollect.planning.solving.select import Subproblem, corners, reruns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class SegmentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """How many candidates to try, for segments of many pieces, of two, and of one.
+    """How many candidates to try, by effort: for segments of many pieces, of two, and of one.
 
     Args:
         corners: With no further cut.
@@ -82,9 +83,7 @@ class _Segment:
         self.number = {op: n for n, op in enumerate(self.ops)}
         self.values = [v for op in self.ops for v in line.graph.results[op]]
         self.local = {value: n for n, value in enumerate(self.values)}
-        self.span = (line.backward_begins[last], line.backward_begins[first])
-        if first == 0:
-            self.span = (line.backward_begins[last], len(line.graph.events))
+        self.span = _backward_of(line, first, last)
         self.offset = 0
         self.graph = self._graph()
         self._find_inputs()
@@ -194,11 +193,11 @@ class _Segment:
                 )
             )
 
-    def piece(self, required: Iterable[int], *, pays: bool) -> Piece:
-        """The choice with ``required`` kept. ``pays``: whether inputs from outside cost bytes."""
+    def subproblem(self, required: Iterable[int], *, pays: bool) -> Subproblem:
+        """Its ops, with ``required`` kept. ``pays``: whether inputs from outside cost bytes."""
         free = {self.number[op] for op in required if op in self.number}
         ops = self.graph.ops
-        return Piece(
+        return Subproblem(
             self.graph.rerun_seconds,
             [self.nbytes[n] if op.can_keep else None for n, op in enumerate(ops)],
             [op.forced or n in free for n, op in enumerate(ops)],
@@ -208,10 +207,10 @@ class _Segment:
             frozenset(self.graph.values[saved.value].op for saved in self.graph.saved),
         )
 
-    def judge(self, piece: Piece, kept: frozenset[int], *, passes: bool) -> SegmentChoice:
+    def judge(self, problem: Subproblem, kept: frozenset[int], *, passes: bool) -> SegmentChoice:
         """Simulate a choice. ``passes``: values that cross the whole segment are read behind it."""
         outcome = simulate(self.graph, Schedule(kept))
-        again = reruns(piece, kept)
+        again = reruns(problem, kept)
         reads_across = any(self.outside[op] for op in again)
         reads_across = reads_across or (passes and self._has_passing())
         return SegmentChoice(
@@ -266,7 +265,8 @@ class Segments:
         """The candidates for the segment from the first to the last of ``places``.
 
         Returns the offset of their needs, and the candidates. ``passes``: whether all values that
-        cross its end are to be available, or only those that are saved behind it.
+        cross its end are to be available, or only those that are saved behind it. ``effort``: 2 for
+        segments of one piece, 1 for two, 0 for more; see `_Limits`.
         """
         line, first, last = self._line, places[0], places[-1]
         signs = tuple(self._sign(a, b) for a, b in pairwise(places))
@@ -293,12 +293,12 @@ class Segments:
             most = (self.limits.inner if cut else self.limits.corners)[effort]
             # Inputs from outside have to be kept for the segment, or are kept anyway.
             for pays in (True, False) if effort and not cut else (False,):
-                piece = segment.piece(required, pays=pays)
-                free = frozenset(n for n, is_free in enumerate(piece.is_free) if is_free)
-                for chosen in corners(piece, most):
+                problem = segment.subproblem(required, pays=pays)
+                free = frozenset(n for n, is_free in enumerate(problem.is_free) if is_free)
+                for chosen in corners(problem, most):
                     kept = chosen | free
                     if kept not in found:
-                        found[kept] = segment.judge(piece, kept, passes=passes)
+                        found[kept] = segment.judge(problem, kept, passes=passes)
         return _best(found.values(), _MOST_KEPT[effort])
 
     def _inner(self, places: Sequence[int], effort: int) -> list[tuple[int, ...]]:
@@ -319,6 +319,12 @@ class Segments:
             sign = _describe(self._line, first, last)
             self._signs[first, last] = self._known.setdefault(sign, len(self._known))
         return self._signs[first, last]
+
+
+def _backward_of(line: Linearization, first: int, last: int) -> tuple[int, int]:
+    """The event at which backward of a segment begins, and that of what is before it."""
+    stop = line.backward_begins[first] if first else len(line.graph.events)
+    return line.backward_begins[last], stop
 
 
 def _best(options: Iterable[SegmentChoice], most: int) -> list[SegmentChoice]:
@@ -384,8 +390,7 @@ def _describe_value(line: Linearization, value: int, start: int) -> object:
 
 def _describe_backward(line: Linearization, first: int, last: int) -> object:
     graph = line.graph
-    start = line.backward_begins[last]
-    stop = len(graph.events) if first == 0 else line.backward_begins[first]
+    start, stop = _backward_of(line, first, last)
     before, during = line.fixed_before, line.fixed_during
     at = before[min(start, len(before) - 1)]
     rows = []

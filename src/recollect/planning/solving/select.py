@@ -20,7 +20,7 @@ _NO_LIMIT = 1 << 100
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Subproblem:
     """Ops to choose from, by their number here.
 
     Args:
@@ -29,7 +29,7 @@ class Piece:
         is_free: By op: whether it is kept in any case.
         reads: By op: the ops whose results it reads.
         outside: By op: the inputs from outside that it reads.
-        prices: The bytes of the inputs from outside.
+        outside_bytes: The bytes of each of these inputs.
         saved: The ops whose results backward unpacks.
     """
 
@@ -38,31 +38,31 @@ class Piece:
     is_free: Sequence[bool]
     reads: Sequence[Sequence[int]]
     outside: Sequence[Sequence[int]]
-    prices: Sequence[int]
+    outside_bytes: Sequence[int]
     saved: frozenset[int]
 
 
-def reruns(piece: Piece, kept: frozenset[int]) -> set[int]:
+def reruns(problem: Subproblem, kept: frozenset[int]) -> set[int]:
     """The ops that are recomputed if ``kept`` are kept."""
     found: set[int] = set()
-    wanted = list(piece.saved)
+    wanted = list(problem.saved)
     while wanted:
         op = wanted.pop()
-        if op not in found and op not in kept and not piece.is_free[op]:
+        if op not in found and op not in kept and not problem.is_free[op]:
             found.add(op)
-            wanted += piece.reads[op]
+            wanted += problem.reads[op]
     return found
 
 
-def corners(piece: Piece, most: int) -> list[frozenset[int]]:
+def corners(problem: Subproblem, most: int) -> list[frozenset[int]]:
     """The choices that are best at some price, about ``most`` of them at most."""
-    total = sum(piece.seconds) + 1e-12
-    sizes = [nbytes for nbytes in piece.nbytes if nbytes]
+    total = sum(problem.seconds) + 1e-12
+    sizes = [nbytes for nbytes in problem.nbytes if nbytes]
     if not sizes:
-        return [_at_price(piece, 0.0)]
-    low, high = 1e-3 * min(piece.seconds) / sum(sizes), 1e3 * total / min(sizes)
-    small, quick = _at_price(piece, high), _at_price(piece, low)
-    found = {small: _costs(piece, small), quick: _costs(piece, quick)}
+        return [_at_price(problem, 0.0)]
+    low, high = 1e-3 * min(problem.seconds) / sum(sizes), 1e3 * total / min(sizes)
+    small, quick = _at_price(problem, high), _at_price(problem, low)
+    found = {small: _costs(problem, small), quick: _costs(problem, quick)}
     gaps = deque([(small, quick)])
     while gaps and len(found) < most:
         left, right = gaps.popleft()
@@ -70,40 +70,42 @@ def corners(piece: Piece, most: int) -> list[frozenset[int]]:
         seconds = found[left][1] - found[right][1]
         if nbytes <= 0 or seconds <= 0:
             continue
-        between = _at_price(piece, seconds / nbytes)
+        between = _at_price(problem, seconds / nbytes)
         if between not in found:
-            found[between] = _costs(piece, between)
+            found[between] = _costs(problem, between)
             gaps += [(left, between), (between, right)]
     return list(found)
 
 
-def _costs(piece: Piece, kept: frozenset[int]) -> tuple[int, float]:
-    again = reruns(piece, kept)
-    inputs = {number for op in again for number in piece.outside[op]}
-    nbytes = sum(piece.nbytes[op] or 0 for op in kept) + sum(piece.prices[n] for n in inputs)
-    return nbytes, sum(piece.seconds[op] for op in again)
+def _costs(problem: Subproblem, kept: frozenset[int]) -> tuple[int, float]:
+    again = reruns(problem, kept)
+    inputs = {number for op in again for number in problem.outside[op]}
+    nbytes = sum(problem.nbytes[op] or 0 for op in kept) + sum(
+        problem.outside_bytes[n] for n in inputs
+    )
+    return nbytes, sum(problem.seconds[op] for op in again)
 
 
-def _at_price(piece: Piece, price: float) -> frozenset[int]:
+def _at_price(problem: Subproblem, price: float) -> frozenset[int]:
     """The ops to keep if a byte costs ``price`` seconds."""
-    ops = [op for op, is_free in enumerate(piece.is_free) if not is_free]
+    ops = [op for op, is_free in enumerate(problem.is_free) if not is_free]
     network = Network()
     # An op is needed if the first node is on the side of the source, recomputed if the second is.
     needed = {op: network.node() for op in ops}
     again = {op: network.node() for op in ops}
-    inputs = [network.node() for _ in piece.prices]
+    inputs = [network.node() for _ in problem.outside_bytes]
     for op in ops:
-        nbytes = piece.nbytes[op]
+        nbytes = problem.nbytes[op]
         network.edge(needed[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
-        network.edge(again[op], 1, _whole(piece.seconds[op]))
-        for read in piece.reads[op]:
+        network.edge(again[op], 1, _whole(problem.seconds[op]))
+        for read in problem.reads[op]:
             if read in needed:
                 network.edge(again[op], needed[read], _NO_LIMIT)
-        for number in piece.outside[op]:
+        for number in problem.outside[op]:
             network.edge(again[op], inputs[number], _NO_LIMIT)
-        if op in piece.saved:
+        if op in problem.saved:
             network.edge(0, needed[op], _NO_LIMIT)
-    for node, nbytes in zip(inputs, piece.prices, strict=True):
+    for node, nbytes in zip(inputs, problem.outside_bytes, strict=True):
         network.edge(node, 1, _whole(price * nbytes))
     network.fill()
     near = network.levels()

@@ -188,7 +188,7 @@ class RecomputeMode(DispatchMode):
 
         It may keep state, or draw random numbers, and torch does not say so.
         """
-        if info.is_function(args, kwargs or {}) or entry.equals(out):
+        if info.is_pure(args, kwargs or {}) or entry.equals(out):
             return
         raise KeptTensorError(
             f"{info.op} was kept in forward, but had to run again{_where()}, and returned "
