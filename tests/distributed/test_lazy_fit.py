@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recollect
 from recollect._torch.groups import shows_collectives
 from recollect.modules import OPTIONS
-from recollect.planning import lazy
+from recollect.planning import distributed as distributed_models
 from tests._support import assert_identical
 from tests.distributed._ranks import run_ranks
 from tests.distributed._sharded import Trained, collectives, peak_of
@@ -131,7 +131,7 @@ def test_a_forward_that_communicates_is_planned_from_the_loop(tmp_path: Path) ->
 def _fit_what_hides_its_collectives() -> None:
     begin()
     patch = pytest.MonkeyPatch()
-    patch.setattr(lazy, "shows_collectives", lambda: False)
+    patch.setattr(distributed_models, "shows_collectives", lambda: False)
     expected = _train_what_communicates(Talking())
     model = recollect.fit(Talking(), budget=0.8)
     with warnings.catch_warnings(record=True) as caught:

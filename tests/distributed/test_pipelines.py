@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 
@@ -115,12 +116,13 @@ def test_stages_are_planned_for_the_microbatches_under_way(tmp_path: Path) -> No
 
 def check_several_stages() -> None:
     begin()
-    plain = Pipeline(ScheduleInterleaved1F1B, 2, None)
-    with warnings.catch_warnings(record=True):  # how much another stage holds is not known
-        warnings.simplefilter("always", recollect.PlanWarning)
-        found = Pipeline(ScheduleInterleaved1F1B, 2, int(0.9 * plain.peaks[-1]))
-    assert_identical(found.gradients, plain.gradients)
-    assert all(vars(model)[OPTIONS].plan is not None for model in found.models)
+    for kind in (ScheduleInterleaved1F1B, ScheduleLoopedBFS):
+        plain = Pipeline(kind, 2, None)
+        with warnings.catch_warnings(record=True):  # how much another stage holds is not known
+            warnings.simplefilter("always", recollect.PlanWarning)
+            found = Pipeline(kind, 2, int(0.9 * plain.peaks[-1]))
+        assert_identical(found.gradients, plain.gradients)
+        assert all(vars(model)[OPTIONS].plan is not None for model in found.models), kind
 
 
 def test_several_stages_in_a_rank(tmp_path: Path) -> None:

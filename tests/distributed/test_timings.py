@@ -5,6 +5,8 @@ The oracle is the same run without a plan.
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import random
 import time
 import warnings
@@ -21,7 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 import recollect
 from recollect import PlanWarning
 from recollect.modules import OPTIONS
+from recollect.planning.planner import Planner
 from recollect.planning.ranks import together
+from recollect.planning.ranks.team import Team
+from recollect.planning.recording.step import TrainingStep
 from tests._support import assert_identical
 from tests.distributed._parallel import PARALLEL
 from tests.distributed._parallel import tokens as same_tokens
@@ -30,6 +35,11 @@ from tests.distributed._sharded import SHARDINGS, Decoder, loss_of, tokens
 from tests.distributed.test_fsdp2_plans import begin, plan_of, same_on_all_ranks
 
 STEPS = 5
+#: ``RECOLLECT_TIMINGS=200 pytest -m slow -k slow_at_different_times`` runs as many.
+RUNS = int(os.environ.get("RECOLLECT_TIMINGS", "9"))
+#: Seconds for one of them. A process that takes longer says where it is, and ends.
+_ONE_RUN = 90
+PLACES = ("forward", "backward", "loop", "store", "solve", "trial")
 Nap = Callable[[str], None]
 
 
@@ -37,13 +47,14 @@ def wide_awake(_: str) -> None:
     pass
 
 
-def naps(slow: str, by: random.Random) -> Nap:
-    """Pauses of random length where ``slow`` says: ``"backward 1"`` is in backward, on rank 1."""
-    place, rank = slow.split()
+def naps(by: random.Random) -> Nap:
+    """Pauses of random length, in some of `PLACES`."""
+    chosen = by.sample(PLACES, by.randint(0, 3))
+    longest = by.choice([0.001, 0.02, 0.1])
 
     def nap(where: str) -> None:
-        if where == place and dist.get_rank() == int(rank):
-            time.sleep(0.05 * by.random())
+        if where in chosen:
+            time.sleep(longest * by.random() ** 2)
 
     return nap
 
@@ -77,49 +88,62 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sharded": SHARDINGS["reshard"].model,
     "replicated": replicated,
     "tensor": PARALLEL["tensor"].model,
+    "sequence, sharded": PARALLEL["sequence, sharded"].model,
 }
 
 
 def check_timings(runs: int) -> None:
+    """Fresh models and plans in each run; pauses in other places on each rank."""
     begin()
-    by, own = random.Random(1), random.Random(dist.get_rank())
-    expected = {}
+    by, own = random.Random(1), random.Random(2 + dist.get_rank())
+    expected: dict[str, list[Any]] = {}
     for run in range(runs):
+        faulthandler.dump_traceback_later(_ONE_RUN, exit=True)
         kind = [*KINDS][run % len(KINDS)]
-        batch = same_tokens if kind == "tensor" else tokens
-        place = by.choice(["forward", "backward", "loop", "planning"])
-        nap = naps(f"{place} {by.randrange(2)}", own)
+        batch = tokens if kind in ("sharded", "replicated") else same_tokens
         if kind not in expected:
             expected[kind] = trained(KINDS[kind](), batch)
-        wrapped = KINDS[kind]()
-        model: Any = getattr(wrapped, "module", wrapped)
-        patch = pytest.MonkeyPatch()
-        for name in ("meet", "record_step", "samples_under"):
-            patch.setattr(together, name, _after_a_nap(getattr(together, name), nap))
-        with warnings.catch_warnings(record=True):  # the first steps of a lazy fit may take more
-            warnings.simplefilter("always", PlanWarning)
-            if kind == "tensor" or by.random() < 0.5:
-                recollect.fit(model, batch(0), 0.85, loss=loss_of)
-            else:
-                recollect.fit(model, budget=0.85)
-            assert_identical(trained(wrapped, batch, nap), expected[kind])
-        patch.undo()
-        plan = plan_of(model)
-        assert same_on_all_ranks((plan.schedule, plan.budget, plan.predicted_peak))
+        check_run(kind, batch, expected[kind], by, naps(own))
+    faulthandler.cancel_dump_traceback_later()
 
 
-def _after_a_nap(function: Callable[..., Any], nap: Nap) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        for _ in range(10):
-            nap("planning")
-        return function(*args)
+def check_run(
+    kind: str, batch: Callable[[int], Tensor], expected: list[Any], by: random.Random, nap: Nap
+) -> None:
+    wrapped = KINDS[kind]()
+    model: Any = getattr(wrapped, "module", wrapped)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        _nap_before(patch, "store", nap, Team, "_set", "_get")
+        _nap_before(patch, "solve", nap, Planner, "_schedules_for")
+        _nap_before(patch, "trial", nap, TrainingStep, "run")
+        patch.setattr(together, "_IN_A_LOOP", by.choice([30.0, 30.0, 0.02]))
+        warnings.simplefilter("always", PlanWarning)  # the first steps of a lazy fit may take more
+        if by.random() < 0.5:
+            recollect.fit(model, batch(0), 0.85, loss=loss_of)
+        else:
+            recollect.fit(model, budget=0.85)
+        assert_identical(trained(wrapped, batch, nap), expected)
+    plan = plan_of(model)
+    is_alone = any("makes a plan of its own" in str(each.message) for each in caught)
+    assert same_on_all_ranks(is_alone)
+    assert is_alone or same_on_all_ranks((plan.schedule, plan.budget, plan.predicted_peak))
 
-    return run
+
+def _nap_before(patch: pytest.MonkeyPatch, where: str, nap: Nap, owner: type, *names: str) -> None:
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nap(where)
+            return method(*args)
+
+        return run
+
+    for name in names:
+        patch.setattr(owner, name, slow(getattr(owner, name)))
 
 
 @pytest.mark.slow
 def test_ranks_are_slow_at_different_times(tmp_path: Path) -> None:
-    run_ranks(check_timings, tmp_path, 9, deadline=400)
+    run_ranks(check_timings, tmp_path, RUNS, deadline=400 + 30 * RUNS)
 
 
 def check_missing() -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.dtensors import ranks_of_parts
-from recollect._torch.fsdp import shards_of
-from recollect._torch.groups import collectives_begun, has_peers, is_in_stage
+from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.groups import collectives_begun, has_peers, is_in_stage, shows_collectives
 from recollect._torch.modes import DispatchMode
 from recollect._torch.modules import known_class
 from recollect.policy.op_info import op_info
@@ -154,10 +154,10 @@ def _communicates(how: str) -> ValueError:
     )
 
 
-def communicating_op(recording: Recording) -> str | None:
-    """The first op of a forward that communicates with other processes, if there are any."""
-    if not has_peers():
-        return None
+def communicating_op(model: nn.Module, recording: Recording) -> str | None:
+    """The op of a forward that communicates, if a step under a plan may not notice another one."""
+    if not has_peers() or is_parallel(model) or shows_collectives():
+        return None  # they never run again
     infos = (op_info(op.op) for op in recording.graph.ops)
     return next((info.name for info in infos if info.communicates), None)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.fsdp import is_parallel, shards_of
-from recollect._torch.groups import has_peers, shows_collectives
+from recollect._torch.groups import has_peers
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
@@ -83,9 +83,7 @@ class LazyPlanner:
             for kind, size in zip(step_kind[1:], made[1:], strict=True)
         )
         local = Local(graph, profile.made, step_kind[0].signature, state, live.gradients, others)
-        talks = next(filter(None, map(communicating_op, recordings)), None)
-        if is_parallel(model) or shows_collectives():
-            talks = None  # they never run again
+        talks = next(filter(None, (communicating_op(model, each) for each in recordings)), None)
         plan = make_traced_plan(
             model,
             profile,

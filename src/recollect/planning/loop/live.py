@@ -41,7 +41,8 @@ from recollect.replay.engine import obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
 
-#: A step whose output is only kept is given up after this many backwards elsewhere.
+#: A step whose output is only kept is given up after so many backwards elsewhere for each forward:
+#: a later stage of a pipeline on this rank has one for each microbatch, before its own come.
 _PATIENCE = 3
 
 
@@ -65,10 +66,10 @@ def obstacle_to_tracing() -> str | None:
     The trace outlives the call of forward. A dispatch mode that is on the stack now may be exited
     earlier, and would pop the trace in its place.
     """
-    if dispatch_modes_active():
-        return "it is inside of a dispatch mode"
     if _active.step is not None:
         return "a step of another model is being traced"
+    if dispatch_modes_active():
+        return "it is inside of a dispatch mode"
     return obstacle_around()
 
 
@@ -223,7 +224,7 @@ class LiveStep:
             return
         if not self._is_reached:
             self._missed += 1
-            if self._missed >= _PATIENCE or not self.is_pending:
+            if self._missed >= _PATIENCE * len(self.recordings) or not self.is_pending:
                 self.close()
             return
         if self.is_over or self._is_running or not self.is_pending:

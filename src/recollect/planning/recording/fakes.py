@@ -42,7 +42,7 @@ class FakeStep(TrainingStep):
     def __init__(self, step: TrainingStep, mode: Any) -> None:
         self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
         self.device, self.gradient_bytes = step.device, step.gradient_bytes
-        self.has_other_hooks = False
+        self.shards, self.largest_collective, self.has_other_hooks = None, 0, False
         if step.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

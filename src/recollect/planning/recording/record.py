@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import shards_of
 from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
@@ -277,8 +277,7 @@ def _run_traced(
     prices.settle()
     found = trace.finish()
     step.has_other_hooks |= trace.has_other_hooks
-    if is_parallel(step.model):
-        base += step.note_collective(found.largest_collective)
+    base += step.note_collective(found.largest_collective)
     return found, recordings, base
 
 
@@ -347,13 +346,12 @@ def _build(
             "model whose forward runs once in a step: pass the part that does, such as its decoder"
         )
     (recording,) = recordings
-    is_plain = step.shards is not None and not is_parallel(step.model)
-    talks = communicating_op(recording) if is_plain else None
+    talks = None if step.shards is None else communicating_op(step.model, recording)
     if talks is not None:
         raise ValueError(
             f"model: a region of its plan communicates with other processes by itself ({talks}), "
-            "beside what fully_shard does, and an op that runs again must not. Checkpoint blocks "
-            "in place of a plan: recollect.checkpointed(block)"
+            "beside what fully_shard does, and before torch 2.13 a plan may miss that. Checkpoint "
+            "blocks in place of a plan: recollect.checkpointed(block)"
         )
     on_device = prices.device.type == "cuda"
     graph = build_graph(trace, recordings, base=base, on_device=on_device, link=link)
