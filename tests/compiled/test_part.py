@@ -71,3 +71,15 @@ def test_dropout_holds_a_state_if_it_is_to_run_again():
     states = {op.name: op.state for op in part_of(dropped).ops}
     assert states["aten::mm"] == 0
     assert max(states.values()) > 0
+
+
+def test_attention_holds_a_state_without_dropout_too():
+    def attended(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).view(1, 1, 4, 16)
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    states = {op.name: op.state for op in part_of(attended).ops}
+    assert states.pop("aten::_scaled_dot_product_flash_attention_for_cpu") == len(
+        torch.get_rng_state()
+    )
+    assert {*states.values()} == {0}

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 import recollect
+from recollect.graph.simulate import simulate
 from recollect.planning import planner
 from recollect.planning.solving import solve
 from tests._support import assert_identical, measure, sampled
 from tests.planning._models import CASES, Made, made, static_bytes
+from tests.planning.solving._exact import solve_exact
 
 #: Those of ten budgets, and of the bound; for the others three do.
 _FULL = ("decoder", "encoder_decoder", "conv", "moe", "lstm")
@@ -160,7 +162,19 @@ def test_the_time_is_near_what_no_plan_can_be_below(study: Study) -> None:
         pytest.skip("the bound of this one is not computed")
     # At the lowest budget the bound is rougher, though the plan may be the best that there is.
     assert study.gaps[0] <= 0.1, study.gaps
-    assert max(study.gaps[1:]) <= 0.05, study.gaps
+    # With few large results to choose from the bound is rough, too: it keeps fractions of them.
+    far = [plan for plan in study.plans[1:] if plan.gap > 0.05]
+    assert [plan.budget for plan in far if not is_best(study, plan)] == [], study.gaps
+
+
+def is_best(study: Study, plan: recollect.Plan) -> bool:
+    """Whether no plan for the same budget takes less time."""
+    pytest.importorskip("scipy")
+    graph = study.frontier.graph
+    schedule = solve_exact(graph, plan.budget)
+    assert schedule is not None
+    best = simulate(graph, schedule).seconds
+    return plan.predicted_time == pytest.approx(best, rel=1e-9)
 
 
 def test_more_memory_never_takes_more_time(study: Study) -> None:

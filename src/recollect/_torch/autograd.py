@@ -143,6 +143,23 @@ def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return make(tensor, is_output=False).unpack  # type: ignore[no-any-return]
 
 
+def node_behind(results: Iterable[Any], name: str) -> Any:
+    """The node called ``name`` that made ``results``, or that a view of its output leads to."""
+    for each in results:
+        node = each.grad_fn if isinstance(each, torch.Tensor) and each.requires_grad else None
+        while node is not None and node.name() != name:
+            following = node.next_functions
+            node = following[0][0] if len(following) == 1 else None
+        if node is not None:
+            return node
+    return None
+
+
+def forms_of_outputs(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each output of a node."""
+    return [(tuple(each.shape), each.dtype) for each in node._input_metadata]
+
+
 #: The node of the graph that the calling thread is running, None outside of backward.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 

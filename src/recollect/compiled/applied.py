@@ -168,7 +168,7 @@ class _Unplanned:
         part = make_part(key, joint, NodeCosts(self._device), fused=self._fused)
         alone = len(self._step.around) == len(NOTHING_AROUND)
         around = self._around(part.returned) if alone else NOTHING_AROUND
-        merged = merge_alone(part, self._step.base, around)
+        merged = merge_alone(part, self._step.base, around, self._step.made)
         solver = Solver(merged.graph, rough=True)
         target = int(self._step.target * IF_SHAPES_VARY)
         solution = solver.solve(target) if alone else None

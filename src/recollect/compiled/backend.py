@@ -28,6 +28,7 @@ from recollect._torch.inductor import (
 from recollect._torch.tensors import storage_key
 from recollect.compiled.gradients import separate_gradients
 from recollect.compiled.split import ObservingSplit, PlannedSplit, SeenGraph
+from recollect.compiled.tangents import note_tangents
 from recollect.compiled.views import fold_views
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
@@ -93,6 +94,7 @@ class Call:
         shapes: The shapes of its arguments.
         sizes: Its dynamic sizes, by `symbol_of`.
         again: Whether it was in backward, by a region that runs again: that may end halfway.
+        made: The numbers of the tangents that its backward makes, once that has run.
     """
 
     graph: SeenGraph | None
@@ -103,6 +105,7 @@ class Call:
     shapes: tuple[tuple[int, ...], ...] = ()
     sizes: Mapping[Any, int] = field(default_factory=dict)
     again: bool = False
+    made: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -220,8 +223,11 @@ class Backend:
             sizes = {symbol: int(args[n]) for n, symbol in symbols.items()}
             again = current_graph_task() != -1
             result = compiled(*args)
-            made = _storages(result)
-            notes.calls.append(Call(graph, source, storages, made, site, shapes, sizes, again))
+            outputs = _storages(result)
+            call = Call(graph, source, storages, outputs, site, shapes, sizes, again)
+            notes.calls.append(call)
+            if graph is not None:
+                note_tangents(_listed(result), graph.joint, sizes, call.made)
             return result
 
         return noted
@@ -236,10 +242,12 @@ class Backend:
         return f"recollect({self.compiler.name})"
 
 
+def _listed(values: Any) -> Any:
+    return [values] if isinstance(values, torch.Tensor) else values
+
+
 def _storages(values: Any) -> list[Any]:
-    if isinstance(values, torch.Tensor):
-        values = [values]
-    return [storage_key(v) if isinstance(v, torch.Tensor) else None for v in values]
+    return [storage_key(v) if isinstance(v, torch.Tensor) else None for v in _listed(values)]
 
 
 def _source_key(graph: fx.GraphModule) -> str:

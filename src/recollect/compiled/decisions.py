@@ -41,6 +41,7 @@ class CompiledStep:
             backward and after that, and are not its own; each with the most that there are.
         returned: The bytes that its forward returns.
         forwards: How often the step calls the first compiled module.
+        made: If there is one graph: the numbers of the tangents that its backward makes.
         code: What was compiled to try the plan, for the model not to be compiled again; not part
             of files.
     """
@@ -53,6 +54,7 @@ class CompiledStep:
     around: tuple[tuple[int, int], ...] = ()
     returned: int = 0
     forwards: int = 1
+    made: tuple[int, ...] = ()
     code: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -71,6 +73,7 @@ class CompiledStep:
             "around": self.around,
             "returned": self.returned,
             "forwards": self.forwards,
+            "made": self.made,
         }
 
     @classmethod

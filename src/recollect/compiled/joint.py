@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from recollect._torch.inductor import known_size
-from recollect._torch.ops import OpOverload, arguments_of
+from recollect._torch.ops import OpOverload, has_tag
 from recollect._torch.pytree import tree_leaves
 from recollect.policy.op_info import op_info
 
@@ -200,16 +200,11 @@ class Joint:
 
     @staticmethod
     def draws(node: fx.Node) -> bool:
-        """Whether the op draws random numbers, which have to be the same if it runs again."""
-        target = node.target
-        if type(target) is not OpOverload or not op_info(target).is_random:
-            return False
-        for argument in arguments_of(target):
-            if argument.name == "dropout_p":
-                at = argument.position
-                given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
-                return bool(given)
-        return True
+        """Whether torch holds the state of the generator for the op, if it is to run again.
+
+        So it does for attention without dropout, too.
+        """
+        return has_tag(node.target, torch.Tag.nondeterministic_seeded)
 
 
 def _is_view(node: fx.Node) -> bool:

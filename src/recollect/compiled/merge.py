@@ -83,10 +83,13 @@ def merge(
 
 
 def merge_alone(
-    part: Part, base: int = 0, around: Sequence[tuple[int, int]] = NOTHING_AROUND
+    part: Part,
+    base: int = 0,
+    around: Sequence[tuple[int, int]] = NOTHING_AROUND,
+    made: Sequence[int] = (),
 ) -> Merged:
-    """The graph of a step with one call. ``around``: as of `Merged`."""
-    call = Call(None, "", [], [], 0)
+    """The graph of a step with one call. ``around``: as of `Merged`; ``made``: as of `Call`."""
+    call = Call(None, "", [], [], 0, made=[n for n in made if n < len(part.tangents)])
     return _Merger([part], [call], _order_of(1, None), base, around).merged()
 
 
@@ -289,10 +292,17 @@ class _Merger:
         for (is_backward, call), (held, most) in zip(self.order, self.around, strict=False):
             events.append(Event(0.0, held, most))
             part = self.parts[call]
-            for each in part.backward if is_backward else part.forward:
+            for at, each in enumerate(part.backward if is_backward else part.forward):
                 numbers = tuple(unpacked[len(events)])
                 op = -1 if is_backward else self.first_op[call] + each.op
-                before, during = held + each.before, held + each.during
+                more = held + (self._tangents(call, at) if is_backward else 0)
+                before, during = more + each.before, more + each.during
                 events.append(Event(each.seconds, before, during, op, numbers, numbers))
         held, most = self.around[-1]
         return [*events, Event(0.0, held, most)]
+
+    def _tangents(self, call: int, at: int) -> int:
+        """The bytes of tangents at an event of backward that it has made itself."""
+        tangents = self.parts[call].tangents
+        made = (tangents[number] for number in self.calls[call].made)
+        return sum(nbytes for nbytes, last in made if at <= last)

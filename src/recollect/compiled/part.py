@@ -42,6 +42,7 @@ class Part:
         inputs: The positions of inputs that are read: by op, and by event of backward.
         outputs: By position of an output of forward: the value that it shows.
         results: By name of a node that is a value: the number of its op.
+        tangents: The bytes of each, with the last event of backward that reads it.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Part:
     inputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
     outputs: dict[int, int]
     results: dict[str, int]
+    tangents: Sequence[tuple[int, int]] = ()
 
     @property
     def returned(self) -> int:
@@ -126,6 +128,7 @@ class _Maker:
             inputs=(self._inputs(self.ours), self._inputs(self.theirs)),
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
+            tangents=self._tangents(),
         )
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> list[list[int]]:
@@ -190,6 +193,10 @@ class _Maker:
             numbers = tuple(unpacked[at])
             events.append(replace(event, unpacks=numbers, frees=numbers))
         return events
+
+    def _tangents(self) -> list[tuple[int, int]]:
+        last = {read: at for at, node in enumerate(self.theirs) for read in self.reads[node]}
+        return [(nbytes_of(node), last.get(node, -1)) for node in self.joint.tangents]
 
     def _own_events(self) -> list[Event]:
         """The kernels of backward, with the bytes that backward itself makes."""

@@ -174,6 +174,14 @@ def _is_tensor(node: fx.Node) -> bool:
 def _saved(joint: Joint, forward: fx.GraphModule, outputs: int) -> list[fx.Node]:
     """The results that forward returns for backward."""
     nodes = {node.name: node for node in joint.nodes}
-    names = [each.name for each in returned_by(forward)[outputs:] if isinstance(each, fx.Node)]
+    saved = [each for each in returned_by(forward)[outputs:] if isinstance(each, fx.Node)]
+    names = [each.name for each in saved if not _is_generator_state(each)]
     bases = dict.fromkeys(joint.base(nodes[name]) for name in names if name in nodes)
     return [base for base in bases if base.op == "call_function"]
+
+
+def _is_generator_state(node: fx.Node) -> bool:
+    """Whether forward saves it to draw the same numbers again: another node has had its name."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return str(node.all_input_nodes[0].target) == "run_and_save_rng_state"

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
+from recollect.compiled.tangents import BACKWARD
 from recollect.planning.recording.memory_events import profiled_events
 
-#: How autograd's functions of AOTAutograd are called in a profile.
-_FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
+#: How autograd's function of AOTAutograd is called in a profile.
+_FORWARD = "CompiledFunction"
 _MEMORY = "[memory]"
 
 
@@ -60,7 +61,7 @@ def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:
         if name == _MEMORY:
             if event.device_type() == kind and _is_on(event, device):
                 marks.append((start, 1, event.nbytes()))
-        elif name in (_FORWARD, _BACKWARD):
+        elif name in (_FORWARD, BACKWARD):
             marks.append((start, 2, event))
             marks.append((start + event.duration_ns(), 0, None))
     level = most = peak = 0
@@ -73,7 +74,7 @@ def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:
             most = max(most, level) if not depth else level
         elif order == 2:
             depth += 1
-            is_backward = what.name() == _BACKWARD
+            is_backward = what.name() == BACKWARD
             if not is_backward:
                 numbers[what.sequence_nr()] = len(numbers)
             number = numbers.get(what.sequence_nr(), -1)

@@ -82,6 +82,7 @@ class CompiledTrials(Trials):
             around=tuple(merged.around) if len(merged.parts) == 1 else (),
             returned=merged.parts[0].returned,
             forwards=observed.forwards,
+            made=tuple(observed.calls[0].made) if len(merged.parts) == 1 else (),
         )
 
     # --- peaks ------------------------------------------------------------------------------------
