@@ -9,6 +9,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Away:
+    """A tensor that forward saves on the host.
+
+    Args:
+        name: Of its node.
+        freed: The node of forward after which its memory on the device is free.
+        fetched: The node of backward after which it begins to be fetched; empty: at once.
+    """
+
+    name: str
+    freed: str
+    fetched: str
+
+
+@dataclass(frozen=True)
 class GraphDecision:
     """What is saved of one joint graph.
 
@@ -18,6 +33,7 @@ class GraphDecision:
         kept: The names of the nodes that forward saves for backward; None: as torch chooses.
         variant: The number of the variant; sites of one variant share it.
         sizes: The dynamic sizes that it was planned for.
+        away: The results of what is saved that are held on the host, in the order of forward.
     """
 
     key: str
@@ -25,6 +41,7 @@ class GraphDecision:
     kept: tuple[str, ...] | None
     variant: int = 0
     sizes: tuple[int, ...] = ()
+    away: tuple[Away, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,11 @@ class CompiledStep:
     forwards: int = 1
     code: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is held on the host."""
+        return any(each.away for each in self.graphs)
+
     @cached_property
     def uuid(self) -> str:
         """What the compiler's caches know these decisions by."""
@@ -76,8 +98,11 @@ class CompiledStep:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> CompiledStep:
         """The inverse, with tuples for lists."""
-        graphs = tuple(GraphDecision(**each) for each in content["graphs"])
-        return cls(**{**content, "graphs": graphs})
+        graphs = [
+            GraphDecision(**{**each, "away": tuple(Away(**away) for away in each["away"])})
+            for each in content["graphs"]
+        ]
+        return cls(**{**content, "graphs": tuple(graphs)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{name: vars(self)[name] for name in self.__dataclass_fields__}, "code": None}

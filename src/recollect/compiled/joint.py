@@ -41,6 +41,21 @@ def nbytes_of(node: fx.Node) -> int:
     return -(-nbytes // _BLOCK) * _BLOCK if value.device.type == "cuda" else nbytes
 
 
+def is_dense(node: fx.Node) -> bool:
+    """Whether the numbers of the result of ``node`` fill its memory, each in a place of its own."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes = [known_size(size) for size in value.shape]
+    strides = [known_size(stride) for stride in value.stride()]
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def key_of(graph: fx.GraphModule) -> str:
     """What a joint graph is known by: its ops, wiring and constants, and the forms of its inputs.
 

@@ -16,7 +16,7 @@ from torch import fx
 from recollect._torch.ops import op_name
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.fusion import in_memory
-from recollect.compiled.joint import Joint, nbytes_of
+from recollect.compiled.joint import Joint, is_dense, nbytes_of
 from recollect.graph.graph import Event, Op, Value
 
 #: The end of a storage that the caller holds.
@@ -42,6 +42,7 @@ class Part:
         inputs: The positions of inputs that are read: by op, and by event of backward.
         outputs: By position of an output of forward: the value that it shows.
         results: By name of a node that is a value: the number of its op.
+        backward_names: The names of the nodes of ``backward``.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Part:
     inputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
     outputs: dict[int, int]
     results: dict[str, int]
+    backward_names: Sequence[str] = ()
 
     @property
     def returned(self) -> int:
@@ -126,6 +128,7 @@ class _Maker:
             inputs=(self._inputs(self.ours), self._inputs(self.theirs)),
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
+            backward_names=[node.name for node in self.theirs],
         )
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> list[list[int]]:
@@ -154,10 +157,16 @@ class _Maker:
                     workspace=workspace,
                     state=_STATES.get(device, _STATE) if self.joint.draws(node) else 0,
                     forced=self.joint.must_not_run_again(node),
+                    can_send=self._can_send(node),
                 )
             )
             counts[start] += 1
         return ops
+
+    def _can_send(self, node: fx.Node) -> bool:
+        """Whether a copy of the results can take their place: nobody but backward holds them."""
+        results = self.joint.results(node)
+        return all(each not in self.joint.returned and is_dense(each) for each in results)
 
     def _cost(self, node: fx.Node) -> tuple[float, int]:
         moved = sum(map(nbytes_of, (*self.reads[node], *self.joint.results(node))))
