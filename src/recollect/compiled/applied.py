@@ -119,7 +119,8 @@ def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
 
     def backend(compiler: Compiler, variant: int) -> Backend:
         decisions = {each.key: each for each in step.graphs if each.variant == variant}
-        splits.append(PlannedSplit(decisions, sizes, f"{step.uuid}-{variant}"))
+        uuid = f"{step.uuid}-{variant}"
+        splits.append(PlannedSplit(decisions, sizes, uuid, fused=compiler.is_fused))
         return Backend(compiler, splits[-1], notes, _warn_of_larger)
 
     called = prepare(sites, backend, [variants[site.path] for site in sites])

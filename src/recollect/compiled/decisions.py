@@ -14,7 +14,7 @@ class Away:
 
     Args:
         name: Of its node.
-        freed: The node of forward after which its memory on the device is free.
+        freed: The node of forward after which its memory on the device is free; empty: at its end.
         fetched: The node of backward after which it begins to be fetched; empty: at once.
     """
 

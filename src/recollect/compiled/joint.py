@@ -104,8 +104,8 @@ class Joint:
             return node
         if node.target is operator.getitem:
             source = node.all_input_nodes[0]
-            return self._stands_for[source] if _is_view(source) else node
-        return self._stands_for[node.all_input_nodes[0]] if _is_view(node) else node
+            return self._stands_for[source] if is_view(source) else node
+        return self._stands_for[node.all_input_nodes[0]] if is_view(node) else node
 
     def base(self, node: fx.Node) -> fx.Node:
         """The result, or the input, whose memory ``node`` shows."""
@@ -227,7 +227,8 @@ class Joint:
         return True
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the memory of what it is given."""
     target = node.target
     if type(target) is not OpOverload:
         return False

@@ -62,7 +62,7 @@ class Merged:
             if part.values[value].nbytes >= _SMALLEST:
                 before = event - backward - 1
                 fetched = part.backward_names[before] if before >= 0 else ""
-                found.append(Away(results[value], part.names[freed], fetched))
+                found.append(Away(results[value], part.ends[freed], fetched))
         return tuple(found)
 
     def decided(self, call: int, schedule: Schedule) -> frozenset[int]:

@@ -6,7 +6,7 @@ the device, and from when on, is decided by where the ops of `transfer_ops` are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,20 @@ from torch import fx
 
 from recollect._torch.pytree import tree_map_only
 from recollect.compiled.decisions import Away
+from recollect.compiled.fusion import kernel_test
 from recollect.compiled.joint import returned_by
-from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
+from recollect.compiled.transfer_ops import FETCH, FETCHED, OPS, SEND, SENT
+
+_Test = Callable[[fx.Node], bool]
 
 
 def offload(
-    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, away: Sequence[Away]
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    outputs: int,
+    away: Sequence[Away],
+    *,
+    fused: bool,
 ) -> None:
     """Change the halves of a graph so that tensors which are saved are held on the host.
 
@@ -28,35 +36,40 @@ def offload(
         backward: The other half.
         outputs: How much of that is for the caller.
         away: What to hold on the host.
+        fused: Whether Inductor compiles the halves.
     """
+    is_kernel = kernel_test() if fused else _any
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     returned = returned_by(forward)
     saved = {each.name: each for each in returned[outputs:] if isinstance(each, fx.Node)}
     for each in returned[:outputs]:
         if isinstance(each, fx.Node):
             saved.pop(each.name, None)  # the caller holds it
-    # In this order copies out begin, and copies back in the other one.
+    # In this order copies out begin, and copies back that begin at one node in the other one.
     leaving = [each for each in away if each.name in saved and each.name in given]
-    hosts = {saved[each.name]: _send(forward, saved[each.name], each) for each in leaving}
+    hosts = {
+        saved[each.name]: _send(forward, saved[each.name], each, is_kernel) for each in leaving
+    }
     (output,) = forward.graph.find_nodes(op="output")
     output.args = tree_map_only(fx.Node, lambda node: hosts.get(node, node), output.args)
-    for each in leaving:  # of those that begin at one node, the last one comes first
-        _fetch(backward, given[each.name], each)
+    for each in reversed(leaving):
+        _fetch(backward, given[each.name], each, is_kernel)
     for half in (forward, backward):
         half.graph.lint()
         half.recompile()
 
 
-def _send(forward: fx.GraphModule, source: fx.Node, away: Away) -> fx.Node:
+def _send(forward: fx.GraphModule, source: fx.Node, away: Away, is_kernel: _Test) -> fx.Node:
     """Send a tensor when it is made. Returns its copy once that has arrived."""
     host = _insert_after(source, SEND, (source,))
+    (output,) = forward.graph.find_nodes(op="output")
     places = {node: number for number, node in enumerate(forward.graph.nodes)}
-    freed = next((node for node in places if node.name == away.freed), host)
-    last = max(freed, host, key=places.__getitem__)
+    freed = next((node for node in places if node.name == away.freed), output.prev)
+    last = max(_end_of(freed, is_kernel), host, key=places.__getitem__)
     return _insert_after(last, SENT, (source, host))
 
 
-def _fetch(backward: fx.GraphModule, given: fx.Node, away: Away) -> None:
+def _fetch(backward: fx.GraphModule, given: fx.Node, away: Away, is_kernel: _Test) -> None:
     """Fetch a tensor that backward is ``given``."""
     device = given.meta["val"].device
     given.meta["val"] = SEND(given.meta["val"])
@@ -66,15 +79,27 @@ def _fetch(backward: fx.GraphModule, given: fx.Node, away: Away) -> None:
     if not readers:
         return
     first = min(readers, key=places.__getitem__)
-    last_given = max(backward.graph.find_nodes(op="placeholder"), key=places.__getitem__)
-    named = {node.name: node for node in places if places[node] < places[first]}
-    after = named.get(away.fetched, first.prev) if away.fetched else last_given
-    if places[after] < places[last_given]:
-        after = last_given
+    after = max(backward.graph.find_nodes(op="placeholder"), key=places.__getitem__)
+    if away.fetched:
+        after = next((node for node in places if node.name == away.fetched), after)
+    after = min(_end_of(after, is_kernel), first.prev, key=places.__getitem__)
     tensor = _insert_after(after, FETCH, (given, device))
     there = _insert_after(first.prev, FETCHED, (given, tensor))
     for reader in readers:
         reader.replace_input_with(given, there)
+
+
+def _end_of(node: fx.Node, is_kernel: _Test) -> fx.Node:
+    """The last node that belongs to what runs at ``node``, with copies that begin or end there.
+
+    Inductor runs loops just before the next kernel of a library, and may have the one before
+    compute them: a product that adds to its result.
+    """
+    while (following := node.next).op != "output":
+        if following.target not in OPS and is_kernel(following):
+            break
+        node = following
+    return node
 
 
 def _insert_after(node: fx.Node, op: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -87,3 +112,7 @@ def _insert_after(node: fx.Node, op: Any, args: tuple[Any, ...]) -> fx.Node:
 def _value(node: fx.Node) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
+
+
+def _any(_: fx.Node) -> bool:
+    return True

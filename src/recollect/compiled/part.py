@@ -43,6 +43,8 @@ class Part:
         outputs: By position of an output of forward: the value that it shows.
         results: By name of a node that is a value: the number of its op.
         backward_names: The names of the nodes of ``backward``.
+        ends: By op: the name of the first node from it on that runs where it is in the graph, as
+            kernels of libraries do, and loops need not; empty: the end of forward.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Part:
     outputs: dict[int, int]
     results: dict[str, int]
     backward_names: Sequence[str] = ()
+    ends: Sequence[str] = ()
 
     @property
     def returned(self) -> int:
@@ -129,6 +132,7 @@ class _Maker:
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
             backward_names=[node.name for node in self.theirs],
+            ends=self._ends(),
         )
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> list[list[int]]:
@@ -162,6 +166,12 @@ class _Maker:
             )
             counts[start] += 1
         return ops
+
+    def _ends(self) -> list[str]:
+        ends = [""]
+        for node in reversed(self.ours):
+            ends.append(node.name if node in self.kernels else ends[-1])
+        return ends[:0:-1]
 
     def _can_send(self, node: fx.Node) -> bool:
         """Whether a copy of the results can take their place: nobody but backward holds them."""

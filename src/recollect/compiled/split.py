@@ -83,6 +83,7 @@ class PlannedSplit:
         decisions: By key of a graph: what is saved of it.
         sizes: By key of a graph of dynamo that they were made from: its dynamic sizes.
         uuid: What the compiler's caches know the decisions by.
+        fused: Whether Inductor compiles the halves.
     """
 
     #: For graphs without a decision. While a plan is tried there should be none.
@@ -93,8 +94,10 @@ class PlannedSplit:
         decisions: Mapping[str, GraphDecision],
         sizes: Mapping[str, Sequence[int]],
         uuid: str,
+        *,
+        fused: bool,
     ) -> None:
-        self._decisions = decisions
+        self._decisions, self._fused = decisions, fused
         self.sizes = sizes
         self._uuid = uuid
         self._count = 0
@@ -140,7 +143,7 @@ class PlannedSplit:
         tag(joint, kept)
         halves = min_cut(graph, inputs, **kwargs)
         if away:
-            offload(*halves, kwargs["num_fwd_outputs"], away)
+            offload(*halves, kwargs["num_fwd_outputs"], away, fused=self._fused)
         return halves
 
 
