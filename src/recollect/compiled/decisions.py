@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from recollect._version import __version__
+
 
 @dataclass(frozen=True)
 class Away:
@@ -80,7 +82,8 @@ class CompiledStep:
     @cached_property
     def uuid(self) -> str:
         """What the compiler's caches know these decisions by."""
-        return "recollect-" + hashlib.sha256(repr(self.graphs).encode()).hexdigest()
+        content = repr((__version__, self.graphs))
+        return "recollect-" + hashlib.sha256(content.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """What is written to a file."""
