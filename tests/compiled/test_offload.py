@@ -119,7 +119,7 @@ def test_a_plan_that_offloads_has_all_that_other_plans_have(
     compiled = Compiled("decoder_dropout", as_it_is)
     expected = compiled.outcome()
     frontier = frontier_of(compiled)
-    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    plan = frontier.plan_for(frontier.least)
     assert plan.compiled is not None
     assert plan.compiled.offloads
     assert plan.measured_peak is not None
@@ -140,13 +140,18 @@ def test_a_plan_that_offloads_has_all_that_other_plans_have(
 def test_the_simulated_peak_is_that_of_the_step(link: HostLink):
     compiled = Compiled("decoder", as_it_is)
     trials = trials_of(frontier_of(compiled))
-    for seed in range(4):
-        schedule = drawn(trials.graph, seed)
-        simulated = simulate(trials.graph, schedule).peak
+    graph = trials.graph
+    for seed in range(2):
+        draw = random.Random(seed)
+        away = {n for n in graph.choices if graph.ops[n].can_send and draw.random() < 0.5}
+        away -= {value.op for value in graph.values if value.nbytes < 4096}
+        kept = frozenset(graph.choices) - away
+        schedule = trimmed(graph, Schedule(kept, frozenset(away), draw.randrange(100_000), 0))
+        assert len(schedule.away) > 10
         torch._dynamo.reset()
         with installed(make_code(trials.decisions(schedule), trials.observed.sites).called):
             compiled.step()
-            assert compiled.peak() == pytest.approx(simulated, rel=0.05)
+            assert compiled.peak() == simulate(graph, schedule).peak
 
 
 def test_no_plan_offloads_if_it_must_not(link: HostLink):
@@ -173,21 +178,18 @@ def test_where_copies_are_in_the_graphs(link: HostLink, monkeypatch: pytest.Monk
     outcome_under(compiled, trials, decided)
     forward, backward = ([*half.graph.nodes] for half in halves)
     places = {node.name: n for half in (forward, backward) for n, node in enumerate(half)}
-    for away in decided.graphs[0].away:
-        sent = next(n for n in forward if n.target is SENT and n.args[0].name == away.name)
+    found = decided.graphs[0].away
+    assert len(found) > 10
+    for away in found:
+        (sent,) = (n for n in forward if n.target is SENT and n.args[0].name == away.name)
         assert sent.args[1].target is SEND
         assert places[away.freed] < places[sent.name]
         (fetch,) = (n for n in backward if n.target is FETCH and n.args[0].name == away.name)
         (fetched,) = (n for n in backward if n.target is FETCHED and n.args[1] is fetch)
         assert (
-            places[fetch.name]
-            < places[fetched.name]
-            == min((places[user.name] for user in fetched.users), default=0) - 1
+            places[fetch.name] < places[fetched.name] < min(places[n.name] for n in fetched.users)
         )
         assert not away.fetched or places[away.fetched] < places[fetch.name]
-    # Between what a copy follows and the copy are only other copies, where it is not late.
-    positions = [places[each.fetched] for each in decided.graphs[0].away if each.fetched]
-    assert positions == sorted(positions, reverse=True)
 
 
 def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):

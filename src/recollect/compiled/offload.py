@@ -62,9 +62,9 @@ def offload(
 def _send(forward: fx.GraphModule, source: fx.Node, away: Away, is_kernel: _Test) -> fx.Node:
     """Send a tensor when it is made. Returns its copy once that has arrived."""
     host = _insert_after(source, SEND, (source,))
-    (output,) = forward.graph.find_nodes(op="output")
     places = {node: number for number, node in enumerate(forward.graph.nodes)}
-    freed = next((node for node in places if node.name == away.freed), output.prev)
+    (output,) = forward.graph.find_nodes(op="output")
+    freed = _named(forward, away.freed, host) if away.freed else output.prev
     last = max(_end_of(freed, is_kernel), host, key=places.__getitem__)
     return _insert_after(last, SENT, (source, host))
 
@@ -79,14 +79,18 @@ def _fetch(backward: fx.GraphModule, given: fx.Node, away: Away, is_kernel: _Tes
     if not readers:
         return
     first = min(readers, key=places.__getitem__)
-    after = max(backward.graph.find_nodes(op="placeholder"), key=places.__getitem__)
-    if away.fetched:
-        after = next((node for node in places if node.name == away.fetched), after)
+    last_given = max(backward.graph.find_nodes(op="placeholder"), key=places.__getitem__)
+    after = _named(backward, away.fetched, first.prev) if away.fetched else last_given
     after = min(_end_of(after, is_kernel), first.prev, key=places.__getitem__)
     tensor = _insert_after(after, FETCH, (given, device))
     there = _insert_after(first.prev, FETCHED, (given, tensor))
     for reader in readers:
         reader.replace_input_with(given, there)
+
+
+def _named(half: fx.GraphModule, name: str, other: fx.Node) -> fx.Node:
+    """The node of a name; ``other`` if torch has put another one in its place."""
+    return next((node for node in half.graph.nodes if node.name == name), other)
 
 
 def _end_of(node: fx.Node, is_kernel: _Test) -> fx.Node:

@@ -131,7 +131,7 @@ class _Maker:
             inputs=(self._inputs(self.ours), self._inputs(self.theirs)),
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
-            backward_names=[node.name for node in self.theirs],
+            backward_names=[self._name(node) for node in self.theirs],
             ends=self._ends(),
         )
 
@@ -167,10 +167,14 @@ class _Maker:
             counts[start] += 1
         return ops
 
+    def _name(self, node: fx.Node) -> str:
+        """The name of a maker in the halves, where one that draws is wrapped if it runs again."""
+        return self.joint.results(node)[-1].name
+
     def _ends(self) -> list[str]:
         ends = [""]
         for node in reversed(self.ours):
-            ends.append(node.name if node in self.kernels else ends[-1])
+            ends.append(self._name(node) if node in self.kernels else ends[-1])
         return ends[:0:-1]
 
     def _can_send(self, node: fx.Node) -> bool:
