@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_same_code_without_offload(
     trials = trials_of(case)
     slow = SlowLink(case.batch.device)
     monkeypatch.setattr(transfer_ops, "link_of", lambda tensor: slow if tensor.is_cuda else None)
-    for seed in range(3):
+    for seed in range(2):
         decided = trials.decisions(drawn(trials, seed))
         (graph,) = decided.graphs
         assert graph.away
@@ -151,21 +151,18 @@ def test_a_plan_that_offloads_keeps_its_budget(backend: str, monkeypatch: pytest
     monkeypatch.setattr(CompiledTrials, "_time", lambda self, schedules: None)
     case = Case(backend)
     frontier = recollect.frontier(case.model, case.batch, loss=case.loss)
-    offloaded = 0
-    for fraction in (0.2, 0.5, 0.8):
+    for fraction in (0.0, 0.5):
         budget = int(frontier.least + fraction * (frontier.plain_peak - frontier.least))
         plan = frontier.plan_for(budget)
         assert plan.measured_peak is not None
         assert plan.measured_peak <= budget
         assert plan.compiled is not None
+        assert plan.compiled.offloads or fraction
         with plan.applied(case.model):
             case.gradients()
             peaks = {case.peak() for _ in range(5)}
         assert max(peaks) <= budget
-        if plan.compiled.offloads:
-            offloaded += 1
-            assert len(peaks) == 1  # it does not depend on how long copies take
-    assert offloaded
+        assert len(peaks) == 1  # it does not depend on how long copies take
 
 
 def test_a_copy_on_the_host_is_pinned():

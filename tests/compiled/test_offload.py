@@ -177,19 +177,18 @@ def test_where_copies_are_in_the_graphs(link: HostLink, monkeypatch: pytest.Monk
     decided = trials.decisions(drawn(trials.graph, 0))
     outcome_under(compiled, trials, decided)
     forward, backward = ([*half.graph.nodes] for half in halves)
-    places = {node.name: n for half in (forward, backward) for n, node in enumerate(half)}
+    first, then = ({node.name: n for n, node in enumerate(half)} for half in (forward, backward))
     found = decided.graphs[0].away
     assert len(found) > 10
     for away in found:
         (sent,) = (n for n in forward if n.target is SENT and n.args[0].name == away.name)
         assert sent.args[1].target is SEND
-        assert places[away.freed] < places[sent.name]
+        assert first[away.freed] < first[sent.name]
         (fetch,) = (n for n in backward if n.target is FETCH and n.args[0].name == away.name)
         (fetched,) = (n for n in backward if n.target is FETCHED and n.args[1] is fetch)
-        assert (
-            places[fetch.name] < places[fetched.name] < min(places[n.name] for n in fetched.users)
-        )
-        assert not away.fetched or places[away.fetched] < places[fetch.name]
+        used = min(then[node.name] for node in fetched.users)
+        assert then[fetch.name] < then[fetched.name] < used
+        assert not away.fetched or then[away.fetched] < then[fetch.name]
 
 
 def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):
