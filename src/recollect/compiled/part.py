@@ -169,7 +169,8 @@ class _Maker:
 
     def _name(self, node: fx.Node) -> str:
         """The name of a maker in the halves, where one that draws is wrapped if it runs again."""
-        return self.joint.results(node)[-1].name
+        results = self.joint.results(node)
+        return next((each for each in results if each in self.joint.forward), results[0]).name
 
     def _ends(self) -> list[str]:
         ends = [""]
