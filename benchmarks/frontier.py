@@ -6,7 +6,8 @@ the blocks are large, and bytes are what `torch.cuda.max_memory_allocated` says,
 allocated before the step; on the CPU they are small, and bytes are the allocator's own events.
 
     python benchmarks/frontier.py [--html frontier.html] [--budgets 18.6 12.0 7.3]
-        [--parts peers plans torch-compile compiled-plans] [--json figures.json]
+        [--parts peers plans torch-compile compiled-plans compiled-plans-no-offload]
+        [--json figures.json]
 
 Rows that the file of ``--json`` has are replaced by those that are measured; others stay.
 """
@@ -41,7 +42,8 @@ PEERS = {
     "torch checkpoint, every block": "torch non-reentrant",
     "torch selective, products and attention": "torch selective, function",
 }
-PARTS = ("peers", "plans", "torch-compile", "compiled-plans")
+COMPILED_PLANS = {"compiled-plans": "auto", "compiled-plans-no-offload": False}
+PARTS = ("peers", "plans", "torch-compile", *COMPILED_PLANS)
 #: Of torch.compile: what share of the activations may be saved.
 COMPILE_BUDGETS = (1.0, 0.5, 0.3, 0.1)
 
@@ -201,14 +203,19 @@ class Bench:
         clear_gradients(self.model, self.x)
         return recollect.frontier(self.model, self.x, loss=loss_of)
 
-    def compiled_plans(self) -> Iterator[Way]:
+    def compiled_plans(self, part: str) -> Iterator[Way]:
         """Our plans for the compiled model. Each compiles, so none is made before its turn."""
+        offload = COMPILED_PLANS[part]
         clear_gradients(self.model, self.x)
         torch._dynamo.reset()
         model = torch.compile(self.model)
-        yield from self.plans(recollect.frontier(model, self.x, loss=loss_of), model)
+        frontier = recollect.frontier(model, self.x, loss=loss_of, offload=offload)
+        name = "compiled plan" if offload else "no offload, compiled plan"
+        yield from self.plans(frontier, model, name)
 
-    def plans(self, frontier: recollect.Frontier, model: nn.Module) -> Iterator[Way]:
+    def plans(
+        self, frontier: recollect.Frontier, model: nn.Module, name: str = "plan"
+    ) -> Iterator[Way]:
         """The plans for the budgets, or for five between the least and plain's peak."""
         if self.config.budgets:
             totals = [int(budget * GIB) + self.base for budget in self.config.budgets]
@@ -216,13 +223,21 @@ class Bench:
             low, high = frontier.least, frontier.plain_peak
             totals = [low + (high - low) * n // 5 for n in range(4, -1, -1)]
         for total in totals:
-            yield self._plan_for(frontier, model, total)
+            yield self._plan_for(frontier, model, total, name)
 
-    def _plan_for(self, frontier: recollect.Frontier, model: nn.Module, total: int) -> Way:
+    def _plan_for(
+        self, frontier: recollect.Frontier, model: nn.Module, total: int, name: str
+    ) -> Way:
         clear_gradients(self.model, self.x)  # a plan counts those that are there
         plan = frontier.plan_for(total)
         over = total - (self.base if self.on_cuda else _static(self.model))
-        name = "plan" if model is self.model else "compiled plan"
+        if (traffic := plan.report.traffic) is not None:
+            print(
+                f"{name}, {_size(over)}: offloads {_size(traffic.bytes)}, predicted "
+                f"{plan.predicted_time / plan.plain_time:.3f} x its plain step, "
+                f"waits {traffic.waits:.4f} s",
+                file=sys.stderr,
+            )
         return Way(f"{name}, {_size(over)}", lambda: plan.applied(model), model, over)
 
 
@@ -308,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--html", type=Path, default=Path("frontier.html"))
     parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
     parser.add_argument("--budgets", type=float, nargs="*", help="GiB over what is there before")
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
@@ -341,9 +356,15 @@ def every_result(
     plans = bench.plans(frontier, bench.model) if frontier is not None else ()
     yield from measure(bench, chain([bench.plain], peers, plans), rounds)
     theirs = map(bench.compiled, COMPILE_BUDGETS) if "torch-compile" in parts else ()
-    ours = bench.compiled_plans() if "compiled-plans" in parts else ()
+    ours = [bench.compiled_plans(part) for part in COMPILED_PLANS if part in parts]
+    for ways in (theirs, *ours):
+        yield from _compiled(bench, ways)
+
+
+def _compiled(bench: Bench, ways: Iterable[Way]) -> Iterator[Result]:
+    """What compiled ways come to, as far as they work."""
     try:
-        for result in measure(bench, chain(theirs, ours), rounds):
+        for result in measure(bench, ways, bench.config.rounds):
             yield replace(result, is_right=None)
     except recollect.InfeasibleBudget as error:  # the budgets go down
         print(f"{error}\n")

@@ -15,6 +15,9 @@ which tensors forward saves for backward. The path through the package:
 6. Without a batch, `lazy` has the loop's own steps take the place of those that the planner runs:
    `loop` measures them, and `loop_planner` makes and corrects the plan.
 
+Where a plan holds saved tensors on the host, `offload` puts the ops of `transfer_ops` into the
+halves of a graph that was split.
+
 `registered` is a backend of our own, which runs the ops of a graph as they are: `views` folds views
 in its joint graph, `gradients` has those of parameters share no memory, and `straight` writes its
 halves as Python.

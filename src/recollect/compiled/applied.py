@@ -118,8 +118,9 @@ def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:
     variants = dict(step.sites)
 
     def backend(compiler: Compiler, variant: int) -> Backend:
-        decisions = {each.key: each.kept for each in step.graphs if each.variant == variant}
-        splits.append(PlannedSplit(decisions, sizes, f"{step.uuid}-{variant}"))
+        decisions = {each.key: each for each in step.graphs if each.variant == variant}
+        uuid = f"{step.uuid}-{variant}"
+        splits.append(PlannedSplit(decisions, sizes, uuid, fused=compiler.is_fused))
         return Backend(compiler, splits[-1], notes, _warn_of_larger)
 
     called = prepare(sites, backend, [variants[site.path] for site in sites])
@@ -148,6 +149,12 @@ def _check_sites(step: CompiledStep, sites: Sequence[Site]) -> None:
         raise ValueError(
             f"model: this plan is for backend={step.backend!r}, and the model is compiled with "
             f"{_listed(sorted(names))}. Make a plan for it: recollect.plan(model, batch, budget)"
+        )
+    if step.offloads and any(site.compiler.uses_cuda_graphs for site in sites):
+        raise ValueError(
+            "model: this plan offloads, and the model is compiled with CUDA graphs "
+            "(mode='reduce-overhead' or 'max-autotune'), which cannot. Make a plan for it: "
+            "recollect.plan(model, batch, budget)"
         )
 
 

@@ -33,6 +33,8 @@ from recollect.compiled.views import fold_views
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
 _PLANNED = {"allow_buffer_reuse": False}
+#: And where tensors are offloaded: the order of the graph, by which copies begin ahead of use.
+_OFFLOADING = {"reorder_for_peak_memory": False}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Compiler:
 
             return run_as_it_is(graph, inputs, self.arguments, folded)
         planned = _PLANNED if split.decides else {}
+        if split.offloads:
+            planned = {**planned, **_OFFLOADING}
         ours = partitioner(split, split.uuid)
         return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)
 

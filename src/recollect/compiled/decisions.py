@@ -7,6 +7,23 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from recollect._version import __version__
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tensor that forward saves on the host.
+
+    Args:
+        name: Of its node.
+        freed: The node of forward after which its memory on the device is free; empty: at its end.
+        fetched: The node of backward after which it begins to be fetched; empty: at once.
+    """
+
+    name: str
+    freed: str
+    fetched: str
+
 
 @dataclass(frozen=True)
 class GraphDecision:
@@ -18,6 +35,7 @@ class GraphDecision:
         kept: The names of the nodes that forward saves for backward; None: as torch chooses.
         variant: The number of the variant; sites of one variant share it.
         sizes: The dynamic sizes that it was planned for.
+        away: The results of what is saved that are held on the host, in the order of forward.
     """
 
     key: str
@@ -25,6 +43,7 @@ class GraphDecision:
     kept: tuple[str, ...] | None
     variant: int = 0
     sizes: tuple[int, ...] = ()
+    away: tuple[Away, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,10 +76,16 @@ class CompiledStep:
     made: tuple[int, ...] = ()
     code: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is held on the host."""
+        return any(each.away for each in self.graphs)
+
     @cached_property
     def uuid(self) -> str:
         """What the compiler's caches know these decisions by."""
-        return "recollect-" + hashlib.sha256(repr(self.graphs).encode()).hexdigest()
+        content = repr((__version__, self.graphs))
+        return "recollect-" + hashlib.sha256(content.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """What is written to a file."""
@@ -79,8 +104,11 @@ class CompiledStep:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> CompiledStep:
         """The inverse, with tuples for lists."""
-        graphs = tuple(GraphDecision(**each) for each in content["graphs"])
-        return cls(**{**content, "graphs": graphs})
+        graphs = [
+            GraphDecision(**{**each, "away": tuple(Away(**away) for away in each["away"])})
+            for each in content["graphs"]
+        ]
+        return cls(**{**content, "graphs": tuple(graphs)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{name: vars(self)[name] for name in self.__dataclass_fields__}, "code": None}

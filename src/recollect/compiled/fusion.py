@@ -12,11 +12,16 @@ result in memory. That is decided by rules which are not ours to know; this is w
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
+import torch
 from torch import fx
 
 from recollect._torch.inductor import fuses
 from recollect._torch.ops import op_name
-from recollect.compiled.joint import Joint, nbytes_of
+from recollect._torch.pytree import tree_leaves
+from recollect.compiled.joint import Joint, is_view, nbytes_of
 
 #: Beside those that the partitioner knows of: ops that Inductor computes by loops.
 _LOOPS = frozenset(
@@ -33,12 +38,26 @@ _LOOPS = frozenset(
 _SEEDS = "prims::inductor_seeds"
 
 
+def kernel_test() -> Callable[[fx.Node], bool]:
+    """A function: whether a node of a graph that Inductor compiles runs a kernel of a library.
+
+    That runs where it is in the graph. Loops run anywhere between what they read and their reader.
+    """
+    is_fused = fuses()
+
+    def is_kernel(node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+            return False
+        leaves = tree_leaves(node.meta.get("val"))
+        has_result = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return has_result and op_name(node.target) not in _LOOPS and not is_fused(node)
+
+    return is_kernel
+
+
 def in_memory(joint: Joint) -> tuple[set[fx.Node], set[fx.Node]]:
     """The makers whose results have memory; and those of them that are kernels of libraries."""
-    is_fused = fuses()
-    kernels = {
-        node for node in joint.makers if not is_fused(node) and op_name(node.target) not in _LOOPS
-    }
+    kernels = set(filter(kernel_test(), joint.makers))
     depth = _depths(joint, kernels)
     found: set[fx.Node] = set()
     sources: dict[fx.Node, frozenset[fx.Node]] = {}

@@ -41,6 +41,21 @@ def nbytes_of(node: fx.Node) -> int:
     return -(-nbytes // _BLOCK) * _BLOCK if value.device.type == "cuda" else nbytes
 
 
+def is_dense(node: fx.Node) -> bool:
+    """Whether the numbers of the result of ``node`` fill its memory, each in a place of its own."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes = [known_size(size) for size in value.shape]
+    strides = [known_size(stride) for stride in value.stride()]
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def key_of(graph: fx.GraphModule) -> str:
     """What a joint graph is known by: its ops, wiring and constants, and the forms of its inputs.
 
@@ -89,8 +104,8 @@ class Joint:
             return node
         if node.target is operator.getitem:
             source = node.all_input_nodes[0]
-            return self._stands_for[source] if _is_view(source) else node
-        return self._stands_for[node.all_input_nodes[0]] if _is_view(node) else node
+            return self._stands_for[source] if is_view(source) else node
+        return self._stands_for[node.all_input_nodes[0]] if is_view(node) else node
 
     def base(self, node: fx.Node) -> fx.Node:
         """The result, or the input, whose memory ``node`` shows."""
@@ -207,7 +222,8 @@ class Joint:
         return has_tag(node.target, torch.Tag.nondeterministic_seeded)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the memory of what it is given."""
     target = node.target
     if type(target) is not OpOverload:
         return False

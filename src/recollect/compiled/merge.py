@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from recollect.compiled.backend import Call
+from recollect.compiled.decisions import Away
 from recollect.compiled.part import FOREVER, Part
 from recollect.compiled.timeline import Stretch
 from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import levels_under
+from recollect.graph.simulate import levels_under, transfers_under
 
 #: Of a step with one graph: the gaps before forward, before backward and after that, all empty.
 NOTHING_AROUND = ((0, 0), (0, 0), (0, 0))
@@ -42,10 +43,27 @@ class Merged:
     around: Sequence[tuple[int, int]] = field(default=())
 
     def kept_in(self, call: int, schedule: Schedule) -> frozenset[str]:
-        """The names of the nodes of a call that a schedule keeps."""
+        """The names of the nodes of a call that a schedule keeps, or offloads."""
         part, first = self.parts[call], self.first[call]
-        kept = schedule.kept | self.graph.forced
+        kept = schedule.kept | schedule.away | self.graph.forced
         return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
+
+    def away(self, schedule: Schedule) -> tuple[Away, ...]:
+        """The results that a schedule offloads, if the step has one call.
+
+        A graph begins and ends its copies itself, and none runs beside another graph.
+        """
+        if not schedule.away:
+            return ()
+        (part,), backward = self.parts, self.gaps[1] + 1
+        results = [*part.results]  # by value
+        found = []
+        for value, freed, event in transfers_under(self.graph, schedule):
+            if part.values[value].nbytes >= _SMALLEST:
+                before = event - backward - 1
+                fetched = part.backward_names[before] if before >= 0 else ""
+                found.append(Away(results[value], part.ends[freed], fetched))
+        return tuple(found)
 
     def decided(self, call: int, schedule: Schedule) -> frozenset[int]:
         """The ops of a call that a schedule keeps, by their numbers in the call."""
@@ -93,6 +111,8 @@ def merge_alone(
     return _Merger([part], [call], _order_of(1, None), base, around).merged()
 
 
+#: Smaller results of an op that is offloaded stay on the device.
+_SMALLEST = 4096
 #: A call: whether it is backward, and its number.
 _Turn = tuple[bool, int]
 

@@ -17,6 +17,7 @@ from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
 from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
+from recollect.graph.graph import Link
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.recording.record import Profile
@@ -51,8 +52,13 @@ class ObservedStep:
         return [call.site for call in self.calls]
 
 
-def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
-    """Run the step, measure it, and make its graph."""
+def observe_step(
+    step: TrainingStep, sites: Sequence[Site], link: Link | None = None
+) -> ObservedStep:
+    """Run the step, measure it, and make its graph.
+
+    ``link``: that to the host. A step of several graphs has none: see `Merged.away`.
+    """
     notes = Notes()
     called = prepare(sites, lambda compiler, _: Backend(compiler, ObservingSplit(), notes))
     with step.undone(), installed(wrapped(called, notes.begun)):
@@ -69,7 +75,7 @@ def observe_step(step: TrainingStep, sites: Sequence[Site]) -> ObservedStep:
         base = step.base_bytes()
         notes.clear()
     merged = merged_calls(calls, sites, timeline, base, NodeCosts(step.device))
-    graph = merged.graph
+    graph = replace(merged.graph, link=link if len(calls) == 1 else None)
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
     profile = replace(profile, graph=profile.timed(timing.seconds))
     merged = replace(merged, graph=profile.graph)

@@ -16,7 +16,7 @@ from torch import fx
 from recollect._torch.ops import op_name
 from recollect.compiled.costs import NodeCosts
 from recollect.compiled.fusion import in_memory
-from recollect.compiled.joint import Joint, nbytes_of
+from recollect.compiled.joint import Joint, is_dense, nbytes_of
 from recollect.graph.graph import Event, Op, Value
 
 #: The end of a storage that the caller holds.
@@ -43,6 +43,9 @@ class Part:
         outputs: By position of an output of forward: the value that it shows.
         results: By name of a node that is a value: the number of its op.
         tangents: The bytes of each, with the last event of backward that reads it.
+        backward_names: The names of the nodes of ``backward``.
+        ends: By op: the name of the first node from it on that runs where it is in the graph, as
+            kernels of libraries do, and loops need not; empty: the end of forward.
     """
 
     key: str
@@ -57,6 +60,8 @@ class Part:
     outputs: dict[int, int]
     results: dict[str, int]
     tangents: Sequence[tuple[int, int]] = ()
+    backward_names: Sequence[str] = ()
+    ends: Sequence[str] = ()
 
     @property
     def returned(self) -> int:
@@ -129,6 +134,8 @@ class _Maker:
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
             tangents=self._tangents(),
+            backward_names=[self._name(node) for node in self.theirs],
+            ends=self._ends(),
         )
 
     def _inputs(self, nodes: Sequence[fx.Node]) -> list[list[int]]:
@@ -157,10 +164,27 @@ class _Maker:
                     workspace=workspace,
                     state=_STATES.get(device, _STATE) if self.joint.draws(node) else 0,
                     forced=self.joint.must_not_run_again(node),
+                    can_send=self._can_send(node),
                 )
             )
             counts[start] += 1
         return ops
+
+    def _name(self, node: fx.Node) -> str:
+        """The name of a maker in the halves, where one that draws is wrapped if it runs again."""
+        results = self.joint.results(node)
+        return next((each for each in results if each in self.joint.forward), results[0]).name
+
+    def _ends(self) -> list[str]:
+        ends = [""]
+        for node in reversed(self.ours):
+            ends.append(self._name(node) if node in self.kernels else ends[-1])
+        return ends[:0:-1]
+
+    def _can_send(self, node: fx.Node) -> bool:
+        """Whether a copy of the results can take their place: nobody but backward holds them."""
+        results = self.joint.results(node)
+        return all(each not in self.joint.returned and is_dense(each) for each in results)
 
     def _cost(self, node: fx.Node) -> tuple[float, int]:
         moved = sum(map(nbytes_of, (*self.reads[node], *self.joint.results(node))))

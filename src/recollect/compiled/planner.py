@@ -17,13 +17,15 @@ from recollect.compiled.sites import Site, find_sites
 from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
+from recollect.graph.graph import Link
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.planner import Planner, Solve
-from recollect.planning.prepare import Offload, Request, prepare_step
+from recollect.planning.prepare import Offload, Request, link_for, prepare_step
 from recollect.planning.progress import Progress, silent
 from recollect.planning.recording.batch import signature_of_batch
 from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.pool import Solution
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate
@@ -38,11 +40,11 @@ WORTH = 0.01
 
 
 def check_not_offloaded(offload: Offload) -> None:
-    """Refuse to offload."""
+    """Refuse to offload in a plan of a compiled model that is made from the user's loop."""
     if offload is True:
         raise ValueError(
-            "offload=True: plans for compiled models do not offload. Leave it out, or plan "
-            "for the model without torch.compile"
+            "offload=True: the plan of a compiled model offloads only if it is made with a batch: "
+            "recollect.fit(model, batch, budget, offload=True). Or leave it out"
         )
 
 
@@ -54,7 +56,6 @@ class CompiledPlanner(Planner):
     @classmethod
     def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
         """A planner for the step of a request, which is observed."""
-        check_not_offloaded(request.offload)
         step = prepare_step(request)
         if step.is_shared:
             raise ValueError(
@@ -63,18 +64,26 @@ class CompiledPlanner(Planner):
                 "out, or checkpoint blocks in place of a plan: recollect.checkpointed(block)"
             )
         sites = find_sites(request.model)
+        link = _link_for(step, sites, request.offload)
         if step.on_cuda:
             _warn_of_cuda_graphs(sites)
         state = ModelState.of(request.model)
         progress("compiling the step as torch does", 0.0)
         if step.on_cuda:
             step.free_memory()
-        observed = observe_step(step, sites)
+        observed = observe_step(step, sites, link)
+        if request.offload is True and observed.profile.graph.link is None:
+            raise ValueError(
+                f"offload=True: the step of this model runs {len(observed.calls)} compiled graphs, "
+                "and plans offload where it runs one. Leave it out, or compile the model as a "
+                "whole: torch.compile(model), without graph breaks"
+            )
         planner = cls(
             step,
             observed.profile,
             state,
             signature_of_batch(step.args, step.kwargs),
+            offload=observed.profile.graph.link is not None,
             progress=progress,
         )
         planner.trials = CompiledTrials(step, observed, state, progress)
@@ -84,22 +93,23 @@ class CompiledPlanner(Planner):
     def solver(self) -> Solver | TiedSolver:  # type: ignore[override]
         """Finds schedules."""
         observed = self.trials.observed
-        solver = Solver(self.graph, progress=lambda done: self._progress("solving", done))
+        solver = Solver(
+            self.graph,
+            offload=self._offload,
+            progress=lambda done: self._progress("solving", done),
+        )
         if len({part.key for part in observed.merged.parts}) == len(observed.calls):
             return solver
         return TiedSolver(solver, observed.merged, observed.site_of)
 
-    def _schedules_for(self, room: int) -> list[Schedule]:
-        found = self._fastest_schedule(room, self.solver.solve)  # there is no offload, nor modules
-        return [] if found is None else [found]
-
     def _fastest_schedule(self, room: int, solve: Solve) -> Schedule | None:
-        target = room - self._known_excess()
+        target, offloads = room - self._known_excess(), None
         for _ in range(_COMPILES):
             solution = solve(target)
             if solution is None:
                 break
             schedule = self._trimmed(solution.schedule)
+            offloads = bool(schedule.away)
             if schedule in self.trials.tried_within(room):
                 break
             peak = self.trials.peak(schedule)
@@ -111,7 +121,9 @@ class CompiledPlanner(Planner):
                 target = min(target, before - 1, simulated - (peak - room))
             elif not self._pays(solve(target), schedule):
                 break
-        return next(iter(self.trials.tried_within(room)), None)
+        fitting = self.trials.tried_within(room)
+        alike = (each for each in fitting if offloads in (None, bool(each.away)))
+        return next(alike, None)
 
     def _known_excess(self) -> int:
         """The bytes by which all that was tried took more than simulated."""
@@ -151,6 +163,20 @@ def _warn_of_cuda_graphs(sites: Sequence[Site]) -> None:
             "model: it is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), "
             "which hold the memory of a step in pools of their own, from step to step. The plan "
             "decides what is saved for backward, but whether the step keeps the budget cannot be "
-            "measured. Compile with mode='max-autotune-no-cudagraphs' or the default mode",
+            "measured. Nothing is offloaded. Compile with mode='max-autotune-no-cudagraphs' or the "
+            "default mode",
             PlanWarning,
         )
+
+
+def _link_for(step: TrainingStep, sites: Sequence[Site], offload: Offload) -> Link | None:
+    """The link to the host, if results may be offloaded."""
+    if not any(site.compiler.uses_cuda_graphs for site in sites):
+        return link_for(step, offload)
+    if offload is True:
+        raise ValueError(
+            "offload=True: the model is compiled with CUDA graphs (mode='reduce-overhead' or "
+            "'max-autotune'), which cannot. Leave it out, or compile with "
+            "mode='max-autotune-no-cudagraphs' or the default mode"
+        )
+    return None

@@ -14,7 +14,9 @@ from torch import fx
 from recollect._torch.dynamo import tag_recompute_nodes
 from recollect._torch.inductor import Split, copied, min_cut, simplify
 from recollect._torch.pytree import tree_leaves
+from recollect.compiled.decisions import Away, GraphDecision
 from recollect.compiled.joint import Joint, key_of, returned_by
+from recollect.compiled.offload import offload
 from recollect.errors import CheckpointError
 
 _Halves = tuple[fx.GraphModule, fx.GraphModule]
@@ -46,8 +48,8 @@ class ObservingSplit:
         self.seen: list[SeenGraph] = []
         self._decide = decide
         self._count = 0
-        #: Whether anything is decided, and not left to torch.
-        self.decides = decide is not None
+        #: Whether anything is decided, and not left to torch; and whether anything is offloaded.
+        self.decides, self.offloads = decide is not None, False
 
     def uuid(self) -> str:
         """Of its own at each call: out of a cache, nothing would be seen."""
@@ -78,9 +80,10 @@ class PlannedSplit:
     """Splits as decided.
 
     Args:
-        decisions: By key of a graph: the names of the nodes to keep; None: as torch chooses.
+        decisions: By key of a graph: what is saved of it.
         sizes: By key of a graph of dynamo that they were made from: its dynamic sizes.
         uuid: What the compiler's caches know the decisions by.
+        fused: Whether Inductor compiles the halves.
     """
 
     #: For graphs without a decision. While a plan is tried there should be none.
@@ -88,16 +91,20 @@ class PlannedSplit:
 
     def __init__(
         self,
-        decisions: Mapping[str, Collection[str] | None],
+        decisions: Mapping[str, GraphDecision],
         sizes: Mapping[str, Sequence[int]],
         uuid: str,
+        *,
+        fused: bool,
     ) -> None:
-        self._decisions = decisions
+        self._decisions, self._fused = decisions, fused
         self.sizes = sizes
         self._uuid = uuid
         self._count = 0
         #: Whether anything is decided, and not left to torch.
-        self.decides = any(each is not None for each in decisions.values())
+        self.decides = any(each.kept is not None for each in decisions.values())
+        #: Whether anything is held on the host.
+        self.offloads = any(each.away for each in decisions.values())
         #: The key of the graph of dynamo that is being compiled.
         self.source = ""
 
@@ -119,8 +126,10 @@ class PlannedSplit:
         simplify(graph)
         key = key_of(graph)
         joint = Joint(graph, kwargs["num_fwd_outputs"])
+        away: Sequence[Away] = ()
+        kept: Collection[str] | None
         if key in self._decisions:
-            kept = self._decisions[key]
+            kept, away = self._decisions[key].kept, self._decisions[key].away
         elif self.decide is not None:
             kept = self.decide(key, joint)
         else:
@@ -132,7 +141,10 @@ class PlannedSplit:
         if kept is None:
             return plain(graph, inputs, **kwargs)
         tag(joint, kept)
-        return min_cut(graph, inputs, **kwargs)
+        halves = min_cut(graph, inputs, **kwargs)
+        if away:
+            offload(*halves, kwargs["num_fwd_outputs"], away, fused=self._fused)
+        return halves
 
 
 def tag(joint: Joint, kept: Collection[str]) -> None:

@@ -56,6 +56,9 @@ class TiedSolver:
         """The quickest solution that stays within ``budget`` bytes, if there is one."""
         return self._solutions().under(budget)
 
+    def solve_here(self, _: int) -> None:
+        """The same without offload: nothing is offloaded in a step of several graphs."""
+
     def frontier(self) -> list[Solution]:
         """All solutions that no other dominates: ascending peaks, descending seconds."""
         return self._solutions().frontier()

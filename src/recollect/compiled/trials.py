@@ -69,8 +69,9 @@ class CompiledTrials(Trials):
         variants = _variants(kept, len(observed.sites))
         sources = {call.graph.key: call.source for call in observed.calls if call.graph}
         sizes = {key: tuple(each.values()) for key, each in sizes_of(observed.calls).items()}
+        away = () if schedule is None else merged.away(schedule)
         graphs = {
-            GraphDecision(key, sources[key], names, variants[site], sizes[key]): None
+            GraphDecision(key, sources[key], names, variants[site], sizes[key], away): None
             for (site, key), names in kept.items()
         }
         return CompiledStep(

@@ -133,6 +133,8 @@ class Playback:
         self.ahead_bytes = 0
         self.wanted: deque[int] = deque()
         self.has_begun = False
+        #: By offloaded value: the event before which it was first fetched.
+        self.fetches: dict[int, int] = {}
         self.arrivals: list[tuple[int, int]] = []
         self.last_op = graph.last_op
         #: The values to offload, by the last op of their function.
@@ -411,6 +413,7 @@ class Playback:
         nbytes = self.graph.values[value].nbytes
         self.in_clock = max(self.clock, self.in_clock) + nbytes / link.in_rate
         self.fetched[value] = self.in_clock
+        self.fetches.setdefault(value, self.phase // 2)
         self.change += nbytes
         self.made += nbytes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 from recollect.graph.graph import Graph
 from recollect.graph.playback import Playback, results_of
@@ -75,6 +76,34 @@ def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
     run.clock = 0.0  # no engine
     run.forward()
     return _outcome(run, curve=curve)
+
+
+class Transfer(NamedTuple):
+    """An offloaded value on its way.
+
+    Args:
+        value: Its number.
+        freed: The op after which it is freed on the device.
+        fetched: The event before which the copy back begins.
+    """
+
+    value: int
+    freed: int
+    fetched: int
+
+
+def transfers_under(graph: Graph, schedule: Schedule) -> list[Transfer]:
+    """The offloaded values, in the order in which they leave the device."""
+    run = Playback(graph, schedule)
+    sent = [value for op in sorted(run.sent) for value in run.sent[op]]
+    run.forward()
+    run.backward()
+    freed = [op for op, count in run.arrivals for _ in range(count)]
+    return [
+        Transfer(value, op, run.fetches[value])
+        for value, op in zip(sent, freed, strict=True)
+        if value in run.fetches
+    ]
 
 
 def levels_under(graph: Graph, schedule: Schedule) -> list[int]:

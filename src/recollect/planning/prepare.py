@@ -49,7 +49,7 @@ class Prepared:
 def prepare(request: Request) -> Prepared:
     """The step of a request, checked, and what is known before it is recorded."""
     step = prepare_step(request)
-    link = _link_for(step, request.offload)
+    link = link_for(step, request.offload)
     if step.on_cuda:
         # cuBLAS keeps a workspace for every stream. Those of streams that the step does not use
         # would count in the peak of every plan.
@@ -97,7 +97,7 @@ def _check_trained(model: nn.Module) -> None:
         )
 
 
-def _link_for(step: TrainingStep, offload: Offload) -> Link | None:
+def link_for(step: TrainingStep, offload: Offload) -> Link | None:
     """The link to the host, if results may be offloaded."""
     if offload is True:
         check_can_offload(step.device, is_shared=step.is_shared)

@@ -1,0 +1,239 @@
+"""Plans for compiled models that hold saved tensors on the host."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.compiled import split, transfer_ops
+from recollect.compiled.applied import make_code
+from recollect.compiled.decisions import Away, CompiledStep
+from recollect.compiled.sites import installed
+from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
+from recollect.compiled.trials import CompiledTrials
+from recollect.graph.graph import Graph, Link
+from recollect.graph.schedule import Schedule
+from recollect.graph.simulate import simulate
+from recollect.planning import prepare
+from recollect.planning.warn_once import WarnOnce
+from recollect.replay.named_schedule import trimmed
+from tests._support import assert_identical
+from tests.compiled._steps import Compiled, as_it_is, in_blocks
+from tests.store._fake import FakeLink
+
+
+class HostLink(FakeLink):
+    """Copies run when somebody waits for them. The memory of its host is not that of torch."""
+
+    def pin(self, size: int) -> Tensor:
+        if self.pin_error:
+            raise RuntimeError(self.pin_error)
+        return torch.frombuffer(bytearray(b"\xff" * size), dtype=torch.uint8)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostLink]:
+    """Of the CPU, which has none."""
+    link = HostLink()
+    monkeypatch.setattr(transfer_ops, "link_of", lambda tensor: link)
+    monkeypatch.setattr(prepare, "measured_link", lambda device: Link(5e9, 5e9))
+    yield link
+    assert link.violations == []
+    assert not transfer_ops._running
+
+
+def frontier_of(compiled: Compiled) -> recollect.Frontier:
+    return recollect.frontier(compiled.model, compiled.batch, loss=compiled.loss)
+
+
+def trials_of(frontier: recollect.Frontier) -> CompiledTrials:
+    trials = frontier._planner.trials
+    assert isinstance(trials, CompiledTrials)
+    return trials
+
+
+def drawn(graph: Graph, seed: int) -> Schedule:
+    """A schedule as the solver would not choose it."""
+    draw = random.Random(seed)
+    sends, keeps = draw.uniform(0.1, 1), draw.random()
+    may = {n for n in graph.choices if graph.ops[n].can_send}
+    away = {n for n in may if draw.random() < sends}
+    kept = {n for n in graph.choices if n not in away and draw.random() < keeps}
+    total = sum(graph.values[value].nbytes for op in away for value in graph.results[op])
+    limit = int(total * draw.choice([0, 0.1, 0.3, 1]))
+    ahead, begin = draw.choice([None, 0, total // 5]), draw.choice([None, 3, 20])
+    return trimmed(graph, Schedule(frozenset(kept), frozenset(away), limit, ahead, begin))
+
+
+def outcome_under(compiled: Compiled, trials: CompiledTrials, step: CompiledStep) -> list[Tensor]:
+    torch._dynamo.reset()
+    with installed(make_code(step, trials.observed.sites).called):
+        return compiled.outcome()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "recollect"])
+def test_results_are_those_without_a_plan_however_late_copies_are(link: HostLink, backend: str):
+    compiled = Compiled("decoder_dropout", lambda model: torch.compile(model, backend=backend))
+    expected = compiled.outcome()
+    trials = trials_of(frontier_of(compiled))
+    for seed in range(2):
+        decided = trials.decisions(drawn(trials.graph, seed))
+        (graph,) = decided.graphs
+        assert graph.away
+        before = len(link.copied_out), len(link.copied_in)
+        assert_identical(outcome_under(compiled, trials, decided), expected)
+        assert len(link.copied_out) - before[0] == len(graph.away)
+        assert len(link.copied_in) - before[1] == len(graph.away)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("case", ["decoder_dropout", "conv"])
+def test_inductor_leaves_copies_in_place(link: HostLink, case: str):
+    compiled = Compiled(case, torch.compile)
+    trials = trials_of(frontier_of(compiled))
+    for seed in range(2):
+        decided = trials.decisions(drawn(trials.graph, seed))
+        (graph,) = decided.graphs
+        here = replace(decided, graphs=(replace(graph, away=()),))
+        expected = outcome_under(compiled, trials, here)
+        before = len(link.copied_out)
+        assert_identical(outcome_under(compiled, trials, decided), expected)
+        assert len(link.copied_out) - before == len(graph.away) > 0
+
+
+def test_a_plan_that_offloads_has_all_that_other_plans_have(
+    link: HostLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Which is faster is not measured: copies that wait for somebody to wait take long.
+    monkeypatch.setattr(CompiledTrials, "_time", lambda self, schedules: None)
+    compiled = Compiled("decoder_dropout", as_it_is)
+    expected = compiled.outcome()
+    frontier = frontier_of(compiled)
+    plan = frontier.plan_for(frontier.least)
+    assert plan.compiled is not None
+    assert plan.compiled.offloads
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget
+    assert {row.fate for row in plan.explain()} == {"kept", "recomputed", "offloaded"}
+    assert "offloaded" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = recollect.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    for each in (plan, loaded):
+        with each.applied(compiled.model):
+            link.copied_out.clear()
+            assert_identical(compiled.outcome(), expected)
+            assert link.copied_out
+            assert compiled.peak() <= plan.budget
+
+
+def test_the_simulated_peak_is_that_of_the_step(link: HostLink):
+    compiled = Compiled("decoder", as_it_is)
+    trials = trials_of(frontier_of(compiled))
+    graph = trials.graph
+    for seed in range(2):
+        draw = random.Random(seed)
+        away = {n for n in graph.choices if graph.ops[n].can_send and draw.random() < 0.5}
+        away -= {value.op for value in graph.values if value.nbytes < 4096}
+        kept = frozenset(graph.choices) - away
+        schedule = trimmed(graph, Schedule(kept, frozenset(away), draw.randrange(100_000), 0))
+        assert len(schedule.away) > 10
+        torch._dynamo.reset()
+        with installed(make_code(trials.decisions(schedule), trials.observed.sites).called):
+            compiled.step()
+            assert compiled.peak() == simulate(graph, schedule).peak
+
+
+def test_no_plan_offloads_if_it_must_not(link: HostLink):
+    compiled = Compiled("decoder", as_it_is)
+    frontier = recollect.frontier(compiled.model, compiled.batch, loss=compiled.loss, offload=False)
+    plan = frontier.plan_for((frontier.least + frontier.plain_peak) // 2)
+    assert plan.compiled is not None
+    assert not plan.compiled.offloads
+    assert link.copied_out == []
+
+
+def test_where_copies_are_in_the_graphs(link: HostLink, monkeypatch: pytest.MonkeyPatch):
+    halves: list[Any] = []
+
+    def offload(*args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        halves[:] = args[:2]
+
+    before = split.offload
+    monkeypatch.setattr(split, "offload", offload)
+    compiled = Compiled("decoder", as_it_is)
+    trials = trials_of(frontier_of(compiled))
+    decided = trials.decisions(drawn(trials.graph, 0))
+    outcome_under(compiled, trials, decided)
+    forward, backward = ([*half.graph.nodes] for half in halves)
+    first, then = ({node.name: n for n, node in enumerate(half)} for half in (forward, backward))
+    found = decided.graphs[0].away
+    assert len(found) > 10
+    for away in found:
+        (sent,) = (n for n in forward if n.target is SENT and n.args[0].name == away.name)
+        assert sent.args[1].target is SEND
+        assert first[away.freed] < first[sent.name]
+        (fetch,) = (n for n in backward if n.target is FETCH and n.args[0].name == away.name)
+        (fetched,) = (n for n in backward if n.target is FETCHED and n.args[1] is fetch)
+        used = min(then[node.name] for node in fetched.users)
+        assert then[fetch.name] < then[fetched.name] < used
+        assert not away.fetched or then[away.fetched] < then[fetch.name]
+
+
+def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer_ops, "_warnings", WarnOnce())
+    compiled = Compiled("decoder", as_it_is)
+    expected = compiled.outcome()
+    trials = trials_of(frontier_of(compiled))
+    link.pin_error = "no more of it"
+    with pytest.warns(recollect.PlanWarning, match="not pinned: no more of it") as told:
+        found = outcome_under(compiled, trials, trials.decisions(drawn(trials.graph, 0)))
+    assert len(told) == 1
+    assert_identical(found, expected)
+
+
+def test_a_step_of_several_graphs_does_not_offload(link: HostLink, monkeypatch: pytest.MonkeyPatch):
+    compiled = Compiled("decoder", in_blocks)
+    frontier = frontier_of(compiled)
+    assert trials_of(frontier).graph.link is None
+    monkeypatch.setattr(prepare, "check_can_offload", lambda device, is_shared: None)
+    with pytest.raises(ValueError, match="offload=True: the step of this model runs 3 compiled"):
+        recollect.plan(compiled.model, compiled.batch, 0.7, loss=compiled.loss, offload=True)
+
+
+def test_where_offload_cannot_be_had_it_is_refused():
+    compiled = Compiled("decoder", as_it_is)
+    with pytest.raises(ValueError, match="offload=True needs a CUDA device"):
+        recollect.plan(compiled.model, compiled.batch, 0.7, loss=compiled.loss, offload=True)
+    with pytest.raises(ValueError, match="offloads only if it is made with a batch"):
+        recollect.fit(compiled.model, budget=0.7, offload=True)
+    graphs = torch.compile(compiled.bare, mode="reduce-overhead")
+    with pytest.raises(ValueError, match="offload=True: the model is compiled with CUDA graphs"):
+        recollect.plan(graphs, compiled.batch, 0.7, loss=compiled.loss, offload=True)
+
+
+def test_a_plan_that_offloads_is_not_for_cuda_graphs(link: HostLink):
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+    batch = torch.randn(256, 64)
+    compiled = torch.compile(model)
+    plan = recollect.plan(torch.compile(model, backend="aot_eager"), batch, 1.0)
+    assert plan.compiled is not None
+    (graph,) = plan.compiled.graphs
+    decided = replace(graph, away=(Away("mm", "", ""),))
+    step = replace(plan.compiled, backend="inductor", graphs=(decided,))
+    replace(plan, compiled=step).apply(compiled)
+    recollect.unwrap(compiled)
+    graphs = torch.compile(model, mode="reduce-overhead")
+    with pytest.raises(ValueError, match="this plan offloads, and the model is compiled with CUDA"):
+        replace(plan, compiled=step).apply(graphs)
