@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import recollect
 from recollect.compiled import transfer_ops
 from recollect.compiled.applied import make_code
+from recollect.compiled.registered import backend as ours
 from recollect.compiled.sites import installed
 from recollect.compiled.trials import CompiledTrials
 from recollect.graph.schedule import Schedule
@@ -69,7 +70,7 @@ class Case:
     def __init__(self, backend: str) -> None:
         torch.manual_seed(0)
         self.bare = nn.Sequential(*(Block() for _ in range(DEPTH))).to("cuda", torch.bfloat16)
-        self.model = torch.compile(self.bare, backend=backend)
+        self.model = torch.compile(self.bare, backend=ours if backend == "recollect" else backend)
         self.batch = torch.randn(2, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     @staticmethod
