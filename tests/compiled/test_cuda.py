@@ -143,7 +143,26 @@ def test_gradients_do_not_depend_on_how_late_copies_are(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plan_that_offloads_keeps_its_budget(backend: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_peak_does_not_depend_on_how_late_copies_are(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    case = Case(backend)
+    trials = trials_of(case)
+    slow = SlowLink(case.batch.device)
+    schedule = drawn(trials, 0)
+    measured = trials.peak(schedule)
+    torch._dynamo.reset()
+    decided = trials.decisions(schedule)
+    assert decided.offloads
+    with installed(make_code(decided, trials.observed.sites).called):
+        case.gradients()
+        assert {case.peak() for _ in range(3)} == {measured}
+        monkeypatch.setattr(transfer_ops, "link_of", lambda tensor: slow)
+        assert {case.peak() for _ in range(3)} == {measured}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plans_keep_their_budgets(backend: str, monkeypatch: pytest.MonkeyPatch):
     # By prediction: copies of so small a step may not be worth their while.
     monkeypatch.setattr(CompiledTrials, "_time", lambda self, schedules: None)
     case = Case(backend)
@@ -153,13 +172,9 @@ def test_a_plan_that_offloads_keeps_its_budget(backend: str, monkeypatch: pytest
         plan = frontier.plan_for(budget)
         assert plan.measured_peak is not None
         assert plan.measured_peak <= budget
-        assert plan.compiled is not None
-        assert plan.compiled.offloads or fraction
         with plan.applied(case.model):
             case.gradients()
-            peaks = {case.peak() for _ in range(5)}
-        assert max(peaks) <= budget
-        assert len(peaks) == 1  # it does not depend on how long copies take
+            assert max(case.peak() for _ in range(5)) <= budget
 
 
 def test_a_copy_on_the_host_is_pinned():
