@@ -17,6 +17,7 @@ import recollect
 from recollect.compiled import split, transfer_ops
 from recollect.compiled.applied import make_code
 from recollect.compiled.decisions import Away, CompiledStep
+from recollect.compiled.observe import with_forward_of
 from recollect.compiled.sites import installed
 from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
 from recollect.compiled.trials import CompiledTrials
@@ -189,6 +190,19 @@ def test_where_copies_are_in_the_graphs(link: HostLink, monkeypatch: pytest.Monk
         used = min(then[node.name] for node in fetched.users)
         assert then[fetch.name] < then[fetched.name] < used
         assert not away.fetched or then[away.fetched] < then[fetch.name]
+
+
+def test_the_time_of_forward_is_as_measured(link: HostLink):
+    graph = trials_of(frontier_of(Compiled("decoder", as_it_is))).graph
+    total = graph.plain_seconds
+    timed = with_forward_of(graph, total / 4)
+    assert timed.plain_seconds == pytest.approx(total)
+    assert sum(event.seconds for event in timed.events[: graph.turn]) == pytest.approx(total / 4)
+    # Ops that run again are those of forward.
+    before = sum(event.seconds for event in graph.events[: graph.turn])
+    for op, now in zip(graph.ops, timed.ops, strict=True):
+        assert now.seconds == pytest.approx(op.seconds * total / 4 / before)
+    assert with_forward_of(graph, total) is graph
 
 
 def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):
