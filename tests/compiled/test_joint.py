@@ -4,7 +4,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from recollect.compiled.joint import Joint, key_of, nbytes_of
+from recollect.compiled.joint import Joint, is_dense, key_of, nbytes_of
 
 
 def traced(width: int = 4) -> fx.GraphModule:
@@ -37,6 +37,19 @@ def test_views_stand_for_what_they_show():
     assert not joint.is_view(product)
     assert {node.name for node in joint.readers(product)} >= {"sin", "cos"}
     assert nbytes_of(product) == 3 * 4 * 4
+
+
+def test_a_result_is_dense_if_its_numbers_fill_its_memory():
+    for size, stride, dense in (
+        ((3, 4), (4, 1), True),
+        ((3, 4), (1, 3), True),
+        ((1, 4), (99, 1), True),
+        ((3, 4), (8, 1), False),
+        ((3, 4), (0, 1), False),
+    ):
+        node = fx.Graph().placeholder("x")
+        node.meta["val"] = torch.empty_strided(size, stride, device="meta")
+        assert is_dense(node) is dense
 
 
 def test_forward_is_what_its_outputs_need():

@@ -17,6 +17,7 @@ import recollect
 from recollect.compiled import split, transfer_ops
 from recollect.compiled.applied import make_code
 from recollect.compiled.decisions import Away, CompiledStep
+from recollect.compiled.observe import with_forward_of
 from recollect.compiled.sites import installed
 from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
 from recollect.compiled.trials import CompiledTrials
@@ -28,11 +29,19 @@ from recollect.planning.warn_once import WarnOnce
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is, in_blocks
-from tests.store._fake import FakeLink
+from tests.store._fake import Event, FakeLink
 
 
 class HostLink(FakeLink):
     """Copies run when somebody waits for them. The memory of its host is not that of torch."""
+
+    #: The most copies back that were under way at once.
+    most_back = 0
+
+    def copy_in(self, pieces: Any, after: Any) -> Event:
+        done = super().copy_in(pieces, after)
+        self.most_back = max(self.most_back, len(self.back.steps) // 2)  # a copy and its event
+        return done
 
     def pin(self, size: int) -> Tensor:
         if self.pin_error:
@@ -101,14 +110,16 @@ def test_results_are_those_without_a_plan_however_late_copies_are(link: HostLink
 def test_inductor_leaves_copies_in_place(link: HostLink, case: str):
     compiled = Compiled(case, torch.compile)
     trials = trials_of(frontier_of(compiled))
-    for seed in range(2):
-        decided = trials.decisions(drawn(trials.graph, seed))
+    at_once = replace(drawn(trials.graph, 0), limit=1 << 40, ahead=None, begin=None)
+    for schedule in (drawn(trials.graph, 0), at_once):
+        decided = trials.decisions(schedule)
         (graph,) = decided.graphs
         here = replace(decided, graphs=(replace(graph, away=()),))
         expected = outcome_under(compiled, trials, here)
         before = len(link.copied_out)
         assert_identical(outcome_under(compiled, trials, decided), expected)
-        assert len(link.copied_out) - before == len(graph.away) > 0
+        assert len(link.copied_out) - before == len(graph.away) > 1
+    assert link.most_back == len(graph.away)
 
 
 def test_a_plan_that_offloads_has_all_that_other_plans_have(
@@ -189,6 +200,19 @@ def test_where_copies_are_in_the_graphs(link: HostLink, monkeypatch: pytest.Monk
         used = min(then[node.name] for node in fetched.users)
         assert then[fetch.name] < then[fetched.name] < used
         assert not away.fetched or then[away.fetched] < then[fetch.name]
+
+
+def test_the_time_of_forward_is_as_measured(link: HostLink):
+    graph = trials_of(frontier_of(Compiled("decoder", as_it_is))).graph
+    total = graph.plain_seconds
+    timed = with_forward_of(graph, total / 4)
+    assert timed.plain_seconds == pytest.approx(total)
+    assert sum(event.seconds for event in timed.events[: graph.turn]) == pytest.approx(total / 4)
+    # Ops that run again are those of forward.
+    before = sum(event.seconds for event in graph.events[: graph.turn])
+    for op, now in zip(graph.ops, timed.ops, strict=True):
+        assert now.seconds == pytest.approx(op.seconds * total / 4 / before)
+    assert with_forward_of(graph, total) is graph
 
 
 def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):

@@ -64,6 +64,19 @@ def test_loops_without_memory_are_no_ops_if_they_are_fused():
     assert fused.inputs[0][0] == [0]  # x, through sin
 
 
+def test_what_is_returned_is_not_offloaded():
+    assert [op.can_send for op in part_of().ops] == [True, True, False]
+
+
+def test_loops_end_where_a_kernel_of_a_library_does():
+    def chained(x: Tensor, w: Tensor) -> Tensor:
+        return (x.sin().cos() @ w).exp().cos()
+
+    assert [*part_of(chained, fused=True).ends] == ["mm", "mm", ""]
+    whole = part_of(chained)
+    assert [*whole.ends] == [*whole.names]
+
+
 def test_dropout_holds_a_state_if_it_is_to_run_again():
     def dropped(x: Tensor, w: Tensor) -> Tensor:
         return torch.nn.functional.dropout(x @ w, 0.5)

@@ -6,6 +6,7 @@ Schedules are drawn at random, from nothing kept to everything: a solver may com
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate, simulate_if, simulate_plain
+from recollect.graph.simulate import simulate, simulate_if, simulate_plain, transfers_under
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.loop.play import run_planned
 from recollect.planning.planner import Planner
@@ -179,3 +180,26 @@ def test_the_shortcuts_make_no_difference(name: str) -> None:
 @pytest.mark.parametrize("seed", sampled(range(200), usual=range(20)))
 def test_the_shortcuts_make_no_difference_to_anything(seed: int) -> None:
     _assert_as_without_shortcuts(random_dag(seed, 5 + seed % 40), random.Random(seed))
+
+
+def test_transfers_say_when_each_copy_ends_and_begins() -> None:
+    graph = replace(graph_of("decoder"), link=Link(5e10, 5e10))
+    draw = random.Random(0)
+    seen = 0
+    for schedule in _drawn(graph, draw):
+        transfers, outcome = transfers_under(graph, schedule), simulate(graph, schedule)
+        seen += len(transfers)
+        assert all(graph.values[each.value].op in schedule.away for each in transfers)
+        assert all(each.freed >= graph.values[each.value].op for each in transfers)
+        # In this order they leave.
+        assert [each.freed for each in transfers] == sorted(each.freed for each in transfers)
+        arrived = Counter(dict(outcome.arrivals))
+        assert Counter(each.freed for each in transfers) <= arrived
+        unpacked = {
+            graph.saved[number].value: now
+            for now, event in reversed([*enumerate(graph.events)])
+            for number in event.unpacks
+        }
+        for each in transfers:
+            assert graph.turn <= each.fetched <= unpacked.get(each.value, len(graph.events))
+    assert seen

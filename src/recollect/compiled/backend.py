@@ -124,6 +124,8 @@ class Notes:
     calls: list[Call] | None = None
     #: Called when a graph is about to be compiled.
     on_compile: Callable[[], None] | None = None
+    #: The events of a CUDA device at which calls began and ended; None: they are not timed.
+    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def begin(self, site: int) -> None:
         """A compiled module is called."""
@@ -142,6 +144,17 @@ class Notes:
     def clear(self) -> None:
         """A step begins whose calls are to be noted."""
         self.calls, self.forwards = [], 0
+
+    def run(self, compiled: Callable[..., Any], args: Any) -> Any:
+        """Call a compiled graph for training."""
+        if self.spans is None:
+            return compiled(*args)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = compiled(*args)
+        end.record()
+        self.spans.append((start, end))
+        return result
 
     def observed(self) -> list[Call]:
         """The calls of graphs that have a backward."""
@@ -226,7 +239,7 @@ class Backend:
             shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
             sizes = {symbol: int(args[n]) for n, symbol in symbols.items()}
             again = current_graph_task() != -1
-            result = compiled(*args)
+            result = notes.run(compiled, args)
             outputs = _storages(result)
             call = Call(graph, source, storages, outputs, site, shapes, sizes, again)
             notes.calls.append(call)

@@ -105,7 +105,7 @@ class CompiledStep:
     def from_json(cls, content: dict[str, Any]) -> CompiledStep:
         """The inverse, with tuples for lists."""
         graphs = [
-            GraphDecision(**{**each, "away": tuple(Away(**away) for away in each["away"])})
+            GraphDecision(**{**each, "away": tuple(Away(**a) for a in each.get("away", ()))})
             for each in content["graphs"]
         ]
         return cls(**{**content, "graphs": tuple(graphs)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from torch import fx
@@ -17,7 +18,7 @@ from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
 from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
-from recollect.graph.graph import Link
+from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
 from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.recording.record import Profile
@@ -71,16 +72,42 @@ def observe_step(
         timeline = measured_timeline(step.run, step.device)
         peak = step.measured_peak()
         expected = peak + step.spare_blocks()
+        notes.spans = [] if step.on_cuda else None
         timing = step.measured_seconds()
+        spans, notes.spans = notes.spans, None
         base = step.base_bytes()
         notes.clear()
     merged = merged_calls(calls, sites, timeline, base, NodeCosts(step.device))
     graph = replace(merged.graph, link=link if len(calls) == 1 else None)
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
-    profile = replace(profile, graph=profile.timed(timing.seconds))
+    graph = profile.timed(timing.seconds)
+    if spans and len(calls) == 1:
+        graph = with_forward_of(graph, median(s.elapsed_time(e) for s, e in spans) / 1000)
+    profile = replace(profile, graph=graph)
     merged = replace(merged, graph=profile.graph)
     torchs = saved_schedule(merged, saves_of(calls, lambda graph: graph.torch_saves))
     return ObservedStep(sites, called, calls, merged, torchs, profile, forwards)
+
+
+def with_forward_of(graph: Graph, seconds: float) -> Graph:
+    """The same step with a forward that takes so long, and a backward that takes the rest.
+
+    How much can be copied beside forward depends on it. The times of single kernels add up to
+    something else, as those of fused loops are estimated.
+    """
+    turn, total = graph.turn, graph.plain_seconds
+    before = sum(event.seconds for event in graph.events[:turn])
+    if not before < total or not 0 < seconds < total:
+        return graph
+    forward, backward = seconds / before, (total - seconds) / (total - before)
+    return replace(
+        graph,
+        events=[
+            replace(event, seconds=event.seconds * (forward if n < turn else backward))
+            for n, event in enumerate(graph.events)
+        ],
+        ops=[replace(op, seconds=op.seconds * forward) for op in graph.ops],
+    )
 
 
 def merged_calls(
