@@ -791,6 +791,29 @@ def test_first_steps_have_no_state_of_an_optimizer_yet() -> None:
     assert max(loop.peaks) <= loop.plan.budget < loop.plan.plain_peak
 
 
+def test_first_steps_whose_blocks_are_single_ops_with_several_results() -> None:
+    """The first steps hold the output of an LSTM alone, and not what else its op returns."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    recollect.fit(model, budget=0.6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):  # a warning would be an error
+        squares(model(batch(640, number).view(40, 16, 32))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(32, 32, num_layers=2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
 def test_first_steps_that_accumulate_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 1.0, torch.optim.SGD)

@@ -767,6 +767,32 @@ def test_a_plan_for_one_forward_in_a_loop_of_several(name: str) -> None:
     assert max(trainer.peaks[2:]) - state <= _plan(fitted).budget
 
 
+def test_gradients_that_are_cleared_between_forward_and_backward() -> None:
+    """As Lightning does, in a closure that the optimizer's step calls. They leave room."""
+    budget = 1_100_000
+    models = []
+    for part in (None, budget):
+        model: Any = net()
+        if part is not None:
+            recollect.fit(model, budget=part)
+        trainer = Trainer(model, measured=0)
+        optimizer = trainer.optimizer()
+
+        def backward(loss: Tensor, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss.backward()
+
+        with _silence():
+            for number in range(5):
+                run = partial(lambda model, x: squares(model(x)), model, batch(seed=number))
+                optimizer.step(partial(trainer.step, run, backward))
+        models.append((model, trainer))
+    (plain, before), (fitted, after) = models
+    assert_identical(_weights(fitted), _weights(plain))
+    assert min(before.peaks[1:]) > 1.5 * budget
+    assert 0.9 * budget < max(after.peaks) <= budget
+
+
 @dataclass
 class Pair:
     x: Tensor

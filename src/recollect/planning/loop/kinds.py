@@ -22,7 +22,6 @@ from torch import nn
 
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import simulate
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
@@ -40,7 +39,7 @@ from recollect.planning.recording.model_state import (
     gradient_bytes,
     with_state,
 )
-from recollect.planning.recording.record import schedule_of
+from recollect.planning.recording.record import peak_of_run
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
@@ -376,7 +375,7 @@ class Kinds:
             return choice.simulate(graph, tuple(each.ran_by for each in forwards))
         differences = step[0].differences
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
-        return simulate(graph, schedule_of(recordings)).peak - early
+        return peak_of_run(graph, recordings) - early
 
     def failed(self, step: StepKind) -> None:
         """The trace of a step failed: there was no backward."""

@@ -46,6 +46,8 @@ class Updates:
         """Notice steps."""
         _watch_optimizers()
         _watching.add(self)
+        for each in [*_changes.running]:  # as where a step runs a closure
+            self.step_begins(each)
 
     @property
     def are_there(self) -> bool:
