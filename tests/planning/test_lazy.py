@@ -794,7 +794,7 @@ def test_first_steps_have_no_state_of_an_optimizer_yet() -> None:
 def test_first_steps_whose_blocks_are_single_ops_with_several_results() -> None:
     """The first steps hold the output of an LSTM alone, and not what else its op returns."""
     torch.manual_seed(0)
-    model = Recurrent()
+    model = RecurrentLayers()
     recollect.fit(model, budget=0.6)
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(3):  # a warning would be an error
@@ -803,7 +803,7 @@ def test_first_steps_whose_blocks_are_single_ops_with_several_results() -> None:
         optimizer.zero_grad()
 
 
-class Recurrent(nn.Module):
+class RecurrentLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(32, 32, num_layers=2) for _ in range(4))
