@@ -45,6 +45,8 @@ class Trainer:
         self._done = 0
         self.peaks: list[int] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        #: Other tensors that the loop holds.
+        self.held: list[Tensor] = []
 
     def optimizer(self, make: Any = torch.optim.AdamW, **options: Any) -> Any:
         self.optimizers.append(make(self.model.parameters(), **options))
@@ -55,7 +57,8 @@ class Trainer:
         backward = backward or Tensor.backward
         torch.manual_seed(self._done)
         self._done += 1
-        there = static_bytes(self.model) + sum(
+        there = static_bytes(self.model) + sum(each.nbytes for each in self.held)
+        there += sum(
             each.nbytes
             for optimizer in self.optimizers
             for state in optimizer.state.values()
@@ -235,6 +238,49 @@ def a_closure(trainer: Trainer) -> None:
             return kept[0].detach()
 
         optimizer.step(closure)
+
+
+def _sharpness_aware(trainer: Trainer, *, holds: bool) -> None:
+    """The second forward of a step runs with other parameters than the first."""
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    parameters = [*trainer.model.parameters()]
+    for number in range(5):
+        x = batch(seed=number)
+        trainer.step(lambda x=x: squares(trainer.model(x)))
+        with torch.no_grad():
+            trainer.held = [0.05 * each.grad for each in parameters if each.grad is not None]
+            torch._foreach_add_(parameters, trainer.held)
+        optimizer.zero_grad()
+        trainer.step(lambda x=x: squares(trainer.model(x)))
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, trainer.held)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not holds:
+            trainer.held = []
+
+
+@loop
+def sharpness_aware(trainer: Trainer) -> None:
+    _sharpness_aware(trainer, holds=False)
+
+
+@loop
+def sharpness_aware_that_holds_its_last_direction(trainer: Trainer) -> None:
+    _sharpness_aware(trainer, holds=True)
+
+
+@loop
+def momentum_by_hand(trainer: Trainer) -> None:
+    parameters = [*trainer.model.parameters()]
+    trainer.held = [torch.zeros_like(each) for each in parameters]
+    for number in range(14):
+        trainer.step(lambda n=number: squares(trainer.model(batch(seed=n))))
+        with torch.no_grad():
+            for each, held in zip(parameters, trainer.held, strict=True):
+                held.mul_(0.9).add_(each.grad)
+                each.sub_(held, alpha=0.01)
+                each.grad = None
 
 
 @loop

@@ -98,7 +98,8 @@ class LazyPlanner:
         if plan is None:
             return None
         # Of this process: others may have made the plan, and copies of the model count anew.
-        plan = replace(plan, state_bytes=StateWatch().nbytes(parameters_of(model)))
+        state_bytes = StateWatch().nbytes(parameters_of(model)) + live.updates.own_bytes
+        plan = replace(plan, state_bytes=state_bytes)
         first = replace(graph, base=traced.first_base)
         graphs = (first, with_gradients(first, live.accumulated))
         took = max(peak_of_run(each, recordings) for each in graphs)

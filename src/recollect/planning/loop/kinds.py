@@ -29,7 +29,7 @@ from recollect.planning.loop.companions import Companion, Companions, Settled
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
-from recollect.planning.loop.updates import StateWatch, local_bytes
+from recollect.planning.loop.updates import OwnState, StateWatch, local_bytes
 from recollect.planning.loop.variant import Variant
 from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
 from recollect.planning.recording.model_state import (
@@ -100,7 +100,7 @@ class Kinds:
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
             self._too_large.append(self._planned[0])
-        self._optimizers = StateWatch()
+        self._optimizers, self._own = StateWatch(), OwnState()
         self._is_on_cuda = False
         self._planned_state: float | None = None
         #: The facts of the model at the last call, and how they differ from the planned ones.
@@ -134,6 +134,8 @@ class Kinds:
         if is_transforming():
             return 0  # torch.func has put its own tensors into the model
         nbytes = self._optimizers.nbytes(parameters)
+        if not self._is_on_cuda:  # where the peak is watched
+            nbytes += self._own.nbytes(parameters)
         if self._planned_state is None:
             self._planned_state = self._find_planned_state(model, parameters)
         return math.ceil(max(0.0, nbytes - self._planned_state))
