@@ -772,6 +772,30 @@ class Tangled(nn.Module):
         return x
 
 
+def test_backwards_in_another_thread_make_no_plan_and_leave_no_mode() -> None:
+    """Nothing of them can be traced, which is told once."""
+    model = recollect.fit(net(), budget=0.8)
+    plain = recollect.unwrap(copy.deepcopy(model))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+
+    def train(number: int) -> None:
+        for each in (model, plain):
+            loss = squares(each(batch(seed=number)))
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert dispatch_modes() == []
+
+    with pytest.warns(recollect.PlanWarning, match="in the thread that called it") as told:
+        [train(number) for number in range(10)]
+    assert len(told) == 1
+    assert vars(model)[OPTIONS].plan is None
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 0.75, torch.optim.SGD)

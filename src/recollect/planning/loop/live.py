@@ -115,7 +115,7 @@ class LiveStep:
         self.device = device_of(model)
         #: The steps of optimizers since its forward.
         parameters = parameters_of(model)
-        self.updates = Updates(parameters)
+        self.updates = Updates(parameters, weakly(self._leave))
         self._parameters = [ref(each) for each in parameters]
         #: The bytes of gradients that are there before it; once it is over: and throughout.
         gradients = gradients_of(model)
@@ -211,6 +211,8 @@ class LiveStep:
         if any(mode is self._trace for mode in dispatch_modes()):
             self._is_reached = self._is_running = True
             at_end_of_backward(self._backward_ends)
+        else:  # it runs in another thread, where nothing traces it
+            at_end_of_backward(self.close)
 
     def _backward_ends(self) -> None:
         """A backward has ended that went through a forward. Others may follow."""
@@ -253,7 +255,7 @@ class LiveStep:
 
         Backward has gone through all of it, and an optimizer has made its step.
         """
-        is_reached = self._waiting and all(each.is_reached for each in self._waiting)
+        is_reached = self._is_reached and all(each.is_reached for each in self._waiting)
         if self.is_open and not self.is_over and is_reached and self.updates.are_there:
             self.is_over = True
             self._finish()
@@ -270,6 +272,11 @@ class LiveStep:
             leave_dispatch_mode(self._trace)
         if _active.step is self:
             _active.step = None
+
+    def _leave(self) -> None:
+        """Leave the mode of a step that was closed in another thread."""
+        if not self.is_open:
+            self.close()
 
     # --- the result -------------------------------------------------------------------------------
 

@@ -34,9 +34,15 @@ _LOOKS = 8
 
 
 class Updates:
-    """The optimizer steps for some parameters from now on."""
+    """The optimizer steps for some parameters from now on.
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    ``on_step``: called as one of them begins.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], on_step: Callable[[], object] = lambda: None
+    ) -> None:
+        self._on_step = on_step
         parameters = [*parameters]
         self._parameters = {id(each) for each in parameters}
         self._versions = {id(each): each._version for each in parameters if _is_plain(each)}
@@ -106,6 +112,7 @@ class Updates:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer begins a step."""
+        self._on_step()
         if optimizer not in self._before and _has_any(optimizer, self._parameters):
             self._before[optimizer] = local_bytes(_state_of(optimizer))
             found = [each for group in optimizer.param_groups for each in group["params"]]
