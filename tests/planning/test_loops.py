@@ -213,6 +213,16 @@ def frozen_and_unfrozen(trainer: Trainer) -> None:
 
 
 @loop
+def early_exits(trainer: Trainer) -> None:
+    model: Any = trainer.model
+    optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+    for number, model.depth in enumerate((6, 3, 6, 4, 1, 6, 3, 4, 6, 6)):
+        trainer.step(lambda n=number: squares(model(batch(seed=n))))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
 def lengths_that_change(trainer: Trainer) -> None:
     optimizer = trainer.optimizer()
     for number, length in enumerate((128, 96, 64, 120, 128, 32, 100, 128)):
@@ -663,6 +673,21 @@ class TwoHeads(Net):
         return self.head(x), F.gelu(self.other(x))
 
 
+class Exits(Net):
+    """Ends early with a layer like those that it skips."""
+
+    depth = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Greedy(Net):
     """Has a loss for each block, and no gradients between blocks."""
 
@@ -711,6 +736,7 @@ class Exponents(Net):
 NETS = {
     "a_custom_function": Exponents,
     "part_of_the_outputs": TwoHeads,
+    "early_exits": Exits,
     "a_backward_for_each_block": Greedy,
     "a_state_between_backwards": Recurrent,
 }
