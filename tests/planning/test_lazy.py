@@ -772,6 +772,30 @@ class Tangled(nn.Module):
         return x
 
 
+def test_backwards_in_another_thread_make_no_plan_and_leave_no_mode() -> None:
+    """Nothing of them can be traced, which is told once."""
+    model = recollect.fit(net(), budget=0.8)
+    plain = recollect.unwrap(copy.deepcopy(model))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+
+    def train(number: int) -> None:
+        for each in (model, plain):
+            loss = squares(each(batch(seed=number)))
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert dispatch_modes() == []
+
+    with pytest.warns(recollect.PlanWarning, match="in the thread that called it") as told:
+        [train(number) for number in range(10)]
+    assert len(told) == 1
+    assert vars(model)[OPTIONS].plan is None
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 0.75, torch.optim.SGD)
@@ -789,6 +813,29 @@ def test_first_steps_have_no_state_of_an_optimizer_yet() -> None:
     loop.run(steps=3)  # a warning is an error
     assert loop.plan is not None
     assert max(loop.peaks) <= loop.plan.budget < loop.plan.plain_peak
+
+
+def test_first_steps_whose_blocks_are_single_ops_with_several_results() -> None:
+    """The first steps hold the output of an LSTM alone, and not what else its op returns."""
+    torch.manual_seed(0)
+    model = RecurrentLayers()
+    recollect.fit(model, budget=0.6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):  # a warning would be an error
+        squares(model(batch(640, number).view(40, 16, 32))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class RecurrentLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(32, 32, num_layers=2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
 
 
 def test_first_steps_that_accumulate_above_the_budget_are_told() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.graph.simulate import simulate
 from recollect.modules import OPTIONS
+from recollect.planning import trial
 from recollect.planning.solving import solve
 from recollect.replay.named_schedule import trimmed
 from recollect.report.units import bytes_text
@@ -48,6 +49,38 @@ def _model(layers: int = 3) -> Decoder:
 
 
 X = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def test_nothing_is_timed_or_searched_for_if_the_step_fits_plain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, reference = _model(), _model()
+    frontier = recollect.frontier(_model(), X, loss=squares)
+    least, plain = frontier.least, frontier.plain_peak
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "with_overhead", None)
+        patch.setattr(solve.Solver, "frontier", None)
+        plan = recollect.plan(model, X, 2 * plain, loss=squares)
+    assert plan.plain_peak == plan.predicted_peak == plan.measured_peak == plain
+    assert plan.predicted_time == plan.plain_time == plan.bound_time
+    assert "the step fits as it is" in str(plan)
+    plan.to_html(tmp_path / "plan.html")
+    plan.save(tmp_path / "plan.json")
+    assert recollect.Plan.load(tmp_path / "plan.json") == plan
+    assert simulate(plan.graph, plan.alternatives[0].schedule_in(plan.graph)).peak <= 1.05 * least
+    # A larger batch does not fit plain. The frontier of another plan is searched for as before.
+    plan.apply(model)
+    larger = X.repeat(4, 1)
+    for _ in range(3):
+        found = measure(lambda: squares(model(larger)), Tensor.backward, warm_up=False)
+        assert found.peak + static_bytes(model) <= plan.budget
+        squares(reference(larger)).backward()
+        assert_identical(gradients(model), gradients(reference))
+        model.zero_grad()
+        reference.zero_grad()
+    before = len(frontier.points)
+    assert frontier.plan_for(2 * plain).report.points
+    assert len(frontier.points) == before > 4
 
 
 def test_what_takes_more_than_simulated_makes_no_larger_budget_slower(

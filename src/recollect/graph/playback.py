@@ -43,13 +43,18 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 class Playback:
-    """One step. Its attributes hold the result."""
+    """One step. Its attributes hold the result.
 
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.graph = graph
+    ``unheld``: values that are recomputed although other results of their op are kept.
+    """
+
+    def __init__(
+        self, graph: Graph, schedule: Schedule, unheld: frozenset[int] = frozenset()
+    ) -> None:
+        self.graph, self.unheld = graph, unheld
         self.tables = graph.tables
         kept = schedule.kept | graph.forced
-        here = results_of(graph, kept)
+        here = results_of(graph, kept) - unheld
         self.away = results_of(graph, schedule.away - kept)
         #: The values that are not recomputed.
         self.held = here | self.away if self.away else here
@@ -147,6 +152,7 @@ class Playback:
     def _hold(self, kept: Iterable[int]) -> None:
         """Find until when the storages of forward are held."""
         storages, values, holds = self.graph.storages, self.graph.values, self.tables.holds
+        dropped = {values[value].storage for value in self.unheld}
         #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
         held = [value for order in self.order for value, _ in order]
@@ -158,7 +164,7 @@ class Playback:
         ends = self.ends = {number: storages[number].dies for number in self.holders}
         for op in kept:
             for number, end in holds[op]:
-                if end > ends.get(number, -1):
+                if end > ends.get(number, -1) and number not in dropped:
                     ends[number] = end
         #: By event: by how many bytes the schedule changes memory before it; and the part that was
         #: recomputed or fetched.

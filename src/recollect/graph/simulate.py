@@ -51,9 +51,15 @@ class Outcome:
     starts: tuple[float, ...] = ()
 
 
-def simulate(graph: Graph, schedule: Schedule, *, curve: bool = False) -> Outcome:
-    """Simulate the step of ``graph`` under ``schedule``."""
-    run = Playback(graph, schedule)
+def simulate(
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    curve: bool = False,
+    unheld: frozenset[int] = frozenset(),
+) -> Outcome:
+    """Simulate the step of ``graph`` under ``schedule``, which does not hold ``unheld`` values."""
+    run = Playback(graph, schedule, unheld)
     run.forward()
     return _outcome(run, curve=curve)
 

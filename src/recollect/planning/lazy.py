@@ -16,7 +16,6 @@ from recollect.compiled.planner import check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import CheckpointError
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
@@ -39,6 +38,7 @@ from recollect.planning.recording.model_state import (
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
+    peak_of_run,
     schedule_of,
     simulated_profile,
 )
@@ -96,10 +96,12 @@ class LazyPlanner:
         if plan is None:
             return None
         # Of this process: others may have made the plan, and copies of the model count anew.
-        plan = replace(plan, state_bytes=StateWatch().nbytes(parameters_of(model)))
-        first, ran = replace(graph, base=traced.first_base), schedule_of(recordings)
+        state_bytes = StateWatch().nbytes(parameters_of(model)) + live.updates.own_bytes
+        plan = replace(plan, state_bytes=state_bytes)
+        first = replace(graph, base=traced.first_base)
         graphs = (first, with_gradients(first, live.accumulated))
-        notices.of_first_steps(plan, max(simulate(each, ran).peak for each in graphs), _FIRST_STEPS)
+        took = max(peak_of_run(each, recordings) for each in graphs)
+        notices.of_first_steps(plan, took, _FIRST_STEPS)
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan

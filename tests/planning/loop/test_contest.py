@@ -53,6 +53,32 @@ def test_the_fastest_stays(
     assert winner == best
 
 
+MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(away=(("a", (0,)),))
+
+
+@pytest.mark.parametrize(
+    ("schedules", "text"),
+    [
+        ((A, B), "other ops recomputed"),  # as on a CPU, where nothing can be offloaded
+        ((MODULES, B), "single ops recomputed"),
+        ((A, MODULES), "1 modules checkpointed as a whole"),
+        ((A, AWAY), "some results offloaded"),
+        ((AWAY, A), "nothing offloaded"),
+    ],
+)
+def test_the_log_says_what_is_different(
+    monkeypatch: pytest.MonkeyPatch,
+    schedules: tuple[NamedSchedule, ...],
+    text: str,
+) -> None:
+    clock, held = Clock(monkeypatch), Contest(schedules, on_device=False)
+    lines: list[str] = []
+    monkeypatch.setattr(contest._log, "info", lambda form, *given: lines.append(form % given))
+    while held.winner() is None:
+        clock.step(held, dict(zip(schedules, (2.0, 1.0), strict=True)))
+    assert lines == [f"recollect: steps with {text} take 50% less time"]
+
+
 def test_the_first_step_of_a_schedule_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, held = Clock(monkeypatch), Contest((A, B), on_device=False)
     for number in range(6):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recollect
-from recollect.planning.loop.updates import FirstCall, StateWatch, _watching
+from recollect.planning.loop.updates import FirstCall, StateWatch, Updates, _watching
 
 
 @pytest.fixture
@@ -102,3 +102,21 @@ def test_nobody_waits_for_a_model_that_was_called_or_unwrapped() -> None:
     recollect.fit(model, budget="70%")
     recollect.unwrap(model)
     assert not any(isinstance(each, FirstCall) for each in _watching)
+
+
+def test_the_first_step_of_an_optimizer_that_calls_forward_in_it() -> None:
+    """As Lightning does. Its state was not there before."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    StateWatch()
+    updates = Updates(model.parameters())
+
+    def closure() -> torch.Tensor:
+        updates.begin()
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert updates.are_there
+    assert updates.made_bytes() == updates.state_bytes() > 2 * model.weight.nbytes

@@ -83,7 +83,7 @@ class Contest:
         if best is first or best.seconds > (1 - _FASTER) * first.seconds:
             return first.schedule
         less = 100 * (1 - best.seconds / first.seconds)
-        _log.info("recollect: steps with %s take %.0f%% less time", _text(best.schedule), less)
+        _log.info("recollect: steps with %s take %.0f%% less time", _text(best, first), less)
         return best.schedule
 
     def _has_arrived(self) -> bool:
@@ -99,10 +99,13 @@ class Contest:
         return event
 
 
-def _text(schedule: NamedSchedule) -> str:
-    if schedule.modules:
-        return f"{len(schedule.modules)} modules checkpointed as a whole"
-    return "some results offloaded" if schedule.away else "nothing offloaded"
+def _text(best: _Entry, first: _Entry) -> str:
+    """What is different in steps by ``best``."""
+    if best.schedule.modules:
+        return f"{len(best.schedule.modules)} modules checkpointed as a whole"
+    if best.schedule.away or first.schedule.away:
+        return "some results offloaded" if best.schedule.away else "nothing offloaded"
+    return "single ops recomputed" if first.schedule.modules else "other ops recomputed"
 
 
 def _between(begin: Any, end: Any) -> float:

@@ -22,7 +22,6 @@ from torch import nn
 
 from recollect._torch.modes import is_transforming
 from recollect.graph.graph import Graph
-from recollect.graph.simulate import simulate
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
@@ -30,7 +29,7 @@ from recollect.planning.loop.companions import Companion, Companions, Settled
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
-from recollect.planning.loop.updates import StateWatch, local_bytes
+from recollect.planning.loop.updates import OwnState, StateWatch, local_bytes
 from recollect.planning.loop.variant import Variant
 from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
 from recollect.planning.recording.model_state import (
@@ -40,7 +39,7 @@ from recollect.planning.recording.model_state import (
     gradient_bytes,
     with_state,
 )
-from recollect.planning.recording.record import schedule_of
+from recollect.planning.recording.record import peak_of_run
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
@@ -101,7 +100,7 @@ class Kinds:
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
         if min(plan.predicted_peak, plan.plain_peak) > plan.budget:
             self._too_large.append(self._planned[0])
-        self._optimizers = StateWatch()
+        self._optimizers, self._own = StateWatch(), OwnState()
         self._is_on_cuda = False
         self._planned_state: float | None = None
         #: The facts of the model at the last call, and how they differ from the planned ones.
@@ -135,6 +134,8 @@ class Kinds:
         if is_transforming():
             return 0  # torch.func has put its own tensors into the model
         nbytes = self._optimizers.nbytes(parameters)
+        if not self._is_on_cuda:  # where the peak is watched
+            nbytes += self._own.nbytes(parameters)
         if self._planned_state is None:
             self._planned_state = self._find_planned_state(model, parameters)
         return math.ceil(max(0.0, nbytes - self._planned_state))
@@ -376,7 +377,7 @@ class Kinds:
             return choice.simulate(graph, tuple(each.ran_by for each in forwards))
         differences = step[0].differences
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
-        return simulate(graph, schedule_of(recordings)).peak - early
+        return peak_of_run(graph, recordings) - early
 
     def failed(self, step: StepKind) -> None:
         """The trace of a step failed: there was no backward."""

@@ -31,10 +31,10 @@ from recollect.planning.loop.companions import Companion
 from recollect.planning.loop.updates import Updates
 from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
-from recollect.planning.recording.model_state import parameters_of
+from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
-from recollect.planning.recording.step import bytes_of_gradients, device_of, late_bytes
+from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
 from recollect.replay.engine import obstacle_around
@@ -116,10 +116,11 @@ class LiveStep:
         self.device = device_of(model)
         #: The steps of optimizers since its forward.
         parameters = parameters_of(model)
-        self.updates = Updates(parameters)
+        self.updates = Updates(parameters, weakly(self._leave))
         self._parameters = [ref(each) for each in parameters]
-        #: The bytes of gradients that are there before it.
-        self.gradients = bytes_of_gradients(model)
+        #: The bytes of gradients that are there before it; once it is over: and throughout.
+        gradients = gradients_of(model)
+        self.gradients = sum(storage_sizes(gradients))
         self._base = base
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
@@ -127,6 +128,7 @@ class LiveStep:
         self._on_end, self._on_again, self._in_parts = on_end, on_again, in_parts
         self._prices = Prices(self.device, once=True)
         self._trace = TraceMode(self._prices, shards_of(model))
+        self._trace.watch(gradients)  # a loop may clear them between forward and backward
         #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
@@ -210,6 +212,8 @@ class LiveStep:
         if any(mode is self._trace for mode in dispatch_modes()):
             self._is_reached = self._is_running = True
             at_end_of_backward(self._backward_ends)
+        else:  # it runs in another thread, where nothing traces it
+            at_end_of_backward(self.close)
 
     def _backward_ends(self) -> None:
         """A backward has ended that went through a forward. Others may follow."""
@@ -252,7 +256,7 @@ class LiveStep:
 
         Backward has gone through all of it, and an optimizer has made its step.
         """
-        is_reached = self._waiting and all(each.is_reached for each in self._waiting)
+        is_reached = self._is_reached and all(each.is_reached for each in self._waiting)
         if self.is_open and not self.is_over and is_reached and self.updates.are_there:
             self.is_over = True
             self._finish()
@@ -270,6 +274,11 @@ class LiveStep:
         if _active.step is self:
             _active.step = None
 
+    def _leave(self) -> None:
+        """Leave the mode of a step that was closed in another thread."""
+        if not self.is_open:
+            self.close()
+
     # --- the result -------------------------------------------------------------------------------
 
     def finish(self, model: nn.Module) -> TracedStep:
@@ -283,9 +292,10 @@ class LiveStep:
             on_device=self.device.type == "cuda",
             link=self._link if len(self.recordings) == 1 else None,
         )
+        self.gradients -= self._base - graph.base  # those that the step has freed
         later = self.updates.base_bytes(model, self.gradients)
         if self.device.type == "cuda":  # what is late is among it
-            first = self._base
+            first = graph.base
         else:
             later += late_bytes(shards_of(model), trace.largest_collective, self.device)
             first = later - self.updates.made_bytes()

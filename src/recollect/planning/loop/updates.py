@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from statistics import median_low
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -15,7 +18,7 @@ from torch.optim.optimizer import (
 
 from recollect._torch.dtensors import count_writes
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import local_tensors
+from recollect._torch.tensors import local_tensors, storage_key
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.step import bytes_of_gradients, device_of, storage_sizes
 
@@ -26,13 +29,26 @@ _UNCALLED = 8
 #: How many forwards to wait for the first step: while gradients accumulate; and if they are cleared
 #: without one.
 _ACCUMULATED, _CLEARED = 64, 8
+#: How often to look for the state of a loop that updates parameters itself.
+_LOOKS = 8
 
 
 class Updates:
-    """The optimizer steps for some parameters from now on."""
+    """The optimizer steps for some parameters from now on.
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    ``on_step``: called as one of them begins.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], on_step: Callable[[], object] = lambda: None
+    ) -> None:
+        self._on_step = on_step
+        parameters = [*parameters]
         self._parameters = {id(each) for each in parameters}
+        self._versions = {id(each): each._version for each in parameters if _is_plain(each)}
+        self._steps = _changes.steps
+        #: Whether the loop has updated parameters itself, and the bytes of its state if so.
+        self._updates_itself, self.own_bytes = False, 0
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._is_any = False
         #: The bytes of their state before their first step.
@@ -46,6 +62,8 @@ class Updates:
         """Notice steps."""
         _watch_optimizers()
         _watching.add(self)
+        for each in [*_changes.running]:  # as where a step runs a closure
+            self.step_begins(each)
 
     @property
     def are_there(self) -> bool:
@@ -75,8 +93,17 @@ class Updates:
         device = device_of(model)
         if device.type == "cuda":
             return torch.cuda.memory_allocated(device) - bytes_of_gradients(model) + gradients
-        held = local_bytes([*parameters_of(model), *model.buffers()])
-        return held + self.state_bytes() + gradients
+        parameters = parameters_of(model)
+        self._compare_versions(parameters)
+        self.own_bytes = _bytes_like(parameters) if self._updates_itself else 0
+        held = local_bytes([*parameters, *model.buffers()])
+        return held + self.state_bytes() + self.own_bytes + gradients
+
+    def _compare_versions(self, parameters: Iterable[torch.Tensor]) -> None:
+        if _changes.steps == self._steps:
+            now = {id(each): each._version for each in parameters if _is_plain(each)}
+            known = self._versions
+            self._updates_itself |= any(known.get(key, n) != n for key, n in now.items())
 
     def made_bytes(self) -> int:
         """The bytes of that state which these steps have made."""
@@ -85,10 +112,12 @@ class Updates:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer begins a step."""
+        self._on_step()
         if optimizer not in self._before and _has_any(optimizer, self._parameters):
             self._before[optimizer] = local_bytes(_state_of(optimizer))
-            found = [each.grad for group in optimizer.param_groups for each in group["params"]]
-            self.gradients += local_bytes(each for each in found if each is not None)
+            found = [each for group in optimizer.param_groups for each in group["params"]]
+            self.gradients += local_bytes(p.grad for p in found if p.grad is not None)
+            self._compare_versions(found)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
@@ -147,12 +176,76 @@ class StateWatch:
         return self._nbytes
 
 
+class OwnState:
+    """The state of a loop that updates parameters itself: tensors that are shaped like these.
+
+    As for sharpness-aware minimization, whose second forward runs with other parameters than the
+    first, and which holds their difference. Nothing but the garbage collector knows of it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int, int] | None = None
+        self._looked = 0
+        #: The most bytes that were there, by whether a forward followed such an update.
+        self._most: dict[bool, int] = {}
+
+    def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """The bytes that are there as a forward begins."""
+        is_updated = self._is_updated(parameters)
+        if (is_updated or self._most) and self._looked < _LOOKS:
+            self._looked += 1
+            most = self._most.get(is_updated, 0)
+            self._most[is_updated] = max(most, _bytes_like(parameters))
+        return self._most.get(is_updated, 0)
+
+    def _is_updated(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether a parameter has changed since the last forward, and not by an optimizer."""
+        first = next(filter(_is_plain, parameters), None)
+        if first is None or _changes.running:
+            return False
+        now, before = (id(first), _changes.steps, first._version), self._seen
+        self._seen = now
+        return before is not None and now[:2] == before[:2] and now != before
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return type(parameter) is nn.Parameter and not parameter.is_inference()
+
+
+def _bytes_like(parameters: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors that are shaped like ``parameters``, in whole sets."""
+    trained = [each for each in parameters if each.requires_grad and each.is_leaf]
+    states = [leaf for optimizer in [*_changes.lengths] for leaf in _state_of(optimizer)]
+    known = {storage_key(each) for each in (*trained, *states)}
+    known |= {storage_key(each.grad) for each in trained if each.grad is not None}
+    if sets := _count_sets(trained, known):
+        gc.collect()  # those that nobody holds any more
+        sets = _count_sets(trained, known)
+    return sets * local_bytes(trained)
+
+
+def _count_sets(parameters: Sequence[torch.Tensor], known: Container[int | None]) -> int:
+    """How many tensors there are, for most parameters, that are shaped like it."""
+    of_parameters = Counter(each.shape for each in parameters)
+    found = Counter(
+        each.shape
+        for each in gc.get_objects()
+        if type(each) is torch.Tensor
+        and each.shape in of_parameters
+        and not each.requires_grad
+        and storage_key(each) not in known
+    )
+    sets = [found[each.shape] // of_parameters[each.shape] for each in parameters]
+    return median_low(sets) if sets else 0
+
+
 class _Changes:
     """For each optimizer that has made a step: the size of its state, and how often it changed."""
 
     def __init__(self) -> None:
         self.lengths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.count = 0
+        self.steps = 0  #: how many steps optimizers have made
         self.is_registered = False
         #: Those in the middle of a step, which may run a closure: their state grows meanwhile.
         self.running: WeakSet[Optimizer] = WeakSet()
@@ -187,6 +280,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     _changes.running.discard(optimizer)
     _changes.note(optimizer)
+    _changes.steps += 1
     # Otherwise a late backward would use the updated parameters, and nobody would notice.
     params = (each for group in optimizer.param_groups for each in group["params"])
     count_writes(each for each in params if each.grad is not None)

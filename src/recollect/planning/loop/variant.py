@@ -143,11 +143,13 @@ class Variant:
             return False
         made = bytes_made(report, self._made)
         known = max(1, sum(self._made.values()))
-        # Where shapes depend on data, one module may make more bytes and another one fewer.
+        # Where shapes depend on data, one module may make more bytes and another one fewer. Nor is
+        # it known which modules ran the ops that were as recorded before others came.
         added = sum(made.values()) - known
+        in_all = bool(recording.shapes) or report.difference is not None
         grown = sum(now - was for _, now, was in _growth(self._made, made))
         self.ratio = 1 + added / known
-        if (added if recording.shapes else grown) <= _TOLERANCE * known:
+        if (added if in_all else grown) <= _TOLERANCE * known:
             return True
         # A rough estimate: all new bytes are there at once, or in proportion. The trace will tell.
         share = added / known * (self.peak - self._plan.base)
@@ -198,7 +200,9 @@ class Variant:
     def learn(self, made: Mapping[str, int]) -> None:
         """Remember the most bytes that a forward has made, by module."""
         if self._made is not None:
-            made = {path: max(size, self._made.get(path, 0)) for path, size in made.items()}
+            known = self._made
+            paths = {**known, **made}
+            made = {path: max(known.get(path, 0), made.get(path, 0)) for path in paths}
         self._made = made
 
     # --- warnings ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from recollect.checks.place import warn_user
 from recollect.errors import CheckpointError, PlanWarning
 from recollect.graph.graph import Graph
 from recollect.graph.simulate import simulate
+from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import ranks_of
 from recollect.planning.loop.planned_step import COSTS, SeenForward
 from recollect.planning.plan import Plan
@@ -31,8 +32,9 @@ from recollect.planning.ranks.team import Team
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
+from recollect.planning.solving.solve import Solver
 from recollect.planning.ways import Bench, Peaks, Way, samples_under
-from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.units import bytes_text
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def make_plan(request: Request, budget: float | str, progress: Progress = silent
     """The plan of `recollect.plan`, the same on all ranks that have the model."""
     ranks = ranks_of(request.model)
     if ranks is None:
-        return Planner.of(request, progress).plan_for(budget)
+        return _only_plan(Planner.of(request, progress), budget)
     team = Team(ranks)
     with team.failing_together():
         prepared = prepare(request)
@@ -60,8 +62,22 @@ def make_plan(request: Request, budget: float | str, progress: Progress = silent
             return follow(team, Follower(prepared.step, local, profile.plain_peak))
         leader = Leader(prepared.step, profile.made, team)
         profile = replace(profile, plain_peak=leader.largest_plain_peak(profile.plain_peak))
-        plan = Planner.of_recorded(prepared, profile, progress, leader).plan_for(budget)
+        planner = Planner.of_recorded(prepared, profile, progress, leader)
+        plan = _only_plan(planner, budget)
         return leader.finish(plan)
+
+
+def _only_plan(planner: Planner, budget: float | str) -> Plan:
+    """The only plan that a planner makes.
+
+    If the step fits plain, the engine is not timed, and nothing is searched for.
+    """
+    room = resolve_budget(budget, planner.plain_peak, planner.step.device)
+    if room < planner.plain_peak:
+        return planner.plan_for(budget)
+    planner.trials.leave_unpriced()
+    least = Solver(planner.graph, rough=True).least_solution().schedule
+    return planner.plain_plan(room, trimmed(planner.graph, least))
 
 
 def make_traced_plan(

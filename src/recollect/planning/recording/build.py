@@ -41,7 +41,8 @@ def build_graph(
 ) -> Graph:
     """Build the graph of a step.
 
-    ``recordings``: of each forward, in their order. ``base``: bytes that are allocated throughout.
+    ``recordings``: of each forward, in their order. ``base``: bytes that are allocated before it;
+    those that the step frees are no part of the base of the graph.
     """
     return _Builder(trace, recordings, on_device).build(base, link)
 
@@ -266,7 +267,7 @@ class _Builder:
             saved=list(saved.values()),
             events=self._make_events({number: n for n, number in enumerate(saved)}, fixed),
             turn=self._turn(),
-            base=base,
+            base=base - sum(map(size, self._freed_early)),
             link=link,
             varies=self._varies,
             regions=tuple(sum(map(len, ops[:number])) for number in range(len(ops))),
@@ -339,11 +340,17 @@ class _Builder:
             events.append(Event(seconds, before, during, event.op, unpacks, frees, backward, drops))
         return events
 
+    @cached_property
+    def _freed_early(self) -> list[int]:
+        """The storages that were there before the step, and that it frees."""
+        earlier = self._trace.earlier
+        return [n for event in self._trace.events for n in event.freed if n in earlier]
+
     def _fixed_storages(self) -> list[Storage]:
         """The storages that no plan changes."""
         events, size = self._trace.events, self._storages.size
         freed = {storage: n - 1 for n, event in enumerate(events) for storage in event.freed}
-        born = {
+        born = dict.fromkeys(self._freed_early, 0) | {
             storage: n
             for n, event in enumerate(events)
             for storage in event.allocated.values()

@@ -21,7 +21,7 @@ from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import simulate_plain
+from recollect.graph.simulate import simulate, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.budget import capacity
 from recollect.planning.distributed import communicating_op
@@ -314,6 +314,19 @@ def schedule_of(recordings: Iterable[Recording]) -> Schedule:
     """The schedule by which the forwards of a step ran."""
     ops = [op for recording in recordings for op in recording.graph.ops]
     return Schedule(frozenset(number for number, op in enumerate(ops) if op.planned is not None))
+
+
+def peak_of_run(graph: Graph, recordings: Iterable[Recording]) -> int:
+    """The simulated peak of the step that was traced, or of a graph like it."""
+    ops = [op for recording in recordings for op in recording.graph.ops]
+    # Of a block its output alone is held, which may be one of the results of an op.
+    unheld = frozenset(
+        value
+        for op, recorded in zip(graph.ops, ops, strict=True)
+        for value, place in zip(op.makes, op.places, strict=True)
+        if recorded.planned is not None and place not in recorded.planned
+    )
+    return simulate(graph, schedule_of(recordings), unheld=unheld).peak
 
 
 def bytes_by_module(recording: Recording) -> dict[str, int]:

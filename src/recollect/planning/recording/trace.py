@@ -10,7 +10,7 @@ allocate inside their kernels is not seen here, but measured for each kind of op
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +83,8 @@ class StepTrace:
     saved: list[int | None] = field(default_factory=list)
     #: The storages of what forwards and units returned: the loop, or the model, may hold them.
     outputs: set[int] = field(default_factory=set)
+    #: The storages that were there before it.
+    earlier: range = range(0)
     #: Whether tensors were sent to another process, or came from one.
     has_messages: bool = False
     #: The most bytes that one collective of the model has taken and returned.
@@ -148,6 +150,14 @@ class TraceMode(DispatchMode):
         #: What a backward unpacked that makes a graph of its own: weak references to storages, each
         #: with the saved tensor.
         self._held: list[tuple[Any, int]] = []
+
+    def watch(self, tensors: Iterable[_Tensor]) -> None:
+        """Before the step: notice when it frees ``tensors``, which are there already."""
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages:
+                self._add_storage(tensor, key)
+        self._trace.earlier = range(len(self._trace.sizes))
 
     def begin_region(self, count_ops: Callable[[], int], unpack: Callable[..., Any]) -> None:
         """A forward, or a unit of one, begins, whose ops ``count_ops`` counts.
@@ -224,7 +234,8 @@ class TraceMode(DispatchMode):
             for path, tensor in tensors_of(result):
                 key = storage_key(tensor)
                 if key is not None and key not in inputs and key not in self._storages:
-                    op.allocated[path] = self._add_storage(tensor, key)
+                    made = op.allocated[path] = self._add_storage(tensor, key)
+                    self._tensors[made] = ref(tensor, partial(self._drop, made))
             if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
                 op.adds_to = self._storage_of(args[0])
         return result
@@ -257,7 +268,6 @@ class TraceMode(DispatchMode):
         storage = tensor.untyped_storage()
         self._trace.sizes.append(storage.nbytes())
         self._storages[key] = ref(storage, partial(self._free, key)), number
-        self._tensors[number] = ref(tensor, partial(self._drop, number))
         return number
 
     def _drop(self, number: int, _: Any) -> None:
