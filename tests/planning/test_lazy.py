@@ -796,6 +796,27 @@ def test_backwards_in_another_thread_make_no_plan_and_leave_no_mode() -> None:
     assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_later_step_makes_the_plan_if_planning_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """As when the cell of a notebook is stopped, and run again."""
+    loop = Loop(net(), 0.8)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "of_traced", interrupt)
+        loop.run(steps=1)
+        with pytest.raises(error):
+            loop.model(batch())
+    assert dispatch_modes() == []
+    assert loop.plan is None
+    loop.run(measured=2)
+    loop.assert_kept()
+
+
 def test_first_steps_above_the_budget_are_told() -> None:
     torch.manual_seed(0)
     loop = Loop(Tangled(), 0.75, torch.optim.SGD)

@@ -397,8 +397,8 @@ class Runner:
             self._had_no_backward(live)
         elif self._make_plan is not None and not live.is_split:
             assert forwards.state is not None
-            make_plan, self._make_plan = self._make_plan, None
-            plan = make_plan(model, live, forwards.kinds, forwards.state)
+            plan = self._make_plan(model, live, forwards.kinds, forwards.state)
+            self._make_plan = None  # not before: a later step makes it if this is interrupted
             if plan is not None:
                 wrap_modules(model, plan.wrapped)
             self._set_plan(plan, () if live.units else live.recordings, live.companions)
