@@ -96,11 +96,12 @@ def _named(half: fx.GraphModule, name: str, other: fx.Node) -> fx.Node:
 def _end_of(node: fx.Node, is_kernel: _Test) -> fx.Node:
     """The last node that belongs to what runs at ``node``, with copies that begin or end there.
 
-    Inductor runs loops just before the next kernel of a library, and may have the one before
-    compute them: a product that adds to its result.
+    A copy back begins before the device waits for another one. Inductor runs loops just before the
+    next kernel of a library, or has the one before compute them: a product adds to its result.
     """
     while (following := node.next).op != "output":
-        if following.target not in OPS and is_kernel(following):
+        is_copy = following.target in OPS
+        if following.target is FETCHED or (is_kernel(following) and not is_copy):
             break
         node = following
     return node
