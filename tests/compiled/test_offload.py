@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import recollect
 from recollect.compiled import split, transfer_ops
@@ -249,6 +250,9 @@ def test_where_offload_cannot_be_had_it_is_refused():
     graphs = torch.compile(compiled.bare, mode="reduce-overhead")
     with pytest.raises(ValueError, match="offload=True: the model is compiled with CUDA graphs"):
         recollect.plan(graphs, compiled.batch, 0.7, loss=compiled.loss, offload=True)
+    own = torch.compile(compiled.bare, backend=aot_autograd(fw_compiler=lambda graph, _: graph))
+    with pytest.raises(ValueError, match="which may not know the operations that copy"):
+        recollect.plan(own, compiled.batch, 0.7, loss=compiled.loss, offload=True)
 
 
 def test_a_plan_that_offloads_is_not_for_cuda_graphs(link: HostLink):

@@ -35,6 +35,8 @@ from recollect.compiled.views import fold_views
 _PLANNED = {"allow_buffer_reuse": False}
 #: And where tensors are offloaded: the order of the graph, by which copies begin ahead of use.
 _OFFLOADING = {"reorder_for_peak_memory": False}
+#: The backends that are not Inductor and run whatever op there is.
+_RUNS_ANY_OP = ("aot_eager", "recollect")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Compiler:
     def uses_cuda_graphs(self) -> bool:
         """Whether kernels are recorded as CUDA graphs, as by ``mode="reduce-overhead"``."""
         return bool(self.options and self.options.get("triton.cudagraphs"))
+
+    @property
+    def knows_any_op(self) -> bool:
+        """Whether graphs may have ops of ours in them: not all backends of users know others."""
+        return self.is_fused or self.name in _RUNS_ANY_OP
 
     @property
     def is_fused(self) -> bool:

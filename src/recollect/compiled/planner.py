@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from recollect.checks.place import warn_user
+from recollect.compiled.backend import Compiler
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.observe import observe_step
 from recollect.compiled.sites import Site, find_sites
@@ -171,12 +172,26 @@ def _warn_of_cuda_graphs(sites: Sequence[Site]) -> None:
 
 def _link_for(step: TrainingStep, sites: Sequence[Site], offload: Offload) -> Link | None:
     """The link to the host, if results may be offloaded."""
-    if not any(site.compiler.uses_cuda_graphs for site in sites):
+    why = next(filter(None, (_obstacle_in(site.compiler) for site in sites)), None)
+    if why is None:
         return link_for(step, offload)
     if offload is True:
-        raise ValueError(
-            "offload=True: the model is compiled with CUDA graphs (mode='reduce-overhead' or "
-            "'max-autotune'), which cannot. Leave it out, or compile with "
-            "mode='max-autotune-no-cudagraphs' or the default mode"
+        raise ValueError(f"offload=True: {why}")
+    return None
+
+
+def _obstacle_in(compiler: Compiler) -> str | None:
+    """Why what a compiler makes cannot offload, if so, and what to do."""
+    if compiler.uses_cuda_graphs:
+        return (
+            "the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), "
+            "which cannot. Leave it out, or compile with mode='max-autotune-no-cudagraphs' or the "
+            "default mode"
+        )
+    if not compiler.knows_any_op:
+        return (
+            f"the model is compiled with backend={compiler.name!r}, which may not know the "
+            "operations that copy. Leave it out, or compile with backend='inductor' (the default), "
+            "'recollect' or 'aot_eager'"
         )
     return None

@@ -103,7 +103,7 @@ def _host_memory(link: CudaLink, size: int) -> Tensor:
 
 # --- as the compiler sees them --------------------------------------------------------------------
 
-_library = torch.library.Library("recollect", "DEF")
+_library = torch.library.Library("recollect", "FRAGMENT")
 #: The strides of arguments are those that they had when they were traced.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
