@@ -1,9 +1,11 @@
 """Plans with Inductor, which needs a C++ compiler."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import recollect
 from tests._support import assert_identical
@@ -13,6 +15,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
 ]
+
+
+def test_gradients_are_the_same_bits_where_no_kernel_is_vectorized():
+    def scalar(model: nn.Module) -> Any:
+        return torch.compile(model, options={"cpp.simdlen": 1})
+
+    compiled = Compiled("decoder", scalar)
+    expected = compiled.outcome()
+    plan = recollect.plan(compiled.model, compiled.batch, 0.8, loss=compiled.loss)
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
+    with plan.applied(compiled.model):
+        assert_identical(compiled.outcome(), expected)
 
 
 @pytest.mark.parametrize("case", ["decoder_dropout", "encoder_decoder", "conv", "moe"])

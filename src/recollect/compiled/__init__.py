@@ -7,7 +7,8 @@ which tensors forward saves for backward. The path through the package:
 2. The step runs with the split that torch chooses. The `split` of each graph is observed: `joint`
    reads the joint graph, `fusion` knows which of its tensors get memory from Inductor.
 3. `part` makes ops, values and events of it, `timeline` measures what the step holds around the
-   graphs, and `merge` makes the `Graph` of the whole step.
+   graphs, `tangents` notes which gradients backward makes for itself, and `merge` makes the `Graph`
+   of the whole step.
 4. `planner` solves it, and compiles and runs what the solver found (`trials`). The target is
    corrected by what the simulation was off.
 5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
