@@ -99,4 +99,4 @@ def check_trainer(folder: Path) -> None:
 
 
 def test_a_trainer_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(check_trainer, tmp_path, tmp_path)
+    run_ranks(check_trainer, tmp_path, tmp_path, deadline=400)
