@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect._torch.fsdp import is_parallel, shards_of
+from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import has_peers
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
@@ -67,8 +67,8 @@ class LazyPlanner:
     ) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
-        is_shared = _is_shared(model)
-        offloads = self.offload and len(recordings) == 1 and not is_shared
+        shared = is_shared(model)
+        offloads = self.offload and len(recordings) == 1 and not shared
         link = measured_link(live.device) if offloads else None
         traced = live.finish(model)
         graph = replace(traced.graph, base=traced.later_base, link=link)
@@ -76,7 +76,7 @@ class LazyPlanner:
         reason = next((each.reason for each in recordings if each.reason), None)
         profile = simulated_profile(graph, made[0], reason, can_run=False)
         # Where several processes share a host, a small op tells little of it.
-        if len(recordings) == 1 and not is_shared and not has_peers():
+        if len(recordings) == 1 and not shared and not has_peers():
             profile = with_host_costs(profile, model)
         others = tuple(
             SeenForward(kind.signature, size, kind.extra_bytes)
@@ -109,7 +109,7 @@ class LazyPlanner:
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose plan cannot be as it was asked for."""
         if self.offload is True:
-            check_can_offload(device_of(model), is_shared=_is_shared(model))
+            check_can_offload(device_of(model), is_shared=is_shared(model))
 
     def for_compiled(self, model: nn.Module, callback: Any) -> str | None:
         """Have a model be planned as a compiled one, if it is. Returns why not, if it cannot.
@@ -159,7 +159,3 @@ class LazyPlanner:
 
     def __reduce__(self) -> Any:
         return LazyPlanner, (self.budget, self.offload, silent)  # what reports may not be picklable
-
-
-def _is_shared(model: nn.Module) -> bool:
-    return shards_of(model) is not None or is_parallel(model)
