@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -394,6 +395,25 @@ def test_a_name_for_another_is_noticed() -> None:
     module[0].register_parameter("other", weight)
     assert index_of(module) is not tree
     assert ("bias", "other") in index_of(module).names
+
+
+class Named(OrderedDict[str, Any]):
+    """Refers to more than its values."""
+
+
+def test_parameters_in_a_dictionary_of_another_class() -> None:
+    module = nn.Linear(2, 2)
+    own = module._parameters = Named(module._parameters)  # type: ignore[assignment]
+    own.note = "n"
+    weight = module.weight
+    assert index_of(module).read_values()[:2] == [weight, module.bias]
+    x = torch.ones(2, requires_grad=True)
+    result = recollect.checkpoint(module, x)
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    result.sum().backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, weight.detach().sum(0))
 
 
 def test_another_class_is_noticed() -> None:
