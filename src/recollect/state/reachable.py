@@ -92,10 +92,10 @@ def _same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-#: How the containers are read that hold what they show.
-_READERS = {
-    *(kind.__iter__ for kind in (list, tuple, set, frozenset, deque)),
-    *(dict.values, OrderedDict.values),
+#: How containers are read that show what they hold, and how many items that is.
+_READERS: dict[Any, Callable[[Any], int]] = {
+    **{kind.__iter__: kind.__len__ for kind in (list, tuple, set, frozenset, deque)},
+    **{kind.values: kind.__len__ for kind in (dict, OrderedDict)},
 }
 
 
@@ -220,7 +220,7 @@ class Reachable:
     def _visit_container(self, values: Any, depth: int) -> None:
         kind = type(values)
         reader = kind.values if issubclass(kind, dict) else kind.__iter__
-        if reader not in _READERS or len(values) > _ITEMS:
+        if reader not in _READERS or _READERS[reader](values) > _ITEMS:
             self._passed = None
         elif depth > 1 and self._passed is not None:  # else its items are not visited
             self._passed.add(values)
