@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as module_file
 from torch.nn.utils import parametrize
 
+import recollect
 from recollect.state.module_index import index_of
 
 
@@ -61,37 +63,56 @@ def test_changes_are_noticed(change: Callable[[Any], Any]) -> None:
     assert parameter_ids(module) == expected(module)
 
 
-def test_an_index_is_remembered() -> None:
+def test_a_tree_is_remembered() -> None:
     module = model()
     assert index_of(module) is index_of(module)
-    index = index_of(module)
+    tree = index_of(module)
     module.eval()
-    assert index_of(module) is index
+    assert index_of(module) is tree
 
 
 def test_a_name_for_another_is_noticed() -> None:
     module = model()
-    index = index_of(module)
+    tree = index_of(module)
     weight = module[0].weight
     del module[0].weight
     module[0].register_parameter("other", weight)
-    assert index_of(module) is not index
+    assert index_of(module) is not tree
     assert ("bias", "other") in index_of(module).names
+
+
+class Named(OrderedDict[str, Any]):
+    """Refers to more than its values."""
+
+
+def test_parameters_in_a_dictionary_of_another_class() -> None:
+    module = nn.Linear(2, 2)
+    own = module._parameters = Named(module._parameters)  # type: ignore[assignment]
+    own.note = "n"
+    weight = module.weight
+    assert index_of(module).read_values()[:2] == [weight, module.bias]
+    x = torch.ones(2, requires_grad=True)
+    result = recollect.checkpoint(module, x)
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    result.sum().backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, weight.detach().sum(0))
 
 
 def test_another_class_is_noticed() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    index = index_of(module)
+    tree = index_of(module)
     module[0].__class__ = type("Linear", (nn.Linear,), {"__module__": __name__})
-    assert index_of(module) is not index
+    assert index_of(module) is not tree
     assert index_of(module).user_modules
 
 
-def test_modules_that_are_made_elsewhere_change_no_index() -> None:
+def test_modules_that_are_made_elsewhere_change_no_tree() -> None:
     module = model()
-    index = index_of(module)
+    tree = index_of(module)
     nn.Sequential(nn.BatchNorm1d(2)).register_buffer("more", torch.ones(2))
-    assert index_of(module) is index
+    assert index_of(module) is tree
 
 
 def test_nobody_is_asked_to_tell_of_registrations() -> None:
@@ -108,7 +129,7 @@ def test_buffers_are_noticed() -> None:
     assert len(index_of(module).with_buffers) == 1
 
 
-def test_a_copy_has_an_index_of_its_own() -> None:
+def test_a_copy_has_a_index_of_its_own() -> None:
     module = model()
     index_of(module)
     twin = copy.deepcopy(module)
@@ -149,14 +170,14 @@ def test_modules_that_refer_to_themselves_die() -> None:
     assert dead() is None
 
 
-def test_a_buffer_that_is_assigned_changes_no_index() -> None:
+def test_a_buffer_that_is_assigned_changes_no_tree() -> None:
     module = Own()
-    index = index_of(module)
+    tree = index_of(module)
     module.state = torch.zeros(2)
-    assert index_of(module) is index
+    assert index_of(module) is tree
 
 
-def test_a_pickled_module_has_no_index() -> None:
+def test_a_pickled_module_has_no_tree() -> None:
     module = Own()
     index_of(module)
     assert module.state_dict().keys() == Own().state_dict().keys()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.state.inputs import Inputs
-from recollect.state.module_index import Writes
+from recollect.state.module_index import Writes, index_of
 from recollect.state.reachable import Reachable, names_in
 
 np = pytest.importorskip("numpy")
@@ -281,6 +281,84 @@ def test_what_attributes_lead_to_is_looked_up_each_time(add: Callable[[Any, Any]
     reach = Reachable(model)
     assert [name for _, name, _ in reach.buffers] == [*norm._buffers]
     assert reach.generators == [generator]
+
+
+def test_a_search_that_found_nothing_is_not_made_again() -> None:
+    model = nn.Sequential(Collects())
+    Reachable(model)
+    searched = index_of(model).attached_in_vain
+    assert searched is not None
+    Reachable(model)
+    assert index_of(model).attached_in_vain is searched
+    model[0].things.append(nn.BatchNorm1d(2))
+    assert [name for _, name, _ in Reachable(model).buffers] == [*nn.BatchNorm1d(2)._buffers]
+    assert index_of(model).attached_in_vain is None
+
+
+def test_nothing_is_held_of_what_is_too_deep_to_be_found() -> None:
+    tensor = torch.ones(2)
+    inner = {"tensor": tensor}
+    model = Collects()
+    model.things = [[[[[inner]]]]]
+    assert Reachable(model).tensors == []
+    assert index_of(model).attached_in_vain is not None
+    held = ref(tensor)
+    inner.clear()
+    del tensor
+    assert held() is None
+
+
+class Shows(dict[str, Any]):
+    """Its values are not what it holds."""
+
+    shown: tuple[Any, ...] = ()
+
+    def values(self) -> Any:
+        return self.shown
+
+
+def test_a_container_may_show_other_values_than_it_holds() -> None:
+    model = Collects()
+    model.things = [Shows()]
+    assert Reachable(model).generators == []
+    generator = torch.Generator()
+    Shows.shown = (generator,)
+    try:
+        assert Reachable(model).generators == [generator]
+    finally:
+        Shows.shown = ()
+
+
+TABLE: dict[str, Any] = {"a": [1, 2], "b": 2}
+
+
+class Looks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * TABLE["a"][0]
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda thing: TABLE.update(c=thing),
+        lambda thing: TABLE.update(b=thing),
+    ],
+    ids=["to the table", "in the place of another"],
+)
+def test_globals_of_modules_are_looked_up_each_time(
+    add: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "TABLE", {**TABLE})
+    generator = torch.Generator()
+    model = Looks()
+    for function in (model, model.forward):
+        assert Reachable(function).generators == []
+    assert index_of(model).globals_in_vain is not None
+    add(generator)
+    for _ in range(6):  # then no search is tried in addition
+        for function in (model, model.forward):
+            assert Reachable(function).generators == [generator]
+    assert len(Reachable(model.forward).variables) == 1
 
 
 LIMIT = 3

@@ -288,15 +288,10 @@ class Checker:
             return False
         for place, outside in expected.new:
             value = values[place]
-            if (
-                self._places_matter
-                or not outside.quick_test(value)
-                or numbers.number_of(value) is not None
-            ):
+            if self._places_matter or not outside.quick_test(value) or not numbers.add_new(value):
                 if not self._bind(value, outside.number, None):
                     return False
                 continue
-            numbers.add(value)
             if outside.number in self._wanted:
                 self._keep_outside(value, outside)
         return True

@@ -283,6 +283,19 @@ class TensorNumbers:
             self.versions.append(None)
         return number
 
+    def add_new(self, tensor: _Tensor) -> bool:
+        """Give ``tensor`` the next number, unless it has one; returns whether it had none."""
+        known, tensors, key = self.by_id, self.tensors, id(tensor)
+        if key in known and tensors[known[key]]() is tensor:
+            return False
+        known[key] = len(tensors)  # as in `add`
+        tensors.append(ref(tensor))
+        try:
+            self.versions.append(tensor._version)
+        except RuntimeError:
+            self.versions.append(None)
+        return True
+
     def forget(self) -> None:
         """The call is over. Its graph keeps this object until backward.
 

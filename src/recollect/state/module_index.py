@@ -10,7 +10,10 @@ alive a module that refers to itself (by a bound method, say).
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from itertools import chain, islice
 from operator import is_
 from types import FunctionType
@@ -94,6 +97,10 @@ class ModuleIndex:
         self.recurrent: list[ref[Any]] = []
         #: The global variables that ``functions`` name; None until they are looked up.
         self.globals: list[Any] | None = None
+        #: What was searched in vain: from attributes, from the globals; and how often to try that.
+        self.attached_in_vain: Any = None
+        self.globals_in_vain: Any = None
+        self.searches_left = 4
         #: Parameters and buffers of scripted modules, which have no attributes.
         self.scripted: list[torch.Tensor] = []
         #: Dictionaries of modules that make their parameters at the first call.
@@ -120,16 +127,16 @@ class ModuleIndex:
                 if module is not root:
                     self._add_attributes(module)
         self.owners = [*self.parameters, *self.owners, *self.children_dicts]
-        #: Their values, which change as they do; and those of ``children_dicts``.
-        self.values = [*map(dict.values, self.owners)]
-        self._children_now = [*map(dict.values, self.children_dicts)]
+        #: Returns their values now, one after the other.
+        self.read_values = _reader_of(self.owners)
         #: The names in each of ``owners``.
         self.names = [(*owner,) for owner in self.owners]
         #: The same, one after the other.
         self.keys = [*chain.from_iterable(self.names)]
         #: How many of the values in ``owners`` are those of ``parameters``.
         self.guarded = sum(map(len, self.parameters))
-        self.children = [*chain.from_iterable(self._children_now)]
+        self.children = [*chain.from_iterable(map(dict.values, self.children_dicts))]
+        self._first_child = len(self.keys) - len(self.children)
         self.child_classes = [*map(type, self.children)]
         #: The classes that may define a ``forward``.
         bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
@@ -162,19 +169,19 @@ class ModuleIndex:
             self.user_modules.append((content, _count_standard(content)))
             self.functions += _functions_of(type(module))
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether this index of ``module`` is up to date."""
+    def read(self, module: nn.Module) -> list[Any] | None:
+        """The values of ``owners`` now; None if this is not the index of ``module`` any more."""
         if (
             self.root() is not module
             or type(module) is not self.root_class
             or any(self._empty)
             or [*chain.from_iterable(self.owners)] != self.keys
         ):
-            return False
-        children = [*chain.from_iterable(self._children_now)]
-        return all(map(is_, children, self.children)) and self.child_classes == [
-            *map(type, children)
-        ]
+            return None
+        values = self.read_values()
+        children = values[self._first_child :]
+        is_same = all(map(is_, children, self.children))
+        return values if is_same and [*map(type, children)] == self.child_classes else None
 
     def changed_classes(self) -> list[tuple[nn.Module, type]]:
         """The modules that have another class now, each with its former one."""
@@ -233,11 +240,29 @@ def _modules_below(root: nn.Module) -> list[nn.Module]:
     return [*found.values()]
 
 
-def index_of(module: nn.Module) -> ModuleIndex:
-    """The index of ``module``, made again if it is out of date."""
+def _reader_of(owners: list[dict[str, Any]]) -> Callable[[], list[Any]]:
+    """A function that returns the values of all ``owners``."""
+    values = [*chain.from_iterable(map(dict.values, owners))]
+    # A third of the time; but what a subclass of dict refers to is more than its values.
+    read = partial(gc.get_referents, *owners)
+    is_usual = {*map(type, owners)} <= {dict}
+    if is_usual and len(found := read()) == len(values) and all(map(is_, found, values)):
+        return read
+    return lambda: [*chain.from_iterable(map(dict.values, owners))]
+
+
+def read_index(module: nn.Module) -> tuple[ModuleIndex, list[Any]]:
+    """The index of ``module``, made again if it is out of date; and the values of its owners."""
     index: ModuleIndex | None = module.__dict__.get(INDEX_KEY)
-    if index is None or not index.is_of(module):
+    values = None if index is None else index.read(module)
+    if index is None or values is None:
         index = ModuleIndex(module)
+        values = index.read_values()
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__[INDEX_KEY] = index
-    return index
+    return index, values
+
+
+def index_of(module: nn.Module) -> ModuleIndex:
+    """The index of ``module``, made again if it is out of date."""
+    return read_index(module)[0]

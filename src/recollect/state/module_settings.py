@@ -102,7 +102,7 @@ class ModuleSettings:
         if values is None:
             self._names = [watched.learn(space) for space, watched in places]
             values = self._read()
-        if values is None or not all(map(_is_constant, {*map(type, values)} - ATOMS)):
+        if values is None or not _are_constants(values):
             entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
             self._entries, values = [each for each in entries if _can_be_held(each[2])], []
             others = [each for each in entries if not _can_be_held(each[2])]
@@ -175,6 +175,10 @@ class ModuleSettings:
                 found += [(space, name, next(values)) for name in names]
                 next(values)  # that of the first, once more
         return found
+
+
+def _are_constants(values: list[Any]) -> bool:
+    return ATOMS.issuperset(map(type, values)) or all(map(_is_constant, {*map(type, values)}))
 
 
 def _is_constant(kind: type) -> bool:

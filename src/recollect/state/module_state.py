@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain, islice, repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
+from recollect.state.module_hooks import hooks_of, restore_hooks
 from recollect.state.module_index import Attributes, ModuleIndex
 from recollect.state.module_settings import ModuleSettings, Place
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
@@ -36,19 +36,19 @@ class ModuleState:
 
     __slots__ = (
         *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_settings"),
-        *("_training", "_values", "_values_now"),
+        *("_training", "_values"),
     )
 
-    def __init__(self, modules: Sequence[nn.Module], indexes: Sequence[ModuleIndex]) -> None:
-        """``modules``: those of ``indexes``."""
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        indexes: Sequence[ModuleIndex],
+        values: Sequence[list[Any]],
+    ) -> None:
+        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them."""
         self._indexes = indexes
-        self._values_now = (
-            indexes[0].values
-            if len(indexes) == 1
-            else [*chain.from_iterable([index.values for index in indexes])]
-        )
         # Flat: a copy of each dictionary would take longer than all else.
-        self._values = [*chain.from_iterable(self._values_now)]
+        self._values = values[0] if len(values) == 1 else [*chain.from_iterable(values)]
         content: list[Attributes] = []
         settings: list[Place] = []
         for module, index in zip(modules, indexes, strict=True):
@@ -62,7 +62,7 @@ class ModuleState:
         self._content = content
         self._training = [*map(_get, content, _TRAINING)]
         self._forwards = _forwards_of(content)
-        self._hooks = _hooks_of(content)
+        self._hooks = hooks_of(content)
         self._class_forwards = [_class_forwards(index) for index in indexes]
 
     def guarded(self) -> list[torch.Tensor]:
@@ -84,7 +84,11 @@ class ModuleState:
         """Whether all of it is as it was; almost always."""
         if not self._settings.is_present():
             return False
-        values = [*chain.from_iterable(self._values_now)]
+        indexes = self._indexes
+        if len(indexes) == 1:
+            values = indexes[0].read_values()
+        else:
+            values = [*chain.from_iterable([index.read_values() for index in indexes])]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
         content = self._content
@@ -92,7 +96,7 @@ class ModuleState:
             return False
         if _forwards_of(content) != self._forwards:
             return False
-        for index, then in zip(self._indexes, self._class_forwards, strict=True):
+        for index, then in zip(indexes, self._class_forwards, strict=True):
             if (
                 any(index.childless)
                 or type(index.root()) is not index.root_class
@@ -100,7 +104,7 @@ class ModuleState:
                 or _class_forwards(index) != then
             ):
                 return False
-        return _hooks_of(content) == self._hooks
+        return hooks_of(content) == self._hooks
 
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
@@ -108,7 +112,7 @@ class ModuleState:
         self._settings.restore(stack)
         for index in self._indexes:
             _restore_children(index, stack)
-        _restore_hooks(self._content, self._hooks, stack)
+        restore_hooks(self._content, self._hooks, stack)
         for owner, name, value in self._replaced():
             _assign(stack, owner, name, value)
         for name, values in ("training", self._training), ("forward", self._forwards or _NOTHING):
@@ -194,56 +198,6 @@ def _restore_children(index: ModuleIndex, stack: ExitStack) -> None:
 def _forwards_of(content: list[Attributes]) -> list[Any]:
     """The ``forward`` that each instance has of its own; empty if none has one."""
     return [*map(_get, content, _FORWARD)] if any(map(_get, content, _FORWARD)) else []
-
-
-# --- hooks ----------------------------------------------------------------------------------------
-
-#: The user's hooks by number, in each place that has some: the address of the attributes of a
-#: module, and the name of a dictionary in them.
-_Hooks = dict[tuple[int, str], dict[int, Any]]
-
-#: The hooks of all modules, under the names that those of one module have.
-_pre, _post, *_how = GLOBAL_FORWARD_HOOKS  # which take no keywords before a call
-_OF_ALL: Attributes = dict(zip(FORWARD_HOOKS, (_pre, _post, {}, *_how), strict=True))
-_before, _after = map(itemgetter, FORWARD_HOOKS[:2])
-
-
-def _hooks_of(content: list[Attributes]) -> _Hooks:
-    """The user's hooks, where there are any."""
-    has_hooks = any(map(_after, content)) or any(map(_before, content))
-    if not (has_hooks or _after(_OF_ALL) or _before(_OF_ALL)):
-        return {}
-    # How hooks are to be called is said only where there are some. Few modules have any.
-    hooked = [each for each in (*content, _OF_ALL) if _after(each) or _before(each)]
-    found = {(id(each), n): _users_in(each, each[n]) for each in hooked for n in FORWARD_HOOKS}
-    return {place: hooks for place, hooks in found.items() if hooks}
-
-
-def _users_in(attributes: Attributes, hooks: dict[int, Any]) -> dict[int, Any]:
-    """The hooks that are the user's.
-
-    Ours have numbers below zero. Those of all modules that torch has only observe.
-    """
-    if attributes is not _OF_ALL:
-        return {number: hook for number, hook in hooks.copy().items() if number >= 0}
-    pairs = [pair for each in _OF_ALL.values() for pair in each.copy().items()]
-    observers = {number for number, hook in pairs if _only_observes(hook)}
-    return {number: hook for number, hook in hooks.copy().items() if number not in observers}
-
-
-def _only_observes(hook: Any) -> bool:
-    module = getattr(hook, "__module__", None)
-    return isinstance(module, str) and module.partition(".")[0] in ("torch", "recollect")
-
-
-def _restore_hooks(content: list[Attributes], then: _Hooks, stack: ExitStack) -> None:
-    now = _hooks_of(content)
-    owners = {id(each): each for each in (*content, _OF_ALL)}
-    for place in (then | now) if now != then else ():
-        hooks = owners[place[0]][place[1]]
-        former, users = then.get(place, {}), now.get(place, {})
-        others = {number: hook for number, hook in hooks.items() if number not in users}
-        put_until(stack, hooks, restorers_of(type(hooks))[0], former | others)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -3,18 +3,20 @@
 The search follows the module that a function is or is bound to, its closure, its defaults, the
 arguments of a ``functools.partial``, and the globals that its code names, and from there lists,
 attributes and functions that it calls. It runs at every call, since any of these may change.
-The names that code uses, and the index of a module, are cached.
+The names that code uses, and the index of a module, are cached, and so is a search from a module
+that found nothing (`InVain`): a configuration, a table of functions.
 """
 
 from __future__ import annotations
 
 import dis
 import gc
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from logging import Logger
+from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 from weakref import ProxyTypes, WeakKeyDictionary
@@ -22,17 +24,27 @@ from weakref import ProxyTypes, WeakKeyDictionary
 import torch
 from torch import nn
 
-from recollect.state.module_index import Attributes, ModuleIndex, Writes, index_of
+from recollect.state.module_index import Attributes, ModuleIndex, Writes, read_index
 from recollect.state.module_settings import STANDARD_ATTRIBUTES
-from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, Restorers, attribute_restorers
+from recollect.state.restorers import (
+    ATTRIBUTES,
+    CELL,
+    UNSET,
+    VARIABLES,
+    Entry,
+    Restorers,
+    attribute_restorers,
+    dict_of,
+)
 from recollect.state.rng import generator_types
 
 #: The buffers of a module, the name of one, and how it may be written to.
 BufferPlace = tuple[dict[str, Any], str, Writes]
 
-#: How far to go from object to object, how many to visit, how many items of each, and through how
-#: many functions.
+#: How far to go from object to object, and from global variables; how many to visit, how many items
+#: of each, and through how many functions.
 _DEPTH = 6
+_GLOBAL_DEPTH = 2
 _OBJECTS = 300
 _ITEMS = 1000
 _FUNCTIONS = 64
@@ -53,6 +65,40 @@ def lazy_module(name: str, module: nn.Module) -> ValueError:
     )
 
 
+class InVain:
+    """Values from which a search found nothing, and what it went through on the way.
+
+    While all of that holds the same, there is nothing to be found: it need not be searched again.
+    """
+
+    __slots__ = ("_held", "_places", "_roots")
+
+    def __init__(self, roots: list[Any]) -> None:
+        self._roots = roots
+        self._places: list[Any] = []
+        self._held: list[Any] = []
+
+    def add(self, place: Any) -> None:
+        """Note an object or a container, before its contents are searched."""
+        self._places.append(place)
+        self._held += gc.get_referents(place)
+
+    def covers(self, roots: list[Any]) -> bool:
+        """Whether a search from ``roots`` would find nothing."""
+        return _same(roots, self._roots) and _same(gc.get_referents(*self._places), self._held)
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+#: How containers are read that show what they hold, and how many items that is.
+_READERS: dict[Any, Callable[[Any], int]] = {
+    **{kind.__iter__: kind.__len__ for kind in (list, tuple, set, frozenset, deque)},
+    **{kind.values: kind.__len__ for kind in (dict, OrderedDict)},
+}
+
+
 #: A method of `Reachable`: it gets a value, and how far to go from there.
 _Handler = Callable[[Any, Any, int], None]
 
@@ -61,17 +107,25 @@ class Reachable:
     """What one function can reach."""
 
     __slots__ = (
-        *("_count", "_into_modules", "_seen", "buffers", "communicates", "generators"),
-        *("indexes", "modules", "tensors", "variables"),
+        *("_count", "_into_modules", "_passed", "_seen", "buffers", "communicates", "generators"),
+        *("indexes", "module_values", "modules", "tensors", "variables"),
     )
 
     def __init__(
-        self, function: Any, others: Iterable[Any] = (), *, into_modules: bool = True
+        self,
+        function: Any,
+        others: Iterable[Any] = (),
+        *,
+        into_modules: bool = True,
+        depth: int = _DEPTH,
+        passed: InVain | None = None,
     ) -> None:
         """Search from ``function``, and from ``others``, its arguments."""
         #: Modules that were found outside of others.
         self.modules: list[nn.Module] = []
         self.indexes: list[ModuleIndex] = []
+        #: The parameters, buffers and children of each.
+        self.module_values: list[list[Any]] = []
         self.buffers: list[BufferPlace] = []
         #: Tensors outside of modules.
         self.tensors: list[torch.Tensor] = []
@@ -84,13 +138,20 @@ class Reachable:
         self._seen: set[int] = set()
         self._count = 0
         self._into_modules = into_modules
+        #: What was searched, unless what is found depends on more than the contents of that.
+        self._passed = passed
         if isinstance(function, nn.Module):  # as most regions are
             self._seen.add(id(function))
             self._add_module(function, _DEPTH)
         else:
             self._visit(function, _DEPTH)
         for value in others:
-            self._visit(value, _DEPTH)
+            self._visit(value, depth)
+
+    def in_vain(self) -> InVain | None:
+        """What was searched, if that was in vain."""
+        found = self.modules or self.tensors or self.generators or self.variables
+        return None if found else self._passed
 
     def _visit(self, value: Any, depth: int) -> None:
         # By type: `isinstance` may run code of the user's (weak references).
@@ -102,6 +163,7 @@ class Reachable:
             return
         if handler not in self._UNCOUNTED:
             if self._count >= _OBJECTS:
+                self._passed = None
                 return
             self._count += 1
         self._seen.add(id(value))
@@ -114,8 +176,9 @@ class Reachable:
         self.modules.append(module)
         if not self._into_modules:
             return
-        index = index_of(module)
+        index, values = read_index(module)
         self.indexes.append(index)
+        self.module_values.append(values)
         if index.is_unfinished:
             raise lazy_module("a module of a checkpointed region", module)
         if index.scripted:
@@ -131,9 +194,9 @@ class Reachable:
         for attached in _attached_to(attributes, index):
             self._visit(attached, 1)
         if index.globals is None:
-            index.globals = [named for f in index.functions for named in _globals_of(f)]
+            index.globals = _by_namespace([n for f in index.functions for n in _globals_of(f)])
         if index.globals:
-            self._add_globals(index.globals)
+            self._add_globals(index.globals, index)
 
     def _add_buffers(self, content: Attributes, writes: tuple[Writes, Writes]) -> None:
         buffers = content["_buffers"]
@@ -149,8 +212,19 @@ class Reachable:
         self.generators.append(generator)
 
     def _visit_bound(self, value: Any, depth: int) -> None:
-        for item in gc.get_referents(value):
+        self._passed = None
+        # The object first: the globals of its methods are those of its module.
+        for item in reversed(gc.get_referents(value)):
             self._visit(item, depth)
+
+    def _visit_container(self, values: Any, depth: int) -> None:
+        kind = type(values)
+        reader = kind.values if issubclass(kind, dict) else kind.__iter__
+        if reader not in _READERS or _READERS[reader](values) > _ITEMS:
+            self._passed = None
+        elif depth > 1 and self._passed is not None:  # else its items are not visited
+            self._passed.add(values)
+        self._visit_items(values, depth)
 
     def _visit_items(self, values: Iterable[Any], depth: int) -> None:
         items = [*islice(values.values() if isinstance(values, dict) else values, _ITEMS)]
@@ -165,6 +239,11 @@ class Reachable:
         restorers = _known_attributes.get(kind)
         if restorers is None:
             restorers = _known_attributes[kind] = attribute_restorers(kind)
+        if restorers != (ATTRIBUTES,):
+            self._passed = None
+        elif depth > 1 and self._passed is not None:
+            self._passed.add(value)  # its class, and which dict it has
+            self._passed.add(dict_of(value))
         for restorer in restorers:
             self._visit_items(restorer.items(restorer.take(value)), depth)
         call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
@@ -172,6 +251,7 @@ class Reachable:
             self._visit_function(call, depth - 1)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
+        self._passed = None
         for cell in function.__closure__ or ():
             held = CELL.take(cell)
             if held:  # else it is not assigned yet
@@ -182,14 +262,19 @@ class Reachable:
         if function.__kwdefaults__:
             for default in [*function.__kwdefaults__.values()]:
                 self._visit(default, depth)
-        self._add_globals(_globals_of(function))
+        if not any(function in index.functions for index in self.indexes):
+            self._add_globals(_globals_of(function))
 
-    def _add_globals(self, named: list[_Names]) -> None:
+    def _add_globals(self, named: list[_Names], index: ModuleIndex | None = None) -> None:
+        """Global variables; those that the code of the modules of ``index`` names."""
+        values: list[Any] = []
         for names in named:
             held = VARIABLES.take(names)
             self.variables.append((names, VARIABLES, held))
-            for value in held.values():
-                self._visit(value, 2)
+            values += [value for value in held.values() if type(value) not in _blank]
+        if values and (index is None or not _lead_nowhere_still(values, index)):
+            for value in values:
+                self._visit(value, _GLOBAL_DEPTH)
 
     #: What visits a value, by its first base class in this list.
     _BY_BASE: ClassVar[list[tuple[tuple[type, ...], _Handler]]] = [
@@ -197,7 +282,7 @@ class Reachable:
         ((nn.Module,), _add_module),
         ((FunctionType,), _visit_function),
         ((MethodType, partial), _visit_bound),
-        ((list, tuple, set, frozenset, deque, dict), _visit_items),
+        ((list, tuple, set, frozenset, deque, dict), _visit_container),
     ]
     #: By type. The usual ones apart: a weak dictionary is slow.
     _USUAL: ClassVar = {kind: handler for kinds, handler in _BY_BASE for kind in kinds}
@@ -246,13 +331,19 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
     leading: list[Any] = []
     for each, first in places:
         # At every call and for every module: most have nothing but numbers.
-        if not _blank.issuperset(map(type, islice(each.values(), first, None))):
-            others = [value for name, value in [*each.items()] if name not in STANDARD_ATTRIBUTES]
-            if not _lead_nowhere(others):
-                leading += [v for v in others if not issubclass(type(v), _NO_ATTACHMENTS)]
-    if not leading:
+        values = [*islice(each.values(), first, None)]
+        if not _blank.issuperset(map(type, values)):
+            if not first:
+                values = [v for name, v in [*each.items()] if name not in STANDARD_ATTRIBUTES]
+            leading += [value for value in values if type(value) not in _blank]
+    if not leading or _lead_nowhere(leading):
         return []
-    found = Reachable(None, leading, into_modules=False)
+    leading = [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
+    known = index.attached_in_vain
+    if known is not None and known.covers(leading):
+        return []
+    found = Reachable(None, leading, into_modules=False, passed=InVain(leading))
+    index.attached_in_vain = found.in_vain()
     # A list of outputs would hold the graph of the step before.
     attributes_themselves = {*map(id, leading)}
     tensors = [t for t in found.tensors if t.is_leaf or id(t) in attributes_themselves]
@@ -260,6 +351,21 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
 
 
 _NO_ATTACHMENTS = (nn.Module, *_UNINTERESTING)
+
+
+def _lead_nowhere_still(values: list[Any], index: ModuleIndex) -> bool:
+    """Whether nothing is found from ``values``, which globals of the modules of ``index`` have."""
+    known = index.globals_in_vain
+    if known is not None and known.covers(values):
+        return True
+    if not index.searches_left:
+        return False
+    # Few: they come on top of the search of this call, if that finds something.
+    index.searches_left -= 1
+    passed = InVain(values)
+    found = Reachable(None, values, into_modules=False, depth=_GLOBAL_DEPTH, passed=passed)
+    index.globals_in_vain = found.in_vain()
+    return index.globals_in_vain is not None
 
 
 # --- globals --------------------------------------------------------------------------------------
@@ -325,3 +431,11 @@ def _find_globals(function: FunctionType) -> list[_Names]:
             elif value is not UNSET and not isinstance(value, _FIXED):
                 names[name] = None
     return [(space, (*names,)) for space, names in found.values() if names]
+
+
+def _by_namespace(named: list[_Names]) -> list[_Names]:
+    """The same variables, each once."""
+    found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for space, names in named:
+        found.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
+    return [(space, (*names,)) for space, names in found.values()]

@@ -56,7 +56,7 @@ class RegionState:
                 if index.recurrent:
                     _reseed(index)
             self._streams = read_streams(found.generators)
-        self._modules = ModuleState(found.modules, found.indexes)
+        self._modules = ModuleState(found.modules, found.indexes, found.module_values)
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
         self._variables: Sequence[Entry] = found.variables
         self._buffers: BufferState | None = None
@@ -74,7 +74,7 @@ class RegionState:
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
         unheld = self._modules.settle()
-        if self._variables:
+        if self._variables and _differing(self._variables):
             self._variables = _unassigned(self._variables)
         if self._buffers is not None:
             unchanged = self._buffers.settle()

@@ -188,13 +188,14 @@ _VIEWS = frozenset(
 # --- attributes and variables ---------------------------------------------------------------------
 
 
-def _dict_of(thing: Any) -> Any:
+def dict_of(thing: Any) -> Any:
+    """The attributes of an object."""
     return object.__getattribute__(thing, "__dict__")  # whatever its class does to attributes
 
 
-_ATTRIBUTES = Restorer(
-    lambda thing: _take_dict(_dict_of(thing)),
-    lambda thing, held: _put_dict(_dict_of(thing), held),
+ATTRIBUTES = Restorer(
+    lambda thing: _take_dict(dict_of(thing)),
+    lambda thing, held: _put_dict(dict_of(thing), held),
     ".{}",
     holds_arguments=False,
 )
@@ -420,7 +421,7 @@ def attribute_restorers(cls: type) -> Restorers:
     }
     restorers: Restorers = (_slots_restorer(owners),) if owners else ()
     if isinstance(described, (GetSetDescriptorType, MemberDescriptorType)):  # and no property
-        restorers = (_ATTRIBUTES, *restorers)
+        restorers = (ATTRIBUTES, *restorers)
     return restorers
 
 
