@@ -78,7 +78,7 @@ def test_the_parts_of_a_hidden_state_are_restored(kind: type, run: Run) -> None:
     ids=["large", "graph", "large parts"],
 )
 def test_a_state_that_is_not_held_is_an_error(cell: Any, run: Run) -> None:
-    with pytest.raises(CheckpointError, match=r"'state' than in forward.*register_buffer\('state'"):
+    with pytest.raises(CheckpointError, match=r"'state' of a module since.*register_buffer\('state'"):
         unroll(cell(), run)
 
 
@@ -136,3 +136,13 @@ def test_it_is_not_held(make: Callable[[], Cell]) -> None:
         out = rerun(cell, x)
         assert [each() for each in before] == [None] * len(before)
     assert out.requires_grad
+
+
+def test_a_list_that_holds_itself_is_no_state() -> None:
+    def scenario(run: Run) -> Any:
+        cell = Tapped(4)
+        cell.others = [cell.state]  # type: ignore[assignment]
+        cell.others.append(cell.others)  # type: ignore[operator]
+        return unroll(cell, run)[0]
+
+    assert_transparent(scenario, rerun)

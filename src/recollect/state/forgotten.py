@@ -1,19 +1,27 @@
-"""Stands for a tensor that is not held for the rerun. To use its values there is an error."""
+"""What of an attribute or a variable is held for a rerun, if the region replaces it.
+
+Constants, and tensors without a graph that are not large, are held, and tuples and lists of them.
+For others there is a stand-in: to use its values is an error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
 from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
+from recollect.state.restorers import ATOMS
+from recollect.state.tensors import LARGE, nbytes
 
 _Tensor = torch.Tensor
-#: Of tensors, as attributes of modules hold them: a hidden state of several parts.
-SEQUENCES = frozenset({tuple, list})
+#: Of tensors, as a hidden state of several parts; and how deep these are, and how long, at most.
+_SEQUENCES = frozenset({tuple, list})
+_DEPTH, _ITEMS = 3, 64
 #: What may be asked of it: its form.
 _FORM = frozenset(
     {
@@ -29,15 +37,15 @@ class Forgotten(torch.Tensor):
     """A tensor without values.
 
     Args:
-        forgotten_name: The attribute that it was in.
-        forgotten_device: Where it was.
+        forgotten_from: What it was in.
+        forgotten_device: The device that it was on.
     """
 
-    forgotten_name: str
+    forgotten_from: Where
     forgotten_device: torch.device
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<the tensor that was in {self.forgotten_name!r}>"
+        return f"<the tensor that was in {self.forgotten_from.text}>"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,15 +56,28 @@ class Forgotten(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, kwargs))
         found = next(each for each in leaves if isinstance(each, Forgotten))
-        name = found.forgotten_name
+        where = found.forgotten_from
         raise CheckpointError(
-            f"a module of the region has another tensor in its attribute {name!r} than in forward, "
-            f"and the region, which runs again for backward, reads that of forward, "
-            f"{tuple(found.shape)} of {found.dtype}. recollect holds a tensor that the region "
-            "replaces only if it is at most 64 KiB and has no graph. Pass it to the region as an "
-            "argument, and return the new one; or, if no gradient goes through it, make it a "
-            f"buffer: module.register_buffer({name!r}, ...)"
+            f"the region has replaced the tensor in {where.text} since forward, or others have. It "
+            f"runs again for backward, and reads the one of forward, {tuple(found.shape)} of "
+            f"{found.dtype}. recollect holds a tensor that a region replaces only if it is at most "
+            "64 KiB and has no graph. Pass it to the region as an argument, and return the new one"
+            + where.advice
         )
+
+
+class Where(NamedTuple):
+    """What a tensor was in, and what else to do than to pass it."""
+
+    text: str
+    advice: str = ""
+
+
+def in_attribute(name: str) -> Where:
+    """In an attribute of a module."""
+    buffer = f"module.register_buffer({name!r}, ...)"
+    advice = f"; or, if no gradient goes through it, make it a buffer: {buffer}"
+    return Where(f"the attribute {name!r} of a module", advice)
 
 
 class Unheld:
@@ -73,9 +94,9 @@ class Unheld:
     def __init__(self, space: dict[str, Any], name: str, value: Any) -> None:
         self._space, self._name, self._knows = space, name, _recognizer(value)
         #: Takes its place in a rerun, as an attribute of the module.
-        self.stand_in = space, name, _stand_in(value, name)
+        self.stand_in = space, name, stand_in(value, in_attribute(name))
         #: The ``id`` of each tensor.
-        self.numbers = _numbers_of(value)
+        self.numbers = numbers_of(value)
 
     def is_there(self) -> bool:
         """Whether the attribute holds it now."""
@@ -86,38 +107,73 @@ class Unheld:
         return self._space, self._name, self._space[self._name]
 
 
+# --- what values hold -----------------------------------------------------------------------------
+
+
+def is_constant(kind: type) -> bool:
+    """Whether values of a type hold nothing that can change."""
+    return kind in ATOMS or issubclass(kind, Enum)
+
+
+def counts(then: Any, now: Any) -> bool:
+    """Whether a region that has replaced ``then`` by ``now`` counts with it."""
+    return type(then) is int and type(now) is int and now == then + 1
+
+
 def has_tensors(value: Any) -> bool:
     """Whether it is a tensor, or a sequence with tensors."""
-    return type(value) is _Tensor or (type(value) in SEQUENCES and any(map(has_tensors, value)))
+    return any(type(leaf) is _Tensor for leaf in _leaves(value))
 
 
-def _stand_in(value: Any, name: str) -> Any:
-    if type(value) in SEQUENCES:
-        return type(value)(_stand_in(item, name) for item in value)
+def can_be_held(value: Any) -> bool:
+    """Whether no graph is held with it."""
+    return all(
+        not leaf.requires_grad if type(leaf) is _Tensor else is_constant(type(leaf))
+        for leaf in _leaves(value)
+    )
+
+
+def is_large(value: Any) -> bool:
+    """Whether its tensors are larger than what is held."""
+    return sum(nbytes(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor) > LARGE
+
+
+def numbers_of(value: Any) -> list[int]:
+    """The ``id`` of a tensor, or of those in a sequence."""
+    return [id(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor]
+
+
+def stand_in(value: Any, where: Where, depth: int = _DEPTH) -> Any:
+    """What takes the place of a tensor, or of those in a sequence."""
+    if _has_parts(value, depth):
+        return type(value)(stand_in(item, where, depth - 1) for item in value)
     if type(value) is not _Tensor:
         return value
     form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     found = form.as_subclass(Forgotten)
-    found.forgotten_name, found.forgotten_device = name, value.device
+    found.forgotten_from, found.forgotten_device = where, value.device
     return found
 
 
-def _numbers_of(value: Any) -> list[int]:
-    if type(value) in SEQUENCES:
-        return [number for item in value for number in _numbers_of(item)]
-    return [id(value)] if type(value) is _Tensor else []
+def _has_parts(value: Any, depth: int) -> bool:
+    return depth > 0 and type(value) in _SEQUENCES and len(value) <= _ITEMS
+
+
+def _leaves(value: Any, depth: int = _DEPTH) -> list[Any]:
+    """The parts of a sequence, and of those in it; of anything else, itself."""
+    if _has_parts(value, depth):
+        return [leaf for item in value for leaf in _leaves(item, depth - 1)]
+    return [value]
 
 
 def _recognizer(value: Any) -> Callable[[Any], bool]:
-    """Tells whether it is given ``value`` again."""
-    if type(value) in SEQUENCES:
-        kind, items = type(value), [*map(_recognizer, value)]
-        return lambda now: (
-            type(now) is kind
-            and len(now) == len(items)
-            and all(knows(item) for knows, item in zip(items, now, strict=True))
-        )
-    if type(value) is _Tensor:
-        weak = ref(value)
-        return lambda now: now is weak()
-    return lambda now: now is value
+    """Tells whether it is given ``value`` again. Holds no tensor."""
+    leaves = _leaves(value)
+    kind, numbers = type(value), [*map(id, leaves)]
+    weak = [ref(leaf) for leaf in leaves if type(leaf) is _Tensor]
+
+    def is_it(now: Any) -> bool:
+        is_alive = all(each() is not None for each in weak)  # else another one may have the ``id``
+        return is_alive and type(now) is kind and [*map(id, _leaves(now))] == numbers
+
+    return is_it

@@ -16,16 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from enum import Enum
 from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from recollect.state.forgotten import SEQUENCES, Unheld, has_tensors
+from recollect.state.forgotten import (
+    Unheld,
+    can_be_held,
+    counts,
+    has_tensors,
+    is_constant,
+    is_large,
+)
 from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
-from recollect.state.tensors import LARGE, nbytes
 
 _Tensor = torch.Tensor
 
@@ -60,7 +65,7 @@ class Watched:
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
         kinds = [type(space.get(name)) for name in others]
         pairs = zip(others, kinds, strict=True)
-        names = [name for name, kind in pairs if _is_constant(kind) or has_tensors(space.get(name))]
+        names = [name for name, kind in pairs if is_constant(kind) or has_tensors(space.get(name))]
         # Of several names, `itemgetter` returns a tuple.
         get = itemgetter(*names, names[0]) if names else _nothing
         self.now = size, names, get
@@ -104,8 +109,8 @@ class ModuleSettings:
             values = self._read()
         if values is None or not _are_constants(values):
             entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
-            self._entries, values = [each for each in entries if _can_be_held(each[2])], []
-            others = [each for each in entries if not _can_be_held(each[2])]
+            self._entries, values = [each for each in entries if can_be_held(each[2])], []
+            others = [each for each in entries if not can_be_held(each[2])]
             self._unheld = [Unheld(*each) for each in others if has_tensors(each[2])]
         self._values = values
 
@@ -117,9 +122,9 @@ class ModuleSettings:
         self._entries = [each for each in entries if _is_as_then(each)]
         assigned = [each for each in entries if not _is_as_then(each)]
         self._counters = [each for each in assigned if _counts(each)]
-        held = [each for each in assigned if _nbytes(each[2]) <= LARGE]
+        held = [each for each in assigned if not is_large(each[2])]
         self._assigned = [each for each in held if not _counts(each)]
-        unheld += [Unheld(*each) for each in assigned if _nbytes(each[2]) > LARGE]
+        unheld += [Unheld(*each) for each in assigned if is_large(each[2])]
         self._entries += [each.entry() for each in unheld if each.is_there()]
         replaced = [each for each in unheld if not each.is_there()]
         self._forgotten = [each.stand_in for each in replaced]
@@ -178,18 +183,7 @@ class ModuleSettings:
 
 
 def _are_constants(values: list[Any]) -> bool:
-    return ATOMS.issuperset(map(type, values)) or all(map(_is_constant, {*map(type, values)}))
-
-
-def _is_constant(kind: type) -> bool:
-    return kind in ATOMS or issubclass(kind, Enum)
-
-
-def _can_be_held(value: Any) -> bool:
-    """Whether no graph is held with it."""
-    if type(value) in SEQUENCES:
-        return all(map(_can_be_held, value))
-    return _is_constant(type(value)) or (type(value) is _Tensor and not value.requires_grad)
+    return ATOMS.issuperset(map(type, values)) or all(map(is_constant, {*map(type, values)}))
 
 
 def _is_as_then(entry: _Entry) -> bool:
@@ -197,17 +191,9 @@ def _is_as_then(entry: _Entry) -> bool:
     return space.get(name, UNSET) is value
 
 
-def _nbytes(value: Any) -> int:
-    if type(value) in SEQUENCES:
-        return sum(map(_nbytes, value))
-    return nbytes(value) if type(value) is _Tensor else 0
-
-
 def _counts(entry: _Entry) -> bool:
-    """Whether the region counts with it."""
-    space, name, then = entry
-    now = space.get(name)
-    return type(then) is int and type(now) is int and now == then + 1
+    space, name, value = entry
+    return counts(value, space.get(name))
 
 
 def _count_on(space: dict[str, Any], name: str, since: int) -> None:

@@ -28,7 +28,6 @@ from recollect.state.inputs import Inputs
 from recollect.state.module_index import ModuleIndex
 from recollect.state.module_state import ModuleState
 from recollect.state.reachable import Reachable
-from recollect.state.restorers import UNSET, VARIABLES, Entry, put_until
 from recollect.state.rng import (
     Streams,
     read_same_streams,
@@ -37,6 +36,7 @@ from recollect.state.rng import (
     settle_streams,
     write_streams,
 )
+from recollect.state.variables import Variables
 
 
 class RegionState:
@@ -58,7 +58,7 @@ class RegionState:
             self._streams = read_streams(found.generators)
         self._modules = ModuleState(found.modules, found.indexes, found.module_values)
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
-        self._variables: Sequence[Entry] = found.variables
+        self._variables = Variables(found.variables) if found.variables else None
         self._buffers: BufferState | None = None
         if found.buffers or found.tensors or inputs.copied:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))
@@ -74,8 +74,8 @@ class RegionState:
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
         unheld = self._modules.settle()
-        if self._variables and _differing(self._variables):
-            self._variables = _unassigned(self._variables)
+        if self._variables is not None:
+            unheld += self._variables.settle()
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:
@@ -112,8 +112,8 @@ class RegionState:
     ) -> Any:
         # Almost always nothing has changed, and this check is the only cost.
         same_modules, same_ambient = self._modules.is_present(), self._ambient.is_present()
-        differing = _differing(self._variables) if self._variables else []
-        is_present = same_modules and same_ambient and not differing
+        same_variables = self._variables is None or self._variables.is_present()
+        is_present = same_modules and same_ambient and same_variables
         if is_present and self._buffers is None and self.collectives is None:
             return self._run(function, args, kwargs)
         with ExitStack() as stack:
@@ -123,8 +123,8 @@ class RegionState:
                 stack.enter_context(CollectivePlayer(self.collectives))
             if not same_modules:
                 self._modules.restore(stack)
-            for entry in differing:
-                put_until(stack, *entry)
+            if self._variables is not None:
+                self._variables.restore(stack)
             if not same_ambient:
                 self._ambient.enter(stack)
             return self._run(function, args, kwargs)
@@ -154,23 +154,3 @@ def _reseed(index: ModuleIndex) -> None:
     dropping = [layer for layer in layers if layer.dropout and layer.training]
     for device in {p.device for layer in dropping for p in layer.parameters()}:
         reseed_recurrent_layers(device)
-
-
-def _differing(variables: Sequence[Entry]) -> list[Entry]:
-    return [entry for entry in variables if not entry[1].same(entry[0], entry[2])]
-
-
-def _unassigned(variables: Sequence[Entry]) -> list[Entry]:
-    """``variables`` without those that the region has assigned to (``nonlocal``, ``global``).
-
-    They are the user's own state, like attributes.
-    """
-    left: list[Entry] = []
-    for thing, restorer, held in variables:
-        if restorer.same(thing, held):
-            left.append((thing, restorer, held))
-        elif restorer is VARIABLES:
-            space = thing[0]
-            same = {name: value for name, value in held.items() if space.get(name, UNSET) is value}
-            left.append(((space, (*same,)), VARIABLES, same))
-    return left
