@@ -78,7 +78,9 @@ def test_the_parts_of_a_hidden_state_are_restored(kind: type, run: Run) -> None:
     ids=["large", "graph", "large parts"],
 )
 def test_a_state_that_is_not_held_is_an_error(cell: Any, run: Run) -> None:
-    with pytest.raises(CheckpointError, match=r"'state' of a module since.*register_buffer\('state'"):
+    with pytest.raises(
+        CheckpointError, match=r"'state' of a module since.*register_buffer\('state'"
+    ):
         unroll(cell(), run)
 
 

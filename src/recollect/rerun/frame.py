@@ -117,7 +117,9 @@ class ForwardFrame:
         #: Where the inputs are, if they are not held.
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
-        self.region_state = RegionState(function, self.inputs, preserve_rng_state)
+        self.region_state = RegionState(
+            function, self.inputs, preserve_rng_state, counts_reruns=read_once
+        )
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
         #: Whether values are compared too, besides the results of ``describe``.
@@ -126,7 +128,7 @@ class ForwardFrame:
         self.early_stop = early_stop
         self.debug = debug
         self.forward_log = self.make_log() if debug or self.compares_values else None
-        #: Whether to refuse a recomputation for a tensor that was unpacked before.
+        #: Whether to refuse a recomputation for a tensor that was unpacked before, as torch does.
         self.read_once = read_once
         self.running = True
         #: One for each saved tensor. A ticket that only this list holds, and no graph, is dead.

@@ -76,7 +76,9 @@ class CheckpointFunction(torch.autograd.Function):
         inputs = ctx.inputs = Inputs((*others,), {}, version_guard_enabled())
         check_backward_validity(args)
         ctx.run_function = run_function
-        state = ctx.region_state = RegionState(run_function, inputs, preserve_rng_state)
+        state = ctx.region_state = RegionState(
+            run_function, inputs, preserve_rng_state, counts_reruns=True
+        )
         ctx.tensor_indices = indices
         ctx.save_for_backward(*[args[index] for index in indices])
         # Without grad, as the forward of every such node.

@@ -4,7 +4,7 @@
 would change what a rerun computes. So an attribute has the value of the call during the rerun.
 So has one that the region itself assigns, such as a hidden state, a table and the length for which
 it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
-An integer that the region counts up by one has it too. Afterwards it counts the rerun, as in torch.
+An integer that the region counts up by one counts the rerun, too, if it is to do as torch does.
 
 Constants, functions and tensors without a gradient are restored, and tuples and lists of them, such
 as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the form
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from operator import is_, itemgetter
 from typing import Any
 
@@ -114,16 +115,17 @@ class ModuleSettings:
             self._unheld = [Unheld(*each) for each in others if has_tensors(each[2])]
         self._values = values
 
-    def settle(self) -> list[int]:
+    def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if self.is_present():
             return []
         entries, unheld = self._all(), self._unheld
         self._entries = [each for each in entries if _is_as_then(each)]
         assigned = [each for each in entries if not _is_as_then(each)]
-        self._counters = [each for each in assigned if _counts(each)]
-        held = [each for each in assigned if not is_large(each[2])]
-        self._assigned = [each for each in held if not _counts(each)]
+        counters = [counts_reruns and _counts(each) for each in assigned]
+        self._counters = [*compress(assigned, counters)]
+        others = [each for each, counts in zip(assigned, counters, strict=True) if not counts]
+        self._assigned = [each for each in others if not is_large(each[2])]
         unheld += [Unheld(*each) for each in assigned if is_large(each[2])]
         self._entries += [each.entry() for each in unheld if each.is_there()]
         replaced = [each for each in unheld if not each.is_there()]

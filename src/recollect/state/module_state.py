@@ -73,12 +73,12 @@ class ModuleState:
             first += len(index.keys)
         return [parameter for parameter in found if parameter is not None]
 
-    def settle(self) -> list[int]:
+    def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned to plain attributes.
 
         Returns the ``id`` of each tensor that is not to be held.
         """
-        return self._settings.settle()
+        return self._settings.settle(counts_reruns=counts_reruns)
 
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""

@@ -43,11 +43,21 @@ class RegionState:
     """The state around one call of a function."""
 
     __slots__ = (
-        *("_ambient", "_buffers", "_guards", "_inputs", "_modules", "_streams", "_variables"),
+        *("_ambient", "_buffers", "_counts_reruns", "_guards", "_inputs", "_modules", "_streams"),
+        "_variables",
         "collectives",
     )
 
-    def __init__(self, function: Any, inputs: Inputs, preserve_rng_state: bool) -> None:
+    def __init__(
+        self,
+        function: Any,
+        inputs: Inputs,
+        preserve_rng_state: bool,
+        *,
+        counts_reruns: bool = False,
+    ) -> None:
+        """``counts_reruns``: whether counters of calls count reruns, as in torch."""
+        self._counts_reruns = counts_reruns
         found = Reachable(function, inputs.reachable())
         self._inputs = inputs
         self._streams: Streams | None = None
@@ -73,9 +83,9 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        unheld = self._modules.settle()
+        unheld = self._modules.settle(counts_reruns=self._counts_reruns)
         if self._variables is not None:
-            unheld += self._variables.settle()
+            unheld += self._variables.settle(counts_reruns=self._counts_reruns)
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:

@@ -2,7 +2,7 @@
 
 They have the value of the call in a rerun, if others assign to them after forward, or the region
 itself (``nonlocal``, ``global``); afterwards they are as before the rerun. An integer that the
-region counts up by one counts the rerun, too, as in torch.
+region counts up by one counts the rerun, too, if it is to do as torch does.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Variables:
         self._assigned: list[Entry] = []
         self._counters: list[_Single] = []
 
-    def settle(self) -> list[int]:
+    def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if not self._differing():
             return []
         assigned, self._others = _assigned(self._others), _unassigned(self._others)
         unheld: list[int] = []
         for entry, then in assigned:
-            if counts(then, _now(entry)):
+            if counts_reruns and counts(then, _now(entry)):
                 self._counters.append((entry, then))
             elif can_be_held(then) and not is_large(then):
                 self._assigned.append(entry)

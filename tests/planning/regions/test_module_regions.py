@@ -357,11 +357,11 @@ class _Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.calls = nn.Linear(32, 64), nn.Linear(64, 32), 0
+        self.up, self.down, self.calls = nn.Linear(32, 64), nn.Linear(64, 32), [0]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.down(torch.tanh(self.up(x * (1 + self.calls / 7))))
+        self.calls[0] += 1
+        return x + self.down(torch.tanh(self.up(x * (1 + self.calls[0] / 7))))
 
 
 class _Popping(_Counting):
@@ -387,6 +387,33 @@ def test_a_module_that_computes_something_else_when_run_twice_is_not_rerun(
     for _ in range(3):
         assert_identical(_gradients(model, batch), _gradients(twin, batch))
         assert model[0].calls == twin[0].calls
+
+
+class _Numbering(_Counting):
+    """The count is an attribute, which a rerun restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return x + self.down(torch.tanh(self.up(x * (1 + self.number / 7))))
+
+
+def test_a_module_that_counts_its_calls_is_rerun_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(_Numbering() for _ in range(4))), torch.randn(256, 32)
+    step_takes(monkeypatch, plain=1.0, planned=3.0, modules=1.1)
+    plan = recollect.plan(model, batch, 0.8, loss=squares)
+    assert "rerun" in {engine for _, engine in plan.schedule.modules}
+    twin = copy.deepcopy(model)
+    plan.apply(model)
+    for _ in range(3):
+        assert_identical(_gradients(model, batch), _gradients(twin, batch))
+        assert model[0].number == twin[0].number
 
 
 class _Sharing(nn.Module):
