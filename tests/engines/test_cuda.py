@@ -97,11 +97,11 @@ def test_values_are_compared_on_the_device() -> None:
     class Drifting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.step = 0
+            self.steps = [0]
 
         def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            return (x * self.step).sin()
+            self.steps[0] += 1
+            return (x * self.steps[0]).sin()
 
     check = partial(recollect.checkpoint, determinism_check="values")
     check(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda(), on_cuda(4, 8)).sum().backward()
