@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recollect import CheckpointError
 from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
@@ -78,7 +79,9 @@ def test_the_parts_of_a_hidden_state_are_restored(kind: type, run: Run) -> None:
     ids=["large", "graph", "large parts"],
 )
 def test_a_state_that_is_not_held_is_an_error(cell: Any, run: Run) -> None:
-    with pytest.raises(CheckpointError, match=r"'state' of a module since.*register_buffer\('state'"):
+    with pytest.raises(
+        CheckpointError, match=r"'state' of a module since.*register_buffer\('state'"
+    ):
         unroll(cell(), run)
 
 
@@ -143,6 +146,40 @@ def test_a_list_that_holds_itself_is_no_state() -> None:
         cell = Tapped(4)
         cell.others = [cell.state]  # type: ignore[assignment]
         cell.others.append(cell.others)  # type: ignore[operator]
+        return unroll(cell, run)[0]
+
+    assert_transparent(scenario, rerun)
+
+
+class _Ops(TorchDispatchMode):
+    """The ops that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_the_region_do_not_see_the_form() -> None:
+    """The replay engine, around it, records no step with a tensor on the meta device."""
+    cell, x = Cell(4, keeps_graph=True), leaf(4, 4)
+    cell(x)
+    with _Ops() as ops:
+        rerun(cell, x)
+    assert torch.ops.aten.empty_strided.default not in ops.seen
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_an_attribute_does_no_harm() -> None:
+    def scenario(run: Run) -> Any:
+        cell = Tapped(4)
+        parts = [torch.ones(2, 3), torch.ones(4, 3)]
+        cell.parts = torch.nested.nested_tensor(parts, requires_grad=True)
         return unroll(cell, run)[0]
 
     assert_transparent(scenario, rerun)

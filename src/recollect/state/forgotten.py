@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 
+from recollect._torch.modes import unobserved
 from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
 from recollect.state.restorers import ATOMS
@@ -121,8 +122,9 @@ def counts(then: Any, now: Any) -> bool:
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a sequence with tensors."""
-    return any(type(leaf) is _Tensor for leaf in _leaves(value))
+    """Whether it is a tensor, or a sequence with tensors. Nested ones have no form to stand in."""
+    tensors = [leaf for leaf in _leaves(value) if type(leaf) is _Tensor]
+    return bool(tensors) and not any(tensor.is_nested for tensor in tensors)
 
 
 def can_be_held(value: Any) -> bool:
@@ -149,8 +151,9 @@ def stand_in(value: Any, where: Where, depth: int = _DEPTH) -> Any:
         return type(value)(stand_in(item, where, depth - 1) for item in value)
     if type(value) is not _Tensor:
         return value
-    form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    found = form.as_subclass(Forgotten)
+    with unobserved():  # a recording around the region would be one of tensors on the meta device
+        form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        found = form.as_subclass(Forgotten)
     found.forgotten_from, found.forgotten_device = where, value.device
     return found
 
