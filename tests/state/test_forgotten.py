@@ -183,3 +183,19 @@ def test_a_nested_tensor_in_an_attribute_does_no_harm() -> None:
         return unroll(cell, run)[0]
 
     assert_transparent(scenario, rerun)
+
+
+class Resets(Cell):
+    """Starts from a state of the form of the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.had_graph = self.state.requires_grad  # without one under the reentrant engine
+        start = torch.zeros_like(self.state) + self.state.new_ones(1)
+        self.state = (x * self.own + start * self.past).tanh()
+        return self.state.square()
+
+
+@ALL
+@pytest.mark.parametrize("width", [4, WIDE])
+def test_a_state_may_be_reset_by_its_form(width: int, run: Run) -> None:
+    assert_transparent(lambda run: unroll(Resets(width), run), run)

@@ -6,6 +6,7 @@ For others there is a stand-in: to use its values is an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -32,6 +33,14 @@ _FORM = frozenset(
     }
 )
 _DEVICE = _Tensor.device.__get__
+_REQUIRES_GRAD = operator.attrgetter("requires_grad.__get__")(_Tensor)
+#: Another tensor of its form, as for a state that is reset.
+_MAKERS = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+        *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full),
+    }
+)
 
 
 class Forgotten(torch.Tensor):
@@ -40,10 +49,14 @@ class Forgotten(torch.Tensor):
     Args:
         forgotten_from: What it was in.
         forgotten_device: The device that it was on.
+        forgotten_grad: Whether it required a gradient.
+        form: A tensor of its form, on the meta device.
     """
 
     forgotten_from: Where
     forgotten_device: torch.device
+    forgotten_grad: bool
+    form: torch.Tensor
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<the tensor that was in {self.forgotten_from.text}>"
@@ -53,6 +66,11 @@ class Forgotten(torch.Tensor):
         """Answer what the form says; anything else is an error."""
         if func == _DEVICE:
             return args[0].forgotten_device
+        if func == _REQUIRES_GRAD:
+            return args[0].forgotten_grad
+        if func in _MAKERS and args and isinstance(args[0], Forgotten):
+            on_device = {"device": args[0].forgotten_device}
+            return func(args[0].form, *args[1:], **(on_device | (kwargs or {})))
         if func in _FORM:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, kwargs))
@@ -155,6 +173,7 @@ def stand_in(value: Any, where: Where, depth: int = _DEPTH) -> Any:
         form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         found = form.as_subclass(Forgotten)
     found.forgotten_from, found.forgotten_device = where, value.device
+    found.forgotten_grad, found.form = value.requires_grad, form
     return found
 
 
