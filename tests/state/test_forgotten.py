@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recollect import CheckpointError
 from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
@@ -148,3 +149,53 @@ def test_a_list_that_holds_itself_is_no_state() -> None:
         return unroll(cell, run)[0]
 
     assert_transparent(scenario, rerun)
+
+
+class _Ops(TorchDispatchMode):
+    """The ops that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_the_region_do_not_see_the_form() -> None:
+    """The replay engine, around it, records no step with a tensor on the meta device."""
+    cell, x = Cell(4, keeps_graph=True), leaf(4, 4)
+    cell(x)
+    with _Ops() as ops:
+        rerun(cell, x)
+    assert torch.ops.aten.empty_strided.default not in ops.seen
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_an_attribute_does_no_harm() -> None:
+    def scenario(run: Run) -> Any:
+        cell = Tapped(4)
+        parts = [torch.ones(2, 3), torch.ones(4, 3)]
+        cell.parts = torch.nested.nested_tensor(parts, requires_grad=True)
+        return unroll(cell, run)[0]
+
+    assert_transparent(scenario, rerun)
+
+
+class Resets(Cell):
+    """Starts from a state of the form of the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.had_graph = self.state.requires_grad  # without one under the reentrant engine
+        start = torch.zeros_like(self.state) + self.state.new_ones(1)
+        self.state = (x * self.own + start * self.past).tanh()
+        return self.state.square()
+
+
+@ALL
+@pytest.mark.parametrize("width", [4, WIDE])
+def test_a_state_may_be_reset_by_its_form(width: int, run: Run) -> None:
+    assert_transparent(lambda run: unroll(Resets(width), run), run)

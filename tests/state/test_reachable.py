@@ -308,6 +308,19 @@ def test_nothing_is_held_of_what_is_too_deep_to_be_found() -> None:
     assert held() is None
 
 
+def test_nothing_is_held_of_what_was_searched_in_vain() -> None:
+    model = Collects()
+    model.holder = holder = types.SimpleNamespace(parts={})
+    Reachable(model)
+    assert index_of(model).attached_in_vain is not None
+    tensor = torch.ones(2)
+    held = ref(tensor)
+    holder.parts["output"] = tensor
+    model.holder = None  # type: ignore[assignment]
+    del holder, tensor
+    assert held() is None
+
+
 class Shows(dict[str, Any]):
     """Its values are not what it holds."""
 

@@ -6,6 +6,7 @@ For others there is a stand-in: to use its values is an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from weakref import ref
 
 import torch
 
+from recollect._torch.modes import unobserved
 from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
 from recollect.state.restorers import ATOMS
@@ -31,6 +33,14 @@ _FORM = frozenset(
     }
 )
 _DEVICE = _Tensor.device.__get__
+_REQUIRES_GRAD = operator.attrgetter("requires_grad.__get__")(_Tensor)
+#: Another tensor of its form, as for a state that is reset.
+_MAKERS = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+        *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full),
+    }
+)
 
 
 class Forgotten(torch.Tensor):
@@ -39,10 +49,14 @@ class Forgotten(torch.Tensor):
     Args:
         forgotten_from: What it was in.
         forgotten_device: The device that it was on.
+        forgotten_grad: Whether it required a gradient.
+        form: A tensor of its form, on the meta device.
     """
 
     forgotten_from: Where
     forgotten_device: torch.device
+    forgotten_grad: bool
+    form: torch.Tensor
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<the tensor that was in {self.forgotten_from.text}>"
@@ -52,6 +66,11 @@ class Forgotten(torch.Tensor):
         """Answer what the form says; anything else is an error."""
         if func == _DEVICE:
             return args[0].forgotten_device
+        if func == _REQUIRES_GRAD:
+            return args[0].forgotten_grad
+        if func in _MAKERS and args and isinstance(args[0], Forgotten):
+            on_device = {"device": args[0].forgotten_device}
+            return func(args[0].form, *args[1:], **(on_device | (kwargs or {})))
         if func in _FORM:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, kwargs))
@@ -121,8 +140,9 @@ def counts(then: Any, now: Any) -> bool:
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a sequence with tensors."""
-    return any(type(leaf) is _Tensor for leaf in _leaves(value))
+    """Whether it is a tensor, or a sequence with tensors. Nested ones have no form to stand in."""
+    tensors = [leaf for leaf in _leaves(value) if type(leaf) is _Tensor]
+    return bool(tensors) and not any(tensor.is_nested for tensor in tensors)
 
 
 def can_be_held(value: Any) -> bool:
@@ -149,9 +169,11 @@ def stand_in(value: Any, where: Where, depth: int = _DEPTH) -> Any:
         return type(value)(stand_in(item, where, depth - 1) for item in value)
     if type(value) is not _Tensor:
         return value
-    form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    found = form.as_subclass(Forgotten)
+    with unobserved():  # a recording around the region would be one of tensors on the meta device
+        form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        found = form.as_subclass(Forgotten)
     found.forgotten_from, found.forgotten_device = where, value.device
+    found.forgotten_grad, found.form = value.requires_grad, form
     return found
 
 

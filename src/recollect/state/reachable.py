@@ -68,28 +68,47 @@ def lazy_module(name: str, module: nn.Module) -> ValueError:
 class InVain:
     """Values from which a search found nothing, and what it went through on the way.
 
-    While all of that holds the same, there is nothing to be found: it need not be searched again.
+    While all of that looks the same, there is nothing to be found: it need not be searched again.
+    Nothing of it is held, since what is empty now may hold an output later. That something else
+    of the same type has an ``id`` now does no harm: what it holds is compared, too.
     """
 
-    __slots__ = ("_held", "_places", "_roots")
+    __slots__ = ("_ids", "_numbers", "_places", "_types")
 
     def __init__(self, roots: list[Any]) -> None:
-        self._roots = roots
-        self._places: list[Any] = []
-        self._held: list[Any] = []
+        #: Of the roots, and of what each place holds, one after the other.
+        self._ids: list[int] = []
+        self._types: list[type] = []
+        #: By ``id``: the number of the first of them.
+        self._numbers: dict[int, int] = {}
+        #: The number of each object or container, and whether it is an object.
+        self._places: list[tuple[int, bool]] = []
+        self._note(roots)
 
-    def add(self, place: Any) -> None:
+    def add(self, place: Any, *, is_object: bool) -> None:
         """Note an object or a container, before its contents are searched."""
-        self._places.append(place)
-        self._held += gc.get_referents(place)
+        self._places.append((self._numbers[id(place)], is_object))
+        self._note(_held_by(place, is_object))
 
     def covers(self, roots: list[Any]) -> bool:
         """Whether a search from ``roots`` would find nothing."""
-        return _same(roots, self._roots) and _same(gc.get_referents(*self._places), self._held)
+        ids, types, found = self._ids, self._types, [*roots]
+        for number, is_object in self._places:
+            place = found[number] if number < len(found) else None
+            if id(place) != ids[number] or type(place) is not types[number]:
+                return False
+            found += _held_by(place, is_object)
+        return [*map(id, found)] == ids and all(map(is_, map(type, found), types))
+
+    def _note(self, values: list[Any]) -> None:
+        for value in values:
+            self._numbers.setdefault(id(value), len(self._ids))
+            self._ids.append(id(value))
+            self._types.append(type(value))
 
 
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
+def _held_by(place: Any, is_object: bool) -> list[Any]:
+    return gc.get_referents(dict_of(place) if is_object else place)
 
 
 #: How containers are read that show what they hold, and how many items that is.
@@ -223,7 +242,7 @@ class Reachable:
         if reader not in _READERS or _READERS[reader](values) > _ITEMS:
             self._passed = None
         elif depth > 1 and self._passed is not None:  # else its items are not visited
-            self._passed.add(values)
+            self._passed.add(values, is_object=False)
         self._visit_items(values, depth)
 
     def _visit_items(self, values: Iterable[Any], depth: int) -> None:
@@ -242,8 +261,7 @@ class Reachable:
         if restorers != (ATTRIBUTES,):
             self._passed = None
         elif depth > 1 and self._passed is not None:
-            self._passed.add(value)  # its class, and which dict it has
-            self._passed.add(dict_of(value))
+            self._passed.add(value, is_object=True)
         for restorer in restorers:
             self._visit_items(restorer.items(restorer.take(value)), depth)
         call = getattr(kind, "__call__", None)  # noqa: B004 - the function, not whether
