@@ -37,8 +37,6 @@ torch_reentrant = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 #: Each way of calling a region; and those of the rerun engine, which takes keywords and options.
 CHECKPOINTS: dict[str, Run] = {"rerun": rerun, "compat": compat_rerun, "reentrant": reentrant}
 ALL = pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
-#: Those of them after which counters of calls have counted reruns.
-AS_TORCH = (compat_rerun, reentrant)
 RERUNS = pytest.mark.parametrize("run", [rerun, compat_rerun], ids=["rerun", "compat"])
 
 

@@ -46,6 +46,9 @@ class Options:
     Immutable. A plain class, because a frozen dataclass costs several microseconds per call.
     """
 
+    #: Whether counters of calls count reruns, as in torch.
+    counts_reruns = True
+
     def __init__(
         self,
         use_reentrant: bool = False,

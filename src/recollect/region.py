@@ -89,6 +89,7 @@ def enter_region(
         resolve_early_stop(options.early_stop),
         resolve_debug(options.debug),
         read_once,
+        options.counts_reruns,
         _offload_batch(contexts, options) if options.offload_inputs else None,
     )
     return frame if observing.observer is None else _observed(frame, args, kwargs)

@@ -12,7 +12,6 @@ from torch import Tensor
 from recollect import CheckpointError
 from tests._support import (
     ALL,
-    AS_TORCH,
     RERUNS,
     Run,
     assert_transparent,
@@ -100,9 +99,7 @@ def test_a_number_and_a_flag_are_those_of_the_call(run: Run) -> None:
 
 
 @ALL
-def test_a_counter_has_its_value_of_the_call(run: Run) -> None:
-    """And counts reruns where it does so in torch."""
-
+def test_a_counter_has_its_value_of_the_call_and_counts_reruns(run: Run) -> None:
     def scenario(run: Run) -> Any:
         global CALLS
         CALLS, calls = 0, 0
@@ -123,7 +120,7 @@ def test_a_counter_has_its_value_of_the_call(run: Run) -> None:
     assert_transparent(scenario, run)
     ours, plain = counts
     assert plain == (2, 2)
-    assert ours == ((4, 4) if run in AS_TORCH else (2, 2))
+    assert ours == (4, 4)
 
 
 @RERUNS

@@ -111,6 +111,7 @@ class ForwardFrame:
         early_stop: bool,
         debug: bool,
         read_once: bool,
+        counts_reruns: bool,
         offloaded: OffloadBatch | None = None,
     ) -> None:
         self.function = function
@@ -118,7 +119,7 @@ class ForwardFrame:
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
         self.region_state = RegionState(
-            function, self.inputs, preserve_rng_state, counts_reruns=read_once
+            function, self.inputs, preserve_rng_state, counts_reruns=counts_reruns
         )
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None
@@ -128,7 +129,7 @@ class ForwardFrame:
         self.early_stop = early_stop
         self.debug = debug
         self.forward_log = self.make_log() if debug or self.compares_values else None
-        #: Whether to refuse a recomputation for a tensor that was unpacked before, as torch does.
+        #: Whether to refuse a recomputation for a tensor that was unpacked before.
         self.read_once = read_once
         self.running = True
         #: One for each saved tensor. A ticket that only this list holds, and no graph, is dead.

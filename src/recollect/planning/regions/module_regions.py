@@ -20,13 +20,20 @@ from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, sharde
 from recollect.checks.place import warn_user
 from recollect.errors import PlanWarning
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
-from recollect.options import DEFAULTS, Options
+from recollect.options import Options
 from recollect.region import run_region
 
+
+class _OfPlan(Options):
+    """Under a plan, what a module counts is what it counts in the plain step."""
+
+    counts_reruns = False
+
+
 #: The engines that can run a module as a whole, and the options of a region for each.
-ENGINES = {"rerun": DEFAULTS, "replay": Options(engine="replay")}
+ENGINES = {"rerun": _OfPlan(), "replay": _OfPlan(engine="replay")}
 #: The same, but recomputed values are compared with those of forward.
-CHECKED = {"rerun": Options(determinism_check="values"), "replay": ENGINES["replay"]}
+CHECKED = {"rerun": _OfPlan(determinism_check="values"), "replay": ENGINES["replay"]}
 
 
 #: Called in the place of the forward of a module: with its path, the forward and its arguments.
