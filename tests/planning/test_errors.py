@@ -18,7 +18,7 @@ from recollect.modules import OPTIONS
 from recollect.planning import planner
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
-from tests.planning._models import Custom, Made, made, squares
+from tests.planning._models import Custom, Made, made, never, squares
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,10 +35,6 @@ def _model() -> Custom:
 
 
 X = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
-
-
-def _never(out: Any) -> Tensor:
-    raise AssertionError("the step was run")
 
 
 def test_a_budget_in_the_place_of_the_batch() -> None:
@@ -82,25 +78,25 @@ def test_checkpointing_under_its_newer_name() -> None:
 @pytest.mark.parametrize("budget", [None, [1], True, False, 1 + 2j, torch.tensor(3), b"1GiB"])
 def test_a_budget_of_another_type(budget: Any) -> None:
     with pytest.raises(TypeError, match="budget should be a number of bytes, a text such as") as e:
-        recollect.plan(_model(), X, budget, loss=_never)
+        recollect.plan(_model(), X, budget, loss=never)
     assert type(budget).__name__ in str(e.value)
 
 
 def test_batch_and_budget_in_each_others_place() -> None:
     with pytest.raises(TypeError, match=r"of type Tensor\. Give it by its name: budget='12"):
-        recollect.plan(_model(), "12GiB", X, loss=_never)
+        recollect.plan(_model(), "12GiB", X, loss=never)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 0.0, -0.5, float("nan"), float("-inf")])
 def test_a_budget_that_is_not_more_than_nothing(budget: float) -> None:
     with pytest.raises(ValueError, match="budget should be more than 0, but is"):
-        recollect.plan(_model(), X, budget, loss=_never)
+        recollect.plan(_model(), X, budget, loss=never)
 
 
 @pytest.mark.parametrize("budget", [1.5, 2.25, 1e6 + 0.5, float("inf")])
 def test_a_budget_that_is_neither_bytes_nor_a_fraction(budget: float) -> None:
     with pytest.raises(ValueError, match="neither a number of bytes nor a fraction"):
-        recollect.plan(_model(), X, budget, loss=_never)
+        recollect.plan(_model(), X, budget, loss=never)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_a_budget_that_is_neither_bytes_nor_a_fraction(budget: float) -> None:
 )
 def test_a_budget_in_words_that_mean_none(budget: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recollect.plan(_model(), X, budget, loss=_never)
+        recollect.plan(_model(), X, budget, loss=never)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +156,17 @@ def test_a_budget_of_nothing_in_words() -> None:
 @pytest.mark.parametrize("offload", ["yes", "always", None, 2])
 def test_an_unknown_offload(offload: Any) -> None:
     with pytest.raises(ValueError, match="offload should be True, False or 'auto', but is"):
-        recollect.plan(_model(), X, 0.5, loss=_never, offload=offload)
+        recollect.plan(_model(), X, 0.5, loss=never, offload=offload)
 
 
 def test_offload_where_there_is_no_device_to_offload_from() -> None:
     with pytest.raises(ValueError, match=r"offload=True needs a CUDA device .* is on cpu"):
-        recollect.plan(_model(), X, 0.5, loss=_never, offload=True)
+        recollect.plan(_model(), X, 0.5, loss=never, offload=True)
 
 
 def test_an_unknown_option() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument"):
-        recollect.fit(_model(), X, 0.5, loss=_never, speed=3)
+        recollect.fit(_model(), X, 0.5, loss=never, speed=3)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -190,16 +186,16 @@ def test_what_is_no_model(model: Any) -> None:
 def test_a_model_without_parameters_that_are_trained() -> None:
     model = _model().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of this Custom requires a gradient"):
-        recollect.plan(model, X, 0.5, loss=_never)
+        recollect.plan(model, X, 0.5, loss=never)
     with pytest.raises(ValueError, match="no parameter of this Tanh requires a gradient"):
-        recollect.plan(nn.Tanh(), X, 0.5, loss=_never)
+        recollect.plan(nn.Tanh(), X, 0.5, loss=never)
 
 
 def test_a_part_that_is_checkpointed() -> None:
     model = _model()
     recollect.checkpointed(model.layers[1])
     with pytest.raises(ValueError, match=r"its layers\.1 is checkpointed or has a plan already"):
-        recollect.plan(model, X, 0.5, loss=_never)
+        recollect.plan(model, X, 0.5, loss=never)
     recollect.unwrap(model.layers[1])
     recollect.plan(model, X, 1.0, loss=squares)
 
@@ -208,11 +204,11 @@ def test_a_model_that_is_checkpointed_or_planned() -> None:
     model = _model()
     recollect.checkpointed(model)
     with pytest.raises(ValueError, match="it is checkpointed or has a plan already"):
-        recollect.plan(model, X, 0.5, loss=_never)
+        recollect.plan(model, X, 0.5, loss=never)
     recollect.unwrap(model)
     plan = recollect.fit(model, X, 1.0, loss=squares)
     with pytest.raises(ValueError, match="it is checkpointed or has a plan already"):
-        recollect.frontier(plan, X, loss=_never)
+        recollect.frontier(plan, X, loss=never)
 
 
 def test_a_frontier_is_there_after_a_plan_was_applied() -> None:
@@ -250,7 +246,7 @@ def test_gradient_checkpointing_that_is_on() -> None:
     with pytest.raises(
         ValueError, match=r"Switch it off: model.gradient_checkpointing_disable\(\)"
     ):
-        recollect.plan(Pretrained(), X, 0.5, loss=_never)
+        recollect.plan(Pretrained(), X, 0.5, loss=never)
 
 
 def test_an_exception_of_the_model_comes_through_as_it_is() -> None:
@@ -287,12 +283,12 @@ def test_an_error_inside_of_the_model_is_no_matter_of_the_batch() -> None:
 @pytest.mark.parametrize("batch", [iter([X]), (x for x in [X]), {"x": iter([X])}, (iter([X]),)])
 def test_a_batch_that_can_be_read_once(batch: Any) -> None:
     with pytest.raises(TypeError, match=r"an iterator \(.*pass what it gives, .*next\(iterator\)"):
-        recollect.plan(_model(), batch, 0.5, loss=_never)
+        recollect.plan(_model(), batch, 0.5, loss=never)
 
 
 def test_a_loader_of_batches() -> None:
     with pytest.raises(TypeError, match=r"is a DataLoader: .*batch=next\(iter\(loader\)\)"):
-        recollect.plan(_model(), torch.utils.data.DataLoader(X), 0.5, loss=_never)
+        recollect.plan(_model(), torch.utils.data.DataLoader(X), 0.5, loss=never)
 
 
 # --- no plan fits ---------------------------------------------------------------------------------
@@ -448,7 +444,7 @@ def test_a_part_in_a_list_that_is_checkpointed_is_named_as_python_does() -> None
     model = nn.Sequential(_model(), nn.Tanh())
     recollect.checkpointed(model[0])
     with pytest.raises(ValueError, match=r'recollect\.unwrap\(model\.get_submodule\("0"\)\)'):
-        recollect.plan(model, X, 0.5, loss=_never)
+        recollect.plan(model, X, 0.5, loss=never)
 
 
 def test_a_list_of_modules_has_no_forward() -> None:

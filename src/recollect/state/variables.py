@@ -42,7 +42,7 @@ class Variables:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if not self._differing():
             return []
-        assigned, self._others = _assigned(self._others), _unassigned(self._others)
+        self._others, assigned = _split(self._others)
         unheld: list[int] = []
         for entry, then in assigned:
             if counts_reruns and counts(then, _now(entry)):
@@ -72,9 +72,10 @@ class Variables:
         return [entry for entry in self._others if not entry[1].same(entry[0], entry[2])]
 
 
-def _unassigned(variables: Iterable[Entry]) -> list[Entry]:
-    """``variables`` without those that have other values now."""
+def _split(variables: Iterable[Entry]) -> tuple[list[Entry], list[_Single]]:
+    """Those that are as they were; and those that have other values now, each by itself."""
     left: list[Entry] = []
+    assigned: list[_Single] = []
     for thing, restorer, held in variables:
         if restorer.same(thing, held):
             left.append((thing, restorer, held))
@@ -82,20 +83,11 @@ def _unassigned(variables: Iterable[Entry]) -> list[Entry]:
             space = thing[0]
             same = {name: value for name, value in held.items() if space.get(name, UNSET) is value}
             left.append(((space, (*same,)), VARIABLES, same))
-    return left
-
-
-def _assigned(variables: Iterable[Entry]) -> list[_Single]:
-    """Those that have other values now, each by itself."""
-    found: list[_Single] = []
-    for thing, restorer, held in variables:
-        if restorer is CELL and not CELL.same(thing, held):
-            found.append(((thing, CELL, held), held[0]))
-        elif restorer is VARIABLES:
-            space = thing[0]
-            others = [(n, value) for n, value in held.items() if space.get(n, UNSET) is not value]
-            found += [(((space, (n,)), VARIABLES, {n: value}), value) for n, value in others]
-    return found
+            others = [(name, value) for name, value in held.items() if name not in same]
+            assigned += [(((space, (n,)), VARIABLES, {n: value}), value) for n, value in others]
+        else:
+            assigned.append(((thing, restorer, held), held[0]))
+    return left, assigned
 
 
 def _where(entry: Entry) -> Where:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from tests.planning._models import Custom, squares
+from tests.planning._models import Custom, never, squares
 
 pytestmark = pytest.mark.usefixtures("no_bound")
 
@@ -23,16 +23,12 @@ def _model() -> Custom:
 X = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
 
 
-def _never(out: Any) -> Tensor:
-    raise AssertionError("the step was run")
-
-
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.AdamW, 3])
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
     with pytest.raises(
         TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"
     ) as e:
-        recollect.plan(_model(), X, 0.5, loss=_never, optimizer=optimizer)
+        recollect.plan(_model(), X, 0.5, loss=never, optimizer=optimizer)
     assert "torch.optim.AdamW(model.parameters())" in str(e.value)
 
 
@@ -47,7 +43,7 @@ def test_an_optimizer_of_another_model() -> None:
     optimizer = torch.optim.AdamW(other.parameters())
     message = r"optimizer: this AdamW has none of the parameters of this Custom that are trained"
     with pytest.raises(ValueError, match=message):
-        recollect.plan(model, X, 0.5, loss=_never, optimizer=optimizer)
+        recollect.plan(model, X, 0.5, loss=never, optimizer=optimizer)
 
 
 def test_an_optimizer_of_a_part_and_of_others_too() -> None:
