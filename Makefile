@@ -107,10 +107,15 @@ define run-with-cuda
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" "$$found"
 endef
 
+# Side by side where pytest-xdist is there: in turn they take a quarter of an hour, and most of it no
+# GPU. (pytest-benchmark, which we do not use, warns of xdist, and warnings are errors.)
+SIDE_BY_SIDE = $$("$$found" -c 'import xdist' 2>/dev/null \
+    && echo --numprocesses auto --maxprocesses 12 --dist worksteal -p no:benchmark || true)
+
 .PHONY: test-gpu
 test-gpu: NEEDS := pytest, torch
 test-gpu: ## Run the tests that need a GPU, but for slow ones, on PYTHON or else the virtual environment
-	$(run-with-cuda) -m pytest -m "gpu and not slow" $(ARGS)
+	$(run-with-cuda) -m pytest -m "gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
 
 .PHONY: bench-frontier
 bench-frontier: NEEDS := torch
