@@ -53,6 +53,7 @@ class CompiledPlanner(Planner):
     """Makes plans for one compiled step."""
 
     trials: CompiledTrials
+    _tries_slack = False  # each try compiles the step once more
 
     @classmethod
     def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:

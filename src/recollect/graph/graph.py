@@ -150,6 +150,10 @@ class Link:
     out_rate: float
     in_rate: float
 
+    def slowed(self, share: float) -> Link:
+        """The link with a part of its rates."""
+        return Link(self.out_rate * share, self.in_rate * share)
+
 
 @dataclass(frozen=True)
 class Graph:

@@ -127,6 +127,7 @@ class Playback:
     def _plan_copies(self, schedule: Schedule) -> None:
         """Find what is offloaded, and after which op of forward."""
         graph = self.graph
+        self.link = graph.link and graph.link.slowed(schedule.link_share)
         self.limit = schedule.limit
         self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
         self.begin = len(graph.saved) if schedule.begin is None else schedule.begin
@@ -348,7 +349,7 @@ class Playback:
             self._let_arrive(number)
 
     def _send(self, numbers: Iterable[int]) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         for number in numbers:
             value = self.graph.values[number]
@@ -414,7 +415,7 @@ class Playback:
                 self.ahead_bytes += nbytes
 
     def _fetch(self, value: int) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         nbytes = self.graph.values[value].nbytes
         self.in_clock = max(self.clock, self.in_clock) + nbytes / link.in_rate

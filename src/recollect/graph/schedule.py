@@ -20,6 +20,7 @@ class Schedule:
         begin: Prefetching starts when this many saved tensors off the device are left; None: when
             backward starts.
         modules: Paths of modules, each with the engine that runs it.
+        link_share: The part of the link's rates that it relies on.
     """
 
     kept: frozenset[int]
@@ -28,3 +29,4 @@ class Schedule:
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
+    link_share: float = 1.0

@@ -112,12 +112,12 @@ class _BandedPlayback(Playback):
     def _fetch(self, value: int) -> None:
         super()._fetch(value)
         self._change(value, 1)
-        nbytes, link = self.tables.nbytes[value], self.graph.link
+        nbytes, link = self.tables.nbytes[value], self.link
         assert link is not None
         self.back.append(Copy(self.in_clock - nbytes / link.in_rate, self.in_clock, nbytes))
 
     def _send(self, numbers: Iterable[int]) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         for number in numbers:
             super()._send([number])

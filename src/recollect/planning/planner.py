@@ -87,6 +87,9 @@ class Planner:
         bench: Runs the step, perhaps in other processes too; by default in this one.
     """
 
+    #: Whether a schedule is tried that offloads with slack.
+    _tries_slack = True
+
     def __init__(
         self,
         step: TrainingStep,
@@ -230,8 +233,9 @@ class Planner:
         """The schedules of the solvers within ``room``, except those that are clearly slower."""
         modules, solver = self.trials.modules, self.solver
         # How well copies overlap with the computation is for a measurement to tell.
-        solvers: list[Solve] = [solver.solve, solver.solve_here]
-        solvers = [modules.solve, *solvers] if modules is not None else solvers
+        solvers: list[Solve] = [] if modules is None else [modules.solve]
+        solvers += [solver.solve, *([solver.solve_with_slack] if self._tries_slack else [])]
+        solvers += [solver.solve_here]
         solutions = [(each, each(room)) for each in solvers]
         times = [found.outcome.seconds for _, found in solutions if found is not None]
         slower = _CLEARLY_SLOWER_IN_LOOP if self._from_loop else _CLEARLY_SLOWER
@@ -484,9 +488,9 @@ class Planner:
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 
-def _features_of(schedule: Schedule) -> tuple[bool, bool]:
-    """Whether it checkpoints whole modules, and whether it offloads."""
-    return bool(schedule.modules), bool(schedule.away)
+def _features_of(schedule: Schedule) -> tuple[bool, bool, float]:
+    """Whether it checkpoints whole modules, whether it offloads, and with how much slack."""
+    return bool(schedule.modules), bool(schedule.away), schedule.link_share
 
 
 def _sample_evenly(frontier: list[Solution]) -> list[Solution]:

@@ -89,8 +89,7 @@ class NamedSchedule:
         away: The results that are offloaded.
         arrivals: Keys of ops, each with how many offloaded tensors, the oldest first, are freed
             when its function ends.
-        limit: As in `Schedule`, like the next two.
-        modules: As in `Schedule`.
+        limit: As in `Schedule`, like all up to ``link_share``.
         units: As in `Graph`.
         prefix: Of the unit that it is a part for (see `within`); empty: for the whole model.
         alike: Finds the planned op for one that was not in the planned step.
@@ -103,6 +102,7 @@ class NamedSchedule:
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
+    link_share: float = 1.0
     units: tuple[str, ...] = ()
     prefix: str = ""
     alike: Alike | None = field(default=None, compare=False, repr=False)
@@ -132,6 +132,7 @@ class NamedSchedule:
             schedule.ahead,
             schedule.begin,
             schedule.modules,
+            schedule.link_share,
             graph.units,
             alike=alike,
         )
@@ -146,7 +147,8 @@ class NamedSchedule:
         away = frozenset(n for n, key in keys.items() if key in self._away)
         if graph.link is None:  # there is no host memory to offload to
             return Schedule(kept | away, modules=self.modules)
-        return Schedule(kept - away, away, self.limit, self.ahead, self.begin, self.modules)
+        copies = self.limit, self.ahead, self.begin
+        return Schedule(kept - away, away, *copies, self.modules, self.link_share)
 
     def to_json(self) -> dict[str, Any]:
         """The content for a JSON file."""
