@@ -111,7 +111,7 @@ class CompiledPlanner(Planner):
             if solution is None:
                 break
             schedule = self._trimmed(solution.schedule)
-            offloads = bool(schedule.away)
+            offloads = bool(schedule.offloaded)
             if schedule in self.trials.tried_within(room):
                 break
             peak = self.trials.peak(schedule)
@@ -124,7 +124,7 @@ class CompiledPlanner(Planner):
             elif not self._pays(solve(target), schedule):
                 break
         fitting = self.trials.tried_within(room)
-        alike = (each for each in fitting if offloads in (None, bool(each.away)))
+        alike = (each for each in fitting if offloads in (None, bool(each.offloaded)))
         return next(alike, None)
 
     def _known_excess(self) -> int:

@@ -55,9 +55,9 @@ class Playback:
         self.tables = graph.tables
         kept = schedule.kept | graph.forced
         here = results_of(graph, kept) - unheld
-        self.away = results_of(graph, schedule.away - kept)
+        self.offloaded = results_of(graph, schedule.offloaded - kept)
         #: The values that are not recomputed.
-        self.held = here | self.away if self.away else here
+        self.held = here | self.offloaded if self.offloaded else here
         self._find_tickets(here)
         #: Bytes of generator states, which are held until the end.
         self.states = sum([graph.ops[op].state for op in self.again])
@@ -144,11 +144,11 @@ class Playback:
         self.arrivals: list[tuple[int, int]] = []
         self.last_op = graph.last_op
         #: The values to offload, by the last op of their function.
-        self.sent: dict[int, list[int]] = {}
-        for value in sorted(self.away):
+        self.offloads: dict[int, list[int]] = {}
+        for value in sorted(self.offloaded):
             if self.working.uses[value]:
                 op = graph.values[value].op
-                self.sent.setdefault(max(op, graph.ops[op].last), []).append(value)
+                self.offloads.setdefault(max(op, graph.ops[op].last), []).append(value)
 
     def _hold(self, kept: Iterable[int]) -> None:
         """Find until when the storages of forward are held."""
@@ -157,7 +157,7 @@ class Playback:
         #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
         held = [value for order in self.order for value, _ in order]
-        for value in (*held, *(value for sent in self.sent.values() for value in sent)):
+        for value in (*held, *(value for values in self.offloads.values() for value in values)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
         #: By storage that the schedule holds longer: the last event at which anything else holds
@@ -180,7 +180,7 @@ class Playback:
     def forward(self) -> None:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket
-        if self.sent:
+        if self.offloads:
             actions = [a for a in tables.actions if a[1] in (OP, BACKWARD) or is_ticket[a[2]]]
         else:
             actions = [a for a in tables.of_saved if a[1] == BACKWARD or is_ticket[a[2]]]
@@ -273,7 +273,7 @@ class Playback:
             self._release_held(region)
             if len(self.tickets[region]) <= self.begin:
                 self._begin_fetching()
-            if value in self.away:
+            if value in self.offloaded:
                 self._fetch_now(value)
             else:
                 working.uses[value] += 1  # not to be released before it is unpacked
@@ -312,9 +312,9 @@ class Playback:
         here, nbytes = working.here, tables.nbytes
         op = self.graph.ops[number]
         reads = op.reads
-        if self.away:
+        if self.offloaded:
             for read in reads:
-                if read in self.away and read not in here:
+                if read in self.offloaded and read not in here:
                     self._fetch_now(read)
         was_here = [read for read in reads if read in here]
         written = tables.written[number]
@@ -343,8 +343,8 @@ class Playback:
 
     def _end_op(self, number: int) -> None:
         """An op of forward has run."""
-        if number in self.sent:
-            self._send(self.sent[number])
+        if number in self.offloads:
+            self._send(self.offloads[number])
         if self.leaving and self._can_arrive_after(number):
             self._let_arrive(number)
 
@@ -394,14 +394,16 @@ class Playback:
         if self.has_begun:
             return
         self.has_begun = True
-        if not self.sent:
+        if not self.offloads:
             return
         self.wanted = deque(self._fetch_order())
         self._fetch_ahead()
 
     def _fetch_order(self) -> list[int]:
         """The offloaded values, in the reverse of the order in which they were offloaded."""
-        return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op][::-1]]
+        return [
+            value for op in sorted(self.offloads, reverse=True) for value in self.offloads[op][::-1]
+        ]
 
     def _fetch_ahead(self) -> None:
         while self.wanted:

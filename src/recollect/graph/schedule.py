@@ -14,7 +14,7 @@ class Schedule:
 
     Args:
         kept: The ops whose results stay on the device.
-        away: The ops whose results are offloaded to the host.
+        offloaded: The ops whose results are offloaded to the host.
         limit: Bytes that may be in flight to the host.
         ahead: Bytes that may be prefetched; None: ``limit``.
         begin: Prefetching starts when this many saved tensors off the device are left; None: when
@@ -24,7 +24,7 @@ class Schedule:
     """
 
     kept: frozenset[int]
-    away: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     limit: int = 0
     ahead: int | None = None
     begin: int | None = None

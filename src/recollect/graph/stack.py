@@ -127,7 +127,7 @@ class _BandedPlayback(Playback):
     def _run_op(self, number: int) -> None:
         here, reads = self.working.here, self.graph.ops[number].reads
         for read in reads:  # first, as in the method below: the results come after them
-            if read in self.away and read not in here:
+            if read in self.offloaded and read not in here:
                 self._fetch_now(read)
         was_here = [read for read in reads if read in here]
         results = self.graph.results[number]

@@ -218,7 +218,7 @@ def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
         and_products = Schedule(schedule.kept | expensive_ops(graph))
         for name, each in (("every block", every), ("every block, products kept", and_products)):
             outcome = simulate(graph, each)
-            points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "peer"))
+            points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "baseline"))
     return points
 
 
@@ -231,7 +231,7 @@ def list_rows(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
         needed = [value for value in graph.results[number] if uses[value] or value in saved]
         if needed:
             nbytes = sum(graph.values[value].nbytes for value in needed)
-            fate = "offloaded" if number in schedule.away else "recomputed"
+            fate = "offloaded" if number in schedule.offloaded else "recomputed"
             if number in schedule.kept or op.forced:
                 fate = "kept"
             reason = "must not run again" if op.forced else ""

@@ -490,7 +490,7 @@ class Planner:
 
 def _features_of(schedule: Schedule) -> tuple[bool, bool, float]:
     """Whether it checkpoints whole modules, whether it offloads, and with how much slack."""
-    return bool(schedule.modules), bool(schedule.away), schedule.link_share
+    return bool(schedule.modules), bool(schedule.offloaded), schedule.link_share
 
 
 def _sample_evenly(frontier: list[Solution]) -> list[Solution]:

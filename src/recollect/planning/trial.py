@@ -261,7 +261,7 @@ class Trials:
         ]
         first, *others = sorted(timed, key=_seconds)
         points = [
-            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "peer")
+            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "baseline")
             for each in others
         ]
         return replace(first, baselines=tuple(points), remark=_remark(first, others))

@@ -54,7 +54,7 @@ def test_the_fastest_stays(
     assert winner == best
 
 
-MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(away=(("a", (0,)),))
+MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(offloaded=(("a", (0,)),))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,11 @@ def test_the_log_says_what_is_different(
 
 def test_what_others_have_pinned_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, trimmed = Clock(monkeypatch), []
-    monkeypatch.setattr(HostStore, "trim", lambda store: trimmed.append(store))
+
+    def trim(store: HostStore) -> None:
+        trimmed.append(store)
+
+    monkeypatch.setattr(HostStore, "trim", trim)
     schedules = AWAY, replace(AWAY, limit=1), A
     held = Contest(schedules, on_device=False)
     while held.winner() is None:

@@ -108,10 +108,10 @@ def _text(best: _Entry, first: _Entry) -> str:
     """What is different in steps by ``best``."""
     if best.schedule.modules:
         return f"{len(best.schedule.modules)} modules checkpointed as a whole"
-    if best.schedule.away and first.schedule.away:
+    if best.schedule.offloaded and first.schedule.offloaded:
         return "copies that have more time"
-    if best.schedule.away or first.schedule.away:
-        return "some results offloaded" if best.schedule.away else "nothing offloaded"
+    if best.schedule.offloaded or first.schedule.offloaded:
+        return "some results offloaded" if best.schedule.offloaded else "nothing offloaded"
     return "single ops recomputed" if first.schedule.modules else "other ops recomputed"
 
 

@@ -25,7 +25,7 @@ from recollect.graph.graph import Graph
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
-from recollect.planning.loop.companions import Companion, Companions, Settled
+from recollect.planning.loop.companions import Companion, Companions, RunsBy
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
@@ -35,8 +35,8 @@ from recollect.planning.recording.batch import describe_difference, is_alike, is
 from recollect.planning.recording.model_state import (
     Differences,
     compare_state,
+    extra_gradient_bytes,
     facts_of,
-    gradient_bytes,
     with_state,
 )
 from recollect.planning.recording.record import peak_of_run
@@ -122,7 +122,7 @@ class Kinds:
             found = with_state(found, now[-1], self.plan.budget // 256)
             self._seen = now, found
             notices.of_opaque_code(self._warnings, self.plan, model)
-        more = gradient_bytes(model, parameters, self.plan.gradients)
+        more = extra_gradient_bytes(model, parameters, self.plan.gradients)
         return ForwardKind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
@@ -219,26 +219,26 @@ class Kinds:
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
 
-    def settled(self, step: StepKind) -> Settled | None:
+    def runs_by(self, step: StepKind) -> RunsBy | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         variant = self._known.get(step)
         if variant is None or not variant.is_known or variant.contest is not None:
             return None
-        return None if variant.first.wants_trace else Settled(variant.schedule)
+        return None if variant.first.wants_trace else RunsBy(variant.schedule)
 
-    def judge(self, step: StepKind, report: CallReport) -> None:
+    def compare(self, step: StepKind, report: CallReport) -> None:
         """The last forward of a step was recorded: compare it with its expected bytes."""
         variant = self._known.get(step)
         if variant is None:
             return  # it was forgotten since
-        is_right = variant.judge(report)
+        is_right = variant.is_as_expected(report)
         if is_right and report.recording is not None and report.recording.shapes:
             choice = self._choice_of(step)
             if choice is not None and choice.saw(variant.ratio):
                 self._choose(variant.first)
         if variant.is_predicted:
             variant.is_predicted = False
-            self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
+            self._shapes.ran(step[0].signature, step[0][1:], is_right=is_right)
             choice = self._choices[step]
             choice.recorded()
             if is_right:

@@ -283,7 +283,7 @@ class LiveStep:
 
     def finish(self, model: nn.Module) -> TracedStep:
         """What was traced, once the step is over. ``model``: as a later step finds it."""
-        self._prices.settle()
+        self._prices.finish()
         trace = self._trace.finish()
         graph = build_graph(
             trace,

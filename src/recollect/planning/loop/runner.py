@@ -28,7 +28,7 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt, Attempts
-from recollect.planning.loop.companions import Companion, Settled
+from recollect.planning.loop.companions import Companion, RunsBy
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
 from recollect.planning.loop.live import (
@@ -43,7 +43,7 @@ from recollect.planning.loop.updates import FirstCall
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output, weakly
 from recollect.planning.recording.batch import signature_of_batch
-from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
+from recollect.planning.recording.model_state import ModelState, extra_gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import units_of, warn_not_in_effect
@@ -206,7 +206,7 @@ class Runner:
             result, waiting = live.forward(function, args, kwargs, variant.schedule, blocks)
             forwards.add(kind, waiting)
             return result
-        self._note_companion(step, Settled(variant.schedule))
+        self._note_companion(step, RunsBy(variant.schedule))
         since = current_operation()
         attempt = None if before is None or kinds.plan.communicates else Attempt(model)
         run = partial(self._run_by, variant, function, args, kwargs)
@@ -216,7 +216,7 @@ class Runner:
         forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
         if report is not None:
             if report.recording is not None or report.is_unrecorded:
-                kinds.judge(step, report)
+                kinds.compare(step, report)
             if self._checks > 0 and kinds.is_planned(step):
                 watch_output(result, self._check_output)
         if before is not None and (report is not None or variant.is_predicted):
@@ -283,7 +283,7 @@ class Runner:
             live = forwards.live = LiveStep(model, on_again=again, in_parts=in_parts)
             forwards.kinds, forwards.state = (), ModelState.of(model)
         if live is not None and not live.is_over:
-            extra_bytes = gradient_bytes(model, parameters_of(model), live.gradients)
+            extra_bytes = extra_gradient_bytes(model, parameters_of(model), live.gradients)
             kind = kind._replace(extra_bytes=extra_bytes)
             forwards.kinds += (kind,)
             result, waiting = live.forward(function, args, kwargs, blocks=blocks)
@@ -322,15 +322,15 @@ class Runner:
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, find_blocks(model))
 
-    def _note_companion(self, step: StepKind, ran: Settled | None) -> None:
+    def _note_companion(self, step: StepKind, ran: RunsBy | None) -> None:
         """A forward runs, perhaps inside of a step of another model that is traced."""
-        note_companion(lambda: Companion(ran, partial(weakly(self.settled), step)))
+        note_companion(lambda: Companion(ran, partial(weakly(self.runs_by), step)))
 
-    def settled(self, step: StepKind) -> Settled | None:
+    def runs_by(self, step: StepKind) -> RunsBy | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         if self._kinds is None:
             return None
-        return self._kinds.settled(step) if step else Settled(None)
+        return self._kinds.runs_by(step) if step else RunsBy(None)
 
     def again(self, step: StepKind = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""

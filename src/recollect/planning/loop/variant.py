@@ -129,7 +129,7 @@ class Variant:
         """The schedule of the last forward that was not run with less memory to be traced."""
         return self._outgrown if self.has_outgrown else self.schedule
 
-    def judge(self, report: CallReport) -> bool:
+    def is_as_expected(self, report: CallReport) -> bool:
         """Compare the bytes of a call that was recorded, whole or from some op on, with the known.
 
         Returns whether it made no more than those.

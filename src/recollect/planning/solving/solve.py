@@ -101,7 +101,7 @@ class Solver:
     def solve_with_slack(self, budget: int) -> Solution | None:
         """`solve` with copies that have more time; None if offload does not help then."""
         best = self._solutions().under(budget)
-        if best is None or not best.schedule.away:
+        if best is None or not best.schedule.offloaded:
             return None
         if budget not in self._with_slack:
             self._with_slack[budget] = self._offload_with_slack(budget)
