@@ -20,7 +20,6 @@ from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop import notices
-from recollect.planning.loop.kinds import StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.loop.updates import StateWatch
@@ -30,11 +29,7 @@ from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress, silent, tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import (
-    ModelState,
-    gradients_of,
-    parameters_of,
-)
+from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
@@ -62,9 +57,7 @@ class LazyPlanner:
     offload: Offload
     progress: Progress
 
-    def __call__(
-        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState
-    ) -> Plan | None:
+    def __call__(self, model: nn.Module, live: LiveStep) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
         start, recordings = now(), live.recordings
         shared = is_shared(model)
@@ -80,9 +73,11 @@ class LazyPlanner:
             profile = with_host_costs(profile, model)
         others = tuple(
             SeenForward(kind.signature, size, kind.extra_bytes)
-            for kind, size in zip(step_kind[1:], made[1:], strict=True)
+            for kind, size in zip(live.kinds[1:], made[1:], strict=True)
         )
-        local = Local(graph, profile.made, step_kind[0].signature, state, live.gradients, others)
+        local = Local(
+            graph, profile.made, live.kinds[0].signature, live.state, live.gradients, others
+        )
         talks = next(filter(None, (communicating_op(model, each) for each in recordings)), None)
         plan = make_traced_plan(
             model,
