@@ -20,7 +20,7 @@ from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop import notices
-from recollect.planning.loop.live import LiveStep
+from recollect.planning.loop.live import LiveStep, TracedStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.loop.updates import StateWatch
 from recollect.planning.plan import Plan
@@ -59,34 +59,19 @@ class LazyPlanner:
 
     def __call__(self, model: nn.Module, live: LiveStep) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
-        start, recordings = now(), live.recordings
-        shared = is_shared(model)
-        offloads = self.offload and len(recordings) == 1 and not shared
-        link = measured_link(live.device) if offloads else None
-        traced = live.finish(model)
-        graph = replace(traced.graph, base=traced.later_base, link=link)
-        made = [*map(bytes_by_module, recordings)]
-        reason = next((each.reason for each in recordings if each.reason), None)
-        profile = simulated_profile(graph, made[0], reason, can_run=False)
-        # Where several processes share a host, a small op tells little of it.
-        if len(recordings) == 1 and not shared and not has_peers():
-            profile = with_host_costs(profile, model)
+        start, traced, recordings = now(), live.finish(model), live.recordings
+        profile = self._profile(model, live, traced)
+        graph = profile.graph
         others = tuple(
-            SeenForward(kind.signature, size, kind.extra_bytes)
-            for kind, size in zip(live.kinds[1:], made[1:], strict=True)
+            SeenForward(kind.signature, bytes_by_module(recording), kind.extra_bytes)
+            for kind, recording in zip(live.kinds[1:], recordings[1:], strict=True)
         )
-        local = Local(
-            graph, profile.made, live.kinds[0].signature, live.state, live.gradients, others
-        )
+        signature = live.kinds[0].signature
+        local = Local(graph, profile.made, signature, live.state, live.gradients, others)
         talks = next(filter(None, (communicating_op(model, each) for each in recordings)), None)
+        make = partial(self._plan, model, local, schedule_of(recordings))
         plan = make_traced_plan(
-            model,
-            profile,
-            local,
-            self.budget,
-            talks,
-            traced.has_messages,
-            partial(self._plan, model, local, schedule_of(recordings)),
+            model, profile, local, self.budget, talks, traced.has_messages, make
         )
         if plan is None:
             return None
@@ -100,6 +85,17 @@ class LazyPlanner:
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
+
+    def _profile(self, model: nn.Module, live: LiveStep, traced: TracedStep) -> Profile:
+        """The profile of a later step like the one that was traced."""
+        is_single = len(live.recordings) == 1 and not is_shared(model)
+        link = measured_link(live.device) if self.offload and is_single else None
+        graph = replace(traced.graph, base=traced.later_base, link=link)
+        reason = next((each.reason for each in live.recordings if each.reason), None)
+        made = bytes_by_module(live.recordings[0])
+        profile = simulated_profile(graph, made, reason, can_run=False)
+        # Where several processes share a host, a small op tells little of it.
+        return with_host_costs(profile, model) if is_single and not has_peers() else profile
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose plan cannot be as it was asked for."""
@@ -146,7 +142,7 @@ class LazyPlanner:
         )
         # Where many forwards are under way at once, the solver may not find as little.
         least = trimmed(planner.graph, ran)
-        planner.trials.consider(least)
+        planner.trials.peak(least)
         budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
         if budget >= planner.plain_peak:
             return planner.plain_plan(budget, least)

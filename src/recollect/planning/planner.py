@@ -287,7 +287,7 @@ class Planner:
 
     def _least_schedule(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
-        self.trials.consider(self._trimmed(self.solver.least_solution().schedule))
+        self.trials.peak(self._trimmed(self.solver.least_solution().schedule))
         return self.trials.least_tried()
 
     def _trimmed(self, schedule: Schedule) -> Schedule:
@@ -341,14 +341,6 @@ class Planner:
             "measured_plain_time": None if plain_time is None else plain_time.seconds,
             "spread": self._time_spread(candidate),
         }
-        chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
-        report = replace(
-            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
-            rows=list_rows(graph, candidate.schedule),
-            points=(*self.points(), *candidate.baselines, chosen),
-            parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
-            notes=list_notes(self.trials, candidate, figures["spread"]),
-        )
         return Plan(
             **figures,
             schedule=self.trials.named(candidate.schedule),
@@ -356,7 +348,7 @@ class Planner:
             signature=self._signature,
             model=self.trials.title,
             state=self._state,
-            report=report,
+            report=self._report(budget, candidate, outcome, figures),
             made=tuple(self.trials.profile.made.items()),
             stopped=self.trials.profile.stopped,
             op_counts=tuple(self.trials.op_counts.items()),
@@ -373,6 +365,18 @@ class Planner:
             from_loop=self._from_loop,
             is_solved=self._only is None,
             compiled=self._compiled_step(budget, candidate),
+        )
+
+    def _report(
+        self, budget: int, candidate: Candidate, outcome: Outcome, figures: dict[str, Any]
+    ) -> PlanReport:
+        chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
+        return replace(
+            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
+            rows=list_rows(self.graph, candidate.schedule),
+            points=(*self.points(), *candidate.baselines, chosen),
+            parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
+            notes=list_notes(self.trials, candidate, figures["spread"]),
         )
 
     def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep | None:

@@ -126,10 +126,6 @@ class Trials:
             self.expected[schedule] = self._try(schedule)
         return self.expected[schedule]
 
-    def consider(self, schedule: Schedule) -> None:
-        """Have a schedule be among those that were tried."""
-        self.peak(schedule)
-
     def least_tried(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
         return min(self.expected, key=self.expected.__getitem__)

@@ -373,7 +373,7 @@ class Kinds:
         Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
         """
         forwards = self._forwards(step)
-        if any(each.has_outgrown for each in forwards):
+        if any(each.outgrown is not None for each in forwards):
             return choice.simulate(graph, tuple(each.ran_by for each in forwards))
         differences = step[0].differences
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come

@@ -192,7 +192,7 @@ class Runner:
         step = (*forwards.step, kind)
         if forwards.live is None and kinds.is_surprise(step) and not kinds.has_room(step):
             kinds.surprised(step)
-            notices.of_forwards(self._warnings)
+            self._warnings.warn("several forwards", notices.FORWARDS)
         variant = kinds.begin(step)
         live = forwards.live = forwards.live or self._live_for(kinds, model, step, variant)
         if live is not None:
@@ -346,7 +346,7 @@ class Runner:
         self._in_parts = self._forwards.is_outgrown = True
         if self._kinds is not None:
             self._kinds.forget(step)
-            notices.of_backwards(self._warnings)
+            self._warnings.warn("several backwards", notices.BACKWARDS)
 
     def _can_trace(self, model: Any) -> bool:
         is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
@@ -393,7 +393,7 @@ class Runner:
         is_first = self._kinds is None
         if live.is_split:
             self._is_split = True
-            notices.of_split(self._warnings)
+            self._warnings.warn("split", notices.SPLIT)
         if self._kinds is not None:
             if live.is_over and not live.is_split:
                 graph, recordings = live.finish(model).graph, live.recordings
@@ -414,7 +414,7 @@ class Runner:
         """Warn of hooks inside of a traced step, by default the planned one, unless it fits so."""
         kinds = self._kinds
         if live.has_other_hooks and kinds is not None and not kinds.has_room_for_plain(step):
-            notices.of_hooks(self._warnings)
+            self._warnings.warn("hooks", notices.HOOKS)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""
