@@ -8,7 +8,7 @@ import pytest
 
 from recollect.graph.graph import Link
 from recollect.graph.simulate import simulate, simulate_plain
-from recollect.graph.stack import _BandedPlayback, stacked, stacked_plain
+from recollect.graph.stack import _BandedPlayback, stacked
 from tests.graph.test_simulate import _drawn
 from tests.planning._graphs import GRAPHS, graph_of, random_dag
 
@@ -47,7 +47,7 @@ def test_bands_add_up_for_random_graphs(seed):
 def test_the_peak_is_among_the_columns():
     graph = graph_of("decoder")
     bands = [0] * len(graph.ops)
-    points = stacked_plain(graph, bands, 50).points
+    points = stacked(graph, None, bands, 50).points
     assert len(points) <= 50
     highest = max(graph.base + fixed + sum(levels) for _, fixed, levels in points)
     assert highest == simulate_plain(graph).peak

@@ -43,14 +43,16 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 class Playback:
-    """One step. Its attributes hold the result.
+    """One step under a schedule; None: without a plan. Its attributes hold the result.
 
     ``unheld``: values that are recomputed although other results of their op are kept.
     """
 
     def __init__(
-        self, graph: Graph, schedule: Schedule, unheld: frozenset[int] = frozenset()
+        self, graph: Graph, schedule: Schedule | None, unheld: frozenset[int] = frozenset()
     ) -> None:
+        is_plain = schedule is None
+        schedule = schedule or Schedule(frozenset(range(len(graph.ops))))
         self.graph, self.unheld = graph, unheld
         self.tables = graph.tables
         kept = schedule.kept | graph.forced
@@ -73,7 +75,7 @@ class Playback:
         #: The seconds in which ops run again, and in which the device waits for copies.
         self.rerun = 0.0
         self.waits = 0.0
-        self._find_costs(schedule)
+        self._find_costs(schedule, is_plain=is_plain)
         self._plan_copies(schedule)
         self._hold(kept)
         #: The current phase; the change of memory in it; the live bytes that were recomputed or
@@ -110,7 +112,7 @@ class Playback:
         #: The ops that run again.
         self.again = needs.again
 
-    def _find_costs(self, schedule: Schedule) -> None:
+    def _find_costs(self, schedule: Schedule, *, is_plain: bool) -> None:
         """Add the cost of the engine, or of modules, which includes their recomputation.
 
         It counts before the first event, so that it hides no copy.
@@ -122,7 +124,7 @@ class Playback:
             self.clock = self.rerun
         else:
             self.seconds = graph.rerun_seconds
-            self.clock = graph.engine_cost
+            self.clock = 0.0 if is_plain else graph.engine_cost
 
     def _plan_copies(self, schedule: Schedule) -> None:
         """Find what is offloaded, and after which op of forward."""

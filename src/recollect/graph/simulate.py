@@ -53,12 +53,15 @@ class Outcome:
 
 def simulate(
     graph: Graph,
-    schedule: Schedule,
+    schedule: Schedule | None,
     *,
     curve: bool = False,
     unheld: frozenset[int] = frozenset(),
 ) -> Outcome:
-    """Simulate the step of ``graph`` under ``schedule``, which does not hold ``unheld`` values."""
+    """Simulate the step of ``graph`` under ``schedule``, which does not hold ``unheld`` values.
+
+    None: without a plan. Autograd holds all saved tensors.
+    """
     run = Playback(graph, schedule, unheld)
     run.forward()
     return _outcome(run, curve=curve)
@@ -77,11 +80,8 @@ def simulate_if(
 
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
-    """Simulate the step without a plan: autograd holds all saved tensors."""
-    run = Playback(graph, Schedule(frozenset(range(len(graph.ops)))))
-    run.clock = 0.0  # no engine
-    run.forward()
-    return _outcome(run, curve=curve)
+    """`simulate` without a plan."""
+    return simulate(graph, None, curve=curve)
 
 
 class Transfer(NamedTuple):

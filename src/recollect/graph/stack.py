@@ -35,22 +35,14 @@ class StackedStep(NamedTuple):
     back: list[Copy]  #: from the host
 
 
-def stacked(graph: Graph, schedule: Schedule, bands: Sequence[int], columns: int) -> StackedStep:
-    """The step under ``schedule``. ``bands``: by op, the band of its results.
+def stacked(
+    graph: Graph, schedule: Schedule | None, bands: Sequence[int], columns: int
+) -> StackedStep:
+    """The step under ``schedule``, as for `simulate`. ``bands``: by op, the band of its results.
 
     In each of ``columns`` equal spans of time, the highest point of the curve is taken.
     """
-    return _played(_BandedPlayback(graph, schedule, bands), columns)
-
-
-def stacked_plain(graph: Graph, bands: Sequence[int], columns: int) -> StackedStep:
-    """The plain step."""
-    run = _BandedPlayback(graph, Schedule(frozenset(range(len(graph.ops)))), bands)
-    run.clock = 0.0  # no engine
-    return _played(run, columns)
-
-
-def _played(run: _BandedPlayback, columns: int) -> StackedStep:
+    run = _BandedPlayback(graph, schedule, bands)
     run.forward()
     run.backward()
     width = run.clock / columns or 1.0
@@ -65,7 +57,7 @@ def _played(run: _BandedPlayback, columns: int) -> StackedStep:
 class _BandedPlayback(Playback):
     """A playback that knows which band each byte belongs to."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, bands: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule | None, bands: Sequence[int]) -> None:
         count = len(graph.events) + 2
         self._bands = bands
         owners: dict[int, int] = {}

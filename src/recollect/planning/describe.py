@@ -10,7 +10,7 @@ import torch
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, uses_under
-from recollect.graph.stack import Copy, stacked, stacked_plain
+from recollect.graph.stack import Copy, stacked
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
@@ -122,10 +122,7 @@ def stack_of(
     drawn = _drawn_time(outcome)
     made = [sum(graph.values[value].nbytes for value in each) for each in graph.results]
     names, bands = bands_of([op.path for op in graph.ops], made)
-    if schedule is None:
-        step = stacked_plain(graph, bands, _COLUMNS)
-    else:
-        step = stacked(graph, schedule, bands, _COLUMNS)
+    step = stacked(graph, schedule, bands, _COLUMNS)
     levels = zip(*(levels for _, _, levels in step.points), strict=True)
     stack = Stack(
         tuple(float(f"{drawn(seconds):.7g}") for seconds, _, _ in step.points),

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.graph.simulate import Outcome, simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.runner import Runner
 from recollect.planning.progress import Progress
@@ -96,8 +96,6 @@ class Trials:
 
     def plain_outcome(self) -> Outcome:
         """The simulated step without a plan."""
-        if self.plain_schedule is None:
-            return simulate_plain(self.graph, curve=True)
         return simulate(self.graph, self.plain_schedule, curve=True)
 
     @cached_property
