@@ -85,7 +85,6 @@ class CompiledPlanner(Planner):
             observed.profile,
             state,
             signature_of_batch(step.args, step.kwargs),
-            offload=observed.profile.graph.link is not None,
             progress=progress,
         )
         planner.trials = CompiledTrials(step, observed, state, progress)

@@ -15,7 +15,6 @@ from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import CheckpointError
-from recollect.graph.schedule import Schedule
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
@@ -69,7 +68,7 @@ class LazyPlanner:
         signature = live.kinds[0].signature
         local = Local(graph, profile.made, signature, live.state, live.gradients, others)
         talks = next(filter(None, (communicating_op(model, each) for each in recordings)), None)
-        make = partial(self._plan, model, local, schedule_of(recordings))
+        make = partial(self._plan, model, live, others)
         plan = make_traced_plan(
             model, profile, local, self.budget, talks, traced.has_messages, make
         )
@@ -120,28 +119,19 @@ class LazyPlanner:
     def _plan(
         self,
         model: nn.Module,
-        local: Local,
-        ran: Schedule,
+        live: LiveStep,
+        others: tuple[SeenForward, ...],
         profile: Profile,
         bench: Bench | None,
     ) -> Plan:
-        """The plan for the budget, or of the least peak. ``ran``: what the step was traced by."""
+        """The plan for the budget, or of the least peak."""
         # Gradients that are there now are there in the forwards of later steps as well.
-        held = sum(storage_sizes(gradients_of(model))) - local.gradients
+        held = max(0, sum(storage_sizes(gradients_of(model))) - live.gradients)
         planner = Planner.of_traced(
-            model,
-            profile,
-            local.state,
-            local.signature,
-            local.gradients,
-            others=local.others,
-            held=max(0, held),
-            offload=profile.graph.link is not None,
-            progress=self.progress,
-            bench=bench,
+            model, live, profile, others=others, held=held, progress=self.progress, bench=bench
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        least = trimmed(planner.graph, ran)
+        least = trimmed(planner.graph, schedule_of(live.recordings))
         planner.trials.peak(least)
         budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
         if budget >= planner.plain_peak:

@@ -35,6 +35,7 @@ from recollect.planning.describe import (
     list_rows,
     make_report,
 )
+from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Prepared, Request, prepare
@@ -80,10 +81,8 @@ class Planner:
         profile: What was recorded of it.
         state: Of the model, when it was recorded.
         signature: Of the batch.
-        offload: Whether results may be offloaded.
         progress: Called with what is being done.
         untried: The fraction of a budget that is left free.
-        others: If the step calls the model several times: the forwards after the first.
         bench: Runs the step, perhaps in other processes too; by default in this one.
     """
 
@@ -97,10 +96,8 @@ class Planner:
         state: ModelState,
         signature: tuple[Any, ...],
         *,
-        offload: bool = False,
         progress: Progress = silent,
         untried: float = 0.0,
-        others: Sequence[SeenForward] = (),
         bench: Bench | None = None,
     ) -> None:
         self.step = step
@@ -108,9 +105,10 @@ class Planner:
         self._state = state
         self._signature = signature
         self._progress = progress
-        self._offload = offload
+        self._offload = profile.graph.link is not None
         self._untried = untried
-        self._others = others
+        #: If the step calls the model several times: the forwards after the first.
+        self._others: Sequence[SeenForward] = ()
         #: Whether the step is one of the user's loop.
         self._from_loop = False
         #: How many bytes more of gradients later steps begin with.
@@ -143,49 +141,31 @@ class Planner:
         bench: Bench | None = None,
     ) -> Planner:
         """A planner for a step that was recorded. ``bench``: what runs it; by default alone."""
-        return cls(
-            prepared.step,
-            profile,
-            prepared.state,
-            prepared.signature,
-            offload=prepared.link is not None,
-            progress=progress,
-            bench=bench,
-        )
+        state, signature = prepared.state, prepared.signature
+        return cls(prepared.step, profile, state, signature, progress=progress, bench=bench)
 
     @classmethod
     def of_traced(
         cls,
         model: nn.Module,
+        live: LiveStep,
         profile: Profile,
-        state: ModelState,
-        signature: tuple[Any, ...],
-        gradients: int,
         *,
-        others: Sequence[SeenForward] = (),
-        held: int = 0,
-        offload: bool,
-        progress: Progress = silent,
-        bench: Bench | None = None,
+        others: Sequence[SeenForward],
+        held: int,
+        progress: Progress,
+        bench: Bench | None,
     ) -> Planner:
         """A planner for a step that was traced in the user's loop, and is not run again.
 
-        ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
         ``held``: how many bytes more of gradients later steps begin with.
         """
-        step = TrainingStep.of_loop(model, gradients)
+        step, signature = TrainingStep.of_loop(model, live.gradients), live.kinds[0].signature
+        untried = _UNTRIED if step.on_cuda else _UNTRIED_ON_CPU
         found = cls(
-            step,
-            profile,
-            state,
-            signature,
-            offload=offload,
-            progress=progress,
-            untried=_UNTRIED if step.on_cuda else _UNTRIED_ON_CPU,
-            others=others,
-            bench=bench,
+            step, profile, live.state, signature, progress=progress, untried=untried, bench=bench
         )
-        found._from_loop, found._held = True, held
+        found._from_loop, found._others, found._held = True, others, held
         return found
 
     @property

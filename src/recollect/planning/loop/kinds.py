@@ -250,10 +250,6 @@ class Kinds:
         """Whether forwards of one kind have ever done more than those before."""
         return any(each.differs for each in [*self._known.values()])
 
-    def is_surprise(self, step: StepKind) -> bool:
-        """Whether the last forward follows others that it never followed before."""
-        return len(step) > 1 and step not in self._known and self._larger(step) is None
-
     def _new_variant(self, step: StepKind, first: Variant | None) -> Variant:
         larger = self._larger(step)
         plan, warnings, count = self.plan, self._warnings, len(step)
@@ -295,7 +291,31 @@ class Kinds:
             variant.nodes = variant.recording.nodes
         return variant
 
-    def has_room(self, step: StepKind) -> bool:
+    def has_room_for_plain(self, step: StepKind = ()) -> bool:
+        """Whether the budget has ample room for a traced step without the engine.
+
+        Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
+        """
+        choice = self._choice_of(step or self._planned)
+        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self.plan.budget
+
+    # --- what is learned --------------------------------------------------------------------------
+
+    def surprised(self, step: StepKind) -> bool:
+        """Whether the last forward follows others that it never followed, without room for all.
+
+        Then the next step like it is traced.
+        """
+        is_known = len(step) == 1 or step in self._known or self._larger(step) is not None
+        if is_known or self._has_room(step):
+            return False
+        for count in range(1, len(step)):
+            variant = self._known.get(step[:count])
+            if variant is not None:
+                variant.surprised()
+        return True
+
+    def _has_room(self, step: StepKind) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""
         base, needed = self.plan.base, 0
         for kind in step:
@@ -307,23 +327,6 @@ class Kinds:
             else:
                 return False
         return base + needed <= self.plan.budget
-
-    def has_room_for_plain(self, step: StepKind = ()) -> bool:
-        """Whether the budget has ample room for a traced step without the engine.
-
-        Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
-        """
-        choice = self._choice_of(step or self._planned)
-        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self.plan.budget
-
-    # --- what is learned --------------------------------------------------------------------------
-
-    def surprised(self, step: StepKind) -> None:
-        """More forwards than known have begun a step: the next one is traced."""
-        for count in range(1, len(step)):
-            variant = self._known.get(step[:count])
-            if variant is not None:
-                variant.surprised()
 
     def forget(self, step: StepKind) -> None:
         """A step does more than is known: the next one is traced."""

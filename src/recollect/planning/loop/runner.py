@@ -190,8 +190,7 @@ class Runner:
         before, forwards = self._peaks.read(model), self._forwards
         kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
         step = (*forwards.step, kind)
-        if forwards.live is None and kinds.is_surprise(step) and not kinds.has_room(step):
-            kinds.surprised(step)
+        if forwards.live is None and kinds.surprised(step):
             self._warnings.warn("several forwards", notices.FORWARDS)
         variant = kinds.begin(step)
         live = forwards.live = forwards.live or self._live_for(kinds, model, step, variant)
