@@ -159,7 +159,7 @@ class Playback:
         #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
         held = [value for order in self.order for value, _ in order]
-        for value in (*held, *(value for values in self.offloads.values() for value in values)):
+        for value in (*held, *(value for each in self.offloads.values() for value in each)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
         #: By storage that the schedule holds longer: the last event at which anything else holds
