@@ -222,7 +222,10 @@ class Runner:
         self, kinds: Kinds, model: Any, step: StepKind, variant: Variant
     ) -> LiveStep | None:
         """The step to trace from its first forward on; None if it is not to be traced."""
-        if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
+        is_wanted = len(step) == 1 and variant.wants_trace and not self._is_split
+        if not is_wanted or not isinstance(model, nn.Module):
+            return None
+        if obstacle_to_tracing() is not None or obstacle_in(model) is not None:
             return None
         return LiveStep(
             model,
@@ -346,10 +349,6 @@ class Runner:
         if self._kinds is not None:
             self._kinds.forget(step)
             self._warnings.warn("several backwards", notices.BACKWARDS)
-
-    def _can_trace(self, model: Any) -> bool:
-        is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
-        return is_free and not self._is_split and obstacle_in(model) is None
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. Warn if that happens again and again."""
