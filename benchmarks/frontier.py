@@ -312,7 +312,7 @@ def draw(path: Path, frontier: recollect.Frontier, results: list[Result], base: 
     report = frontier.report
     points = [point for point in report.points if point.kind in ("plan", "plain")]
     for result in results:
-        kind = "chosen" if result.way.budget is not None else "peer"
+        kind = "chosen" if result.way.budget is not None else "baseline"
         seconds = result.ratio * report.plain_time
         points.append(Point(result.way.name, result.peak + base, seconds, kind))
     path.write_text(page(replace(report, points=tuple(points))), encoding="utf-8")

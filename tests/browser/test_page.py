@@ -365,7 +365,7 @@ def test_everything_is_readable_in_light_and_dark(show, scheme):
     texts = ["h1", ".lede", ".device", ".tile .value", ".tile .remark", ".card > p", ".legend li"]
     texts += [".tree .name", ".tree .bytes", ".tree .time", ".tree .count", ".notes li"]
     marks = ["#memory .tick", "#memory .halo.after", "#memory .halo.before", "#memory .halo.budget"]
-    marks += ["#frontier .halo.peer", "#frontier .halo.plain", "#frontier .halo.chosen"]
+    marks += ["#frontier .halo.baseline", "#frontier .halo.plain", "#frontier .halo.chosen"]
     inks = {s: luminance(opened, s, "color") for s in texts}
     inks |= {s: luminance(opened, s, "fill") for s in marks}
     poor = {s: contrast(ink, back) for s, ink in inks.items() for back in backs}
@@ -536,7 +536,7 @@ def test_points_are_at_their_values_and_ours_are_a_line(show, width):
     wanted = [(x(point.peak), y(point.seconds / PICTURE.plain_time)) for point in ours]
     assert [pytest.approx(place, abs=1.5) for place in wanted] == drawn
     assert opened.all("#frontier .point.plan") == []  # hundreds of dots would hide the line
-    for kind in ("chosen", "plain", "peer"):
+    for kind in ("chosen", "plain", "baseline"):
         points = [point for point in PICTURE.points if point.kind == kind]
         points.sort(key=lambda point: point.peak)
         found = sorted(map(centre, opened.boxes(f"#frontier .point.{kind}")))

@@ -107,7 +107,7 @@ def trials_of(case: Case) -> CompiledTrials:
 
 def drawn(trials: CompiledTrials, seed: int) -> Schedule:
     graph, draw = trials.graph, random.Random(seed)
-    away = {n for n in graph.choices if graph.ops[n].can_send and draw.random() < 0.5}
+    away = {n for n in graph.choices if graph.ops[n].can_offload and draw.random() < 0.5}
     kept = {n for n in graph.choices if n not in away and draw.random() < 0.5}
     total = sum(graph.values[value].nbytes for op in away for value in graph.results[op])
     limit, ahead = int(total * draw.choice([0.1, 1])), draw.choice([None, total // 5])

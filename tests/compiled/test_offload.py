@@ -75,7 +75,7 @@ def drawn(graph: Graph, seed: int) -> Schedule:
     """A schedule as the solver would not choose it."""
     draw = random.Random(seed)
     sends, keeps = draw.uniform(0.1, 1), draw.random()
-    may = {n for n in graph.choices if graph.ops[n].can_send}
+    may = {n for n in graph.choices if graph.ops[n].can_offload}
     away = {n for n in may if draw.random() < sends}
     kept = {n for n in graph.choices if n not in away and draw.random() < keeps}
     total = sum(graph.values[value].nbytes for op in away for value in graph.results[op])
@@ -159,11 +159,11 @@ def test_the_simulated_peak_is_that_of_the_step(link: HostLink):
     graph = trials.graph
     for seed in range(2):
         draw = random.Random(seed)
-        away = {n for n in graph.choices if graph.ops[n].can_send and draw.random() < 0.5}
+        away = {n for n in graph.choices if graph.ops[n].can_offload and draw.random() < 0.5}
         away -= {value.op for value in graph.values if value.nbytes < 4096}
         kept = frozenset(graph.choices) - away
         schedule = trimmed(graph, Schedule(kept, frozenset(away), draw.randrange(100_000), 0))
-        assert len(schedule.away) > 10
+        assert len(schedule.offloaded) > 10
         torch._dynamo.reset()
         with installed(make_code(trials.decisions(schedule), trials.observed.sites).called):
             compiled.step()

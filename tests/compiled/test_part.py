@@ -65,7 +65,7 @@ def test_loops_without_memory_are_no_ops_if_they_are_fused():
 
 
 def test_what_is_returned_is_not_offloaded():
-    assert [op.can_send for op in part_of().ops] == [True, True, False]
+    assert [op.can_offload for op in part_of().ops] == [True, True, False]
 
 
 def test_loops_end_where_a_kernel_of_a_library_does():

@@ -29,7 +29,7 @@ class Run:
         self.limit = schedule.limit
         self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
         self.begin = len(graph.saved) if schedule.begin is None else schedule.begin
-        kept, away = schedule.kept | graph.forced, schedule.away
+        kept, away = schedule.kept | graph.forced, schedule.offloaded
         values = graph.values
         self.is_here = [value.op in kept for value in values]
         self.is_away = [value.op in away and value.op not in kept for value in values]

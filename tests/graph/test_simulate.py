@@ -142,9 +142,11 @@ def _drawn(graph: Graph, draw: random.Random) -> Iterator[Schedule]:
     for _ in range(6):
         part, share = draw.random(), draw.choice((0.0, draw.random()))
         kept = frozenset(n for n in graph.choices if draw.random() < part)
-        away = frozenset(n for n in graph.choices if draw.random() < share)
+        offloaded = frozenset(n for n in graph.choices if draw.random() < share)
         ahead = draw.choice((None, 0, largest, 3 * largest))
-        yield Schedule(kept, away, draw.choice((0, 10 * largest)), ahead, draw.choice((None, 0, 9)))
+        yield Schedule(
+            kept, offloaded, draw.choice((0, 10 * largest)), ahead, draw.choice((None, 0, 9))
+        )
 
 
 def _least_of(graph: Graph, schedule: Schedule) -> tuple[int, float]:
@@ -156,7 +158,7 @@ def _least_of(graph: Graph, schedule: Schedule) -> tuple[int, float]:
 
 def _assert_as_without_shortcuts(graph: Graph, draw: random.Random) -> None:
     rate = 10 ** draw.uniform(7, 12)
-    ops = [replace(op, can_send=op.can_keep, state=draw.choice((0, 0, 16))) for op in graph.ops]
+    ops = [replace(op, can_offload=op.can_keep, state=draw.choice((0, 0, 16))) for op in graph.ops]
     graph = replace(
         graph,
         ops=ops,
@@ -189,7 +191,7 @@ def test_transfers_say_when_each_copy_ends_and_begins() -> None:
     for schedule in _drawn(graph, draw):
         transfers, outcome = transfers_under(graph, schedule), simulate(graph, schedule)
         seen += len(transfers)
-        assert all(graph.values[each.value].op in schedule.away for each in transfers)
+        assert all(graph.values[each.value].op in schedule.offloaded for each in transfers)
         assert all(each.freed >= graph.values[each.value].op for each in transfers)
         # In this order they leave.
         assert [each.freed for each in transfers] == sorted(each.freed for each in transfers)

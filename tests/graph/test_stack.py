@@ -8,14 +8,14 @@ import pytest
 
 from recollect.graph.graph import Link
 from recollect.graph.simulate import simulate, simulate_plain
-from recollect.graph.stack import _BandedPlayback, stacked, stacked_plain
+from recollect.graph.stack import _BandedPlayback, stacked
 from tests.graph.test_simulate import _drawn
 from tests.planning._graphs import GRAPHS, graph_of, random_dag
 
 
 def _with_link(graph, draw):
     rate = 10 ** draw.uniform(7, 12)
-    ops = [replace(op, can_send=op.can_keep, state=draw.choice((0, 0, 16))) for op in graph.ops]
+    ops = [replace(op, can_offload=op.can_keep, state=draw.choice((0, 0, 16))) for op in graph.ops]
     return replace(graph, ops=ops, engine_cost=1e-5, link=Link(rate, rate))
 
 
@@ -47,7 +47,7 @@ def test_bands_add_up_for_random_graphs(seed):
 def test_the_peak_is_among_the_columns():
     graph = graph_of("decoder")
     bands = [0] * len(graph.ops)
-    points = stacked_plain(graph, bands, 50).points
+    points = stacked(graph, None, bands, 50).points
     assert len(points) <= 50
     highest = max(graph.base + fixed + sum(levels) for _, fixed, levels in points)
     assert highest == simulate_plain(graph).peak
@@ -56,12 +56,12 @@ def test_the_peak_is_among_the_columns():
 def test_copies_are_those_of_the_schedule_one_after_the_other():
     draw = random.Random(0)
     graph = _with_link(graph_of("decoder"), draw)
-    schedule = next(each for each in _drawn(graph, draw) if each.away)
+    schedule = next(each for each in _drawn(graph, draw) if each.offloaded)
     step = stacked(graph, schedule, [0] * len(graph.ops), 100)
     assert step.out
     assert step.back
     for copies in (step.out, step.back):
         assert all(one.end <= next_one.start + 1e-12 for one, next_one in pairwise(copies))
     sent = sum(copy.nbytes for copy in step.out)
-    made = sum(v.nbytes for v in graph.values if v.op in schedule.away)
+    made = sum(v.nbytes for v in graph.values if v.op in schedule.offloaded)
     assert 0 < sent <= made

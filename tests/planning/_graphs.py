@@ -89,7 +89,7 @@ class Maker:
             tuple(makes),
             workspace=workspace,
             can_keep=can_keep,
-            can_send=can_keep,
+            can_offload=can_keep,
             forced=forced,
         )
         kept = (*saves, *makes) if saves_result else tuple(saves)

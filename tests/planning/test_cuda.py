@@ -167,7 +167,7 @@ def test_the_simulator_knows_what_offload_takes(dropout: Made) -> None:
     # A free block that is larger than what was asked for counts as it is.
     assert simulate_plain(planner.graph).peak == pytest.approx(measured, rel=0.001, abs=1 << 21)
     assert measured <= planner.plain_peak
-    sent = [s for s in planner.solver.frontier() if s.schedule.away]
+    sent = [s for s in planner.solver.frontier() if s.schedule.offloaded]
     assert sent
     for solution in sent[:: max(1, len(sent) // 4)]:
         simulated = simulate(planner.graph, solution.schedule).peak
@@ -342,7 +342,7 @@ def test_ops_are_priced_by_the_time_of_the_device() -> None:
         found.run(torch.ops.aten.relu.default, (wide,), {})[0],
         found.run(torch.ops.aten.relu.default, (wide[:1],), {})[0],
     ]
-    found.settle()
+    found.finish()
     assert all(call.timing is not None and call.seconds > 0 for call in calls)
 
 

@@ -25,6 +25,8 @@ from recollect.planning import prepare
 from recollect.planning.loop.play import run_planned
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
+from recollect.planning.solving.pool import Solution
+from recollect.planning.solving.solve import Solver
 from recollect.replay import named_schedule
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical, sampled
@@ -183,3 +185,17 @@ def test_the_simulated_peak_is_the_one_of_every_step(study: Study) -> None:
         exact += peaks[0] == pytest.approx(simulated, rel=1e-3)
     # In which order the several results of one op are fetched is not known to the simulator.
     assert exact > _SCHEDULES / 2
+
+
+def test_a_schedule_with_slack_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    planner = Planner.of(Request(model, torch.randn(64, 32)))
+
+    def with_slack(solver: Solver, budget: int) -> Solution | None:
+        found = solver.solve(budget)
+        return found and replace(found, schedule=replace(found.schedule, link_share=0.5))
+
+    monkeypatch.setattr(Solver, "solve_with_slack", with_slack)
+    schedules = planner._schedules_for(planner.least_budget() + 2000)
+    assert sorted(each.link_share for each in schedules) == [0.5, 1.0]

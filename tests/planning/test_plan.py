@@ -244,10 +244,10 @@ def test_two_plans_are_compared(
         plan.compare("plan.json")
 
 
-def test_the_frontier_has_plans_plain_and_peers(frontier: recollect.Frontier) -> None:
+def test_the_frontier_has_plans_plain_and_baselines(frontier: recollect.Frontier) -> None:
     kinds = [point.kind for point in frontier.points]
     assert kinds.count("plain") == 1
-    assert kinds.count("peer") == 2
+    assert kinds.count("baseline") == 2
     plans = [point for point in frontier.points if point.kind == "plan"]
     assert len(plans) > 5
     assert [p.peak for p in plans] == sorted(p.peak for p in plans)

@@ -45,9 +45,9 @@ class NodeCosts:
         """The seconds of a kernel that reads and writes so many bytes."""
         return self._prices.moving(moved) + _LAUNCH
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Remember all prices."""
-        self._prices.settle()
+        self._prices.finish()
 
 
 def _like(node: fx.Node) -> Any:

@@ -45,7 +45,7 @@ class Merged:
     def kept_in(self, call: int, schedule: Schedule) -> frozenset[str]:
         """The names of the nodes of a call that a schedule keeps, or offloads."""
         part, first = self.parts[call], self.first[call]
-        kept = schedule.kept | schedule.away | self.graph.forced
+        kept = schedule.kept | schedule.offloaded | self.graph.forced
         return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
 
     def away(self, schedule: Schedule) -> tuple[Away, ...]:
@@ -53,7 +53,7 @@ class Merged:
 
         A graph begins and ends its copies itself, and none runs beside another graph.
         """
-        if not schedule.away:
+        if not schedule.offloaded:
             return ()
         (part,), backward = self.parts, self.gaps[1] + 1
         results = [*part.results]  # by value

@@ -122,7 +122,7 @@ def merged_calls(
     stretches = None if timeline is None else timeline.stretches
     saves = saves_of(calls, lambda graph: graph.saved)
     merged = merge(parts, calls, stretches, saves, base)
-    costs.settle()
+    costs.finish()
     return replace(merged, graph=replace(merged.graph, spread=costs.spread))
 
 

@@ -164,7 +164,7 @@ class _Maker:
                     workspace=workspace,
                     state=_STATES.get(device, _STATE) if self.joint.draws(node) else 0,
                     forced=self.joint.must_not_run_again(node),
-                    can_send=self._can_send(node),
+                    can_offload=self._can_send(node),
                 )
             )
             counts[start] += 1

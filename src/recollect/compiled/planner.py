@@ -53,6 +53,7 @@ class CompiledPlanner(Planner):
     """Makes plans for one compiled step."""
 
     trials: CompiledTrials
+    _tries_slack = False  # each try compiles the step once more
 
     @classmethod
     def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
@@ -84,7 +85,6 @@ class CompiledPlanner(Planner):
             observed.profile,
             state,
             signature_of_batch(step.args, step.kwargs),
-            offload=observed.profile.graph.link is not None,
             progress=progress,
         )
         planner.trials = CompiledTrials(step, observed, state, progress)
@@ -110,7 +110,7 @@ class CompiledPlanner(Planner):
             if solution is None:
                 break
             schedule = self._trimmed(solution.schedule)
-            offloads = bool(schedule.away)
+            offloads = bool(schedule.offloaded)
             if schedule in self.trials.tried_within(room):
                 break
             peak = self.trials.peak(schedule)
@@ -123,7 +123,7 @@ class CompiledPlanner(Planner):
             elif not self._pays(solve(target), schedule):
                 break
         fitting = self.trials.tried_within(room)
-        alike = (each for each in fitting if offloads in (None, bool(each.away)))
+        alike = (each for each in fitting if offloads in (None, bool(each.offloaded)))
         return next(alike, None)
 
     def _known_excess(self) -> int:

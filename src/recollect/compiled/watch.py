@@ -22,7 +22,7 @@ from recollect.compiled.sites import Called, Site, wrapped
 from recollect.planning.loop import notices
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.watch import PeakWatch, Waiting
-from recollect.planning.recording.model_state import compare_state, gradient_bytes
+from recollect.planning.recording.model_state import compare_state, extra_gradient_bytes
 from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
@@ -118,7 +118,7 @@ class Watch:
         return self._peaks.read(model)
 
     def _check_gradients(self, model: nn.Module) -> None:
-        more = gradient_bytes(model, [*model.parameters()], self._plan.gradients)
+        more = extra_gradient_bytes(model, [*model.parameters()], self._plan.gradients)
         if more and self._plan.predicted_peak + more > self._plan.budget:
             self._warnings.warn(
                 "gradients",

@@ -75,7 +75,7 @@ class Op:
         workspace: The extra bytes that it allocates while it runs.
         state: The bytes of generator state held for its rerun.
         can_keep: Whether its results can be kept.
-        can_send: Whether they can be offloaded.
+        can_offload: Whether they can be offloaded.
         forced: Whether every plan keeps them: it must not run again.
         last: The number of the last op of its function, after which results are offloaded; -1:
             this op itself is the last.
@@ -93,7 +93,7 @@ class Op:
     workspace: int = 0
     state: int = 0
     can_keep: bool = True
-    can_send: bool = False
+    can_offload: bool = False
     forced: bool = False
     last: int = -1
     source: str = ""
@@ -149,6 +149,10 @@ class Link:
 
     out_rate: float
     in_rate: float
+
+    def slowed(self, share: float) -> Link:
+        """The link with a part of its rates."""
+        return Link(self.out_rate * share, self.in_rate * share)
 
 
 @dataclass(frozen=True)

@@ -43,21 +43,23 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 class Playback:
-    """One step. Its attributes hold the result.
+    """One step under a schedule; None: without a plan. Its attributes hold the result.
 
     ``unheld``: values that are recomputed although other results of their op are kept.
     """
 
     def __init__(
-        self, graph: Graph, schedule: Schedule, unheld: frozenset[int] = frozenset()
+        self, graph: Graph, schedule: Schedule | None, unheld: frozenset[int] = frozenset()
     ) -> None:
+        is_plain = schedule is None
+        schedule = schedule or Schedule(frozenset(range(len(graph.ops))))
         self.graph, self.unheld = graph, unheld
         self.tables = graph.tables
         kept = schedule.kept | graph.forced
         here = results_of(graph, kept) - unheld
-        self.away = results_of(graph, schedule.away - kept)
+        self.offloaded = results_of(graph, schedule.offloaded - kept)
         #: The values that are not recomputed.
-        self.held = here | self.away if self.away else here
+        self.held = here | self.offloaded if self.offloaded else here
         self._find_tickets(here)
         #: Bytes of generator states, which are held until the end.
         self.states = sum([graph.ops[op].state for op in self.again])
@@ -73,7 +75,7 @@ class Playback:
         #: The seconds in which ops run again, and in which the device waits for copies.
         self.rerun = 0.0
         self.waits = 0.0
-        self._find_costs(schedule)
+        self._find_costs(schedule, is_plain=is_plain)
         self._plan_copies(schedule)
         self._hold(kept)
         #: The current phase; the change of memory in it; the live bytes that were recomputed or
@@ -110,7 +112,7 @@ class Playback:
         #: The ops that run again.
         self.again = needs.again
 
-    def _find_costs(self, schedule: Schedule) -> None:
+    def _find_costs(self, schedule: Schedule, *, is_plain: bool) -> None:
         """Add the cost of the engine, or of modules, which includes their recomputation.
 
         It counts before the first event, so that it hides no copy.
@@ -122,11 +124,12 @@ class Playback:
             self.clock = self.rerun
         else:
             self.seconds = graph.rerun_seconds
-            self.clock = graph.engine_cost
+            self.clock = 0.0 if is_plain else graph.engine_cost
 
     def _plan_copies(self, schedule: Schedule) -> None:
         """Find what is offloaded, and after which op of forward."""
         graph = self.graph
+        self.link = graph.link and graph.link.slowed(schedule.link_share)
         self.limit = schedule.limit
         self.ahead = schedule.limit if schedule.ahead is None else schedule.ahead
         self.begin = len(graph.saved) if schedule.begin is None else schedule.begin
@@ -143,11 +146,11 @@ class Playback:
         self.arrivals: list[tuple[int, int]] = []
         self.last_op = graph.last_op
         #: The values to offload, by the last op of their function.
-        self.sent: dict[int, list[int]] = {}
-        for value in sorted(self.away):
+        self.offloads: dict[int, list[int]] = {}
+        for value in sorted(self.offloaded):
             if self.working.uses[value]:
                 op = graph.values[value].op
-                self.sent.setdefault(max(op, graph.ops[op].last), []).append(value)
+                self.offloads.setdefault(max(op, graph.ops[op].last), []).append(value)
 
     def _hold(self, kept: Iterable[int]) -> None:
         """Find until when the storages of forward are held."""
@@ -156,7 +159,7 @@ class Playback:
         #: By storage: how many holders it has that release it in backward, or when a copy is done.
         self.holders: dict[int, int] = {}
         held = [value for order in self.order for value, _ in order]
-        for value in (*held, *(value for sent in self.sent.values() for value in sent)):
+        for value in (*held, *(value for each in self.offloads.values() for value in each)):
             number = values[value].storage
             self.holders[number] = self.holders.get(number, 0) + 1
         #: By storage that the schedule holds longer: the last event at which anything else holds
@@ -179,7 +182,7 @@ class Playback:
     def forward(self) -> None:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket
-        if self.sent:
+        if self.offloads:
             actions = [a for a in tables.actions if a[1] in (OP, BACKWARD) or is_ticket[a[2]]]
         else:
             actions = [a for a in tables.of_saved if a[1] == BACKWARD or is_ticket[a[2]]]
@@ -272,7 +275,7 @@ class Playback:
             self._release_held(region)
             if len(self.tickets[region]) <= self.begin:
                 self._begin_fetching()
-            if value in self.away:
+            if value in self.offloaded:
                 self._fetch_now(value)
             else:
                 working.uses[value] += 1  # not to be released before it is unpacked
@@ -311,9 +314,9 @@ class Playback:
         here, nbytes = working.here, tables.nbytes
         op = self.graph.ops[number]
         reads = op.reads
-        if self.away:
+        if self.offloaded:
             for read in reads:
-                if read in self.away and read not in here:
+                if read in self.offloaded and read not in here:
                     self._fetch_now(read)
         was_here = [read for read in reads if read in here]
         written = tables.written[number]
@@ -342,13 +345,13 @@ class Playback:
 
     def _end_op(self, number: int) -> None:
         """An op of forward has run."""
-        if number in self.sent:
-            self._send(self.sent[number])
+        if number in self.offloads:
+            self._send(self.offloads[number])
         if self.leaving and self._can_arrive_after(number):
             self._let_arrive(number)
 
     def _send(self, numbers: Iterable[int]) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         for number in numbers:
             value = self.graph.values[number]
@@ -393,14 +396,16 @@ class Playback:
         if self.has_begun:
             return
         self.has_begun = True
-        if not self.sent:
+        if not self.offloads:
             return
         self.wanted = deque(self._fetch_order())
         self._fetch_ahead()
 
     def _fetch_order(self) -> list[int]:
         """The offloaded values, in the reverse of the order in which they were offloaded."""
-        return [value for op in sorted(self.sent, reverse=True) for value in self.sent[op][::-1]]
+        return [
+            value for op in sorted(self.offloads, reverse=True) for value in self.offloads[op][::-1]
+        ]
 
     def _fetch_ahead(self) -> None:
         while self.wanted:
@@ -414,7 +419,7 @@ class Playback:
                 self.ahead_bytes += nbytes
 
     def _fetch(self, value: int) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         nbytes = self.graph.values[value].nbytes
         self.in_clock = max(self.clock, self.in_clock) + nbytes / link.in_rate

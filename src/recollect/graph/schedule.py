@@ -14,17 +14,19 @@ class Schedule:
 
     Args:
         kept: The ops whose results stay on the device.
-        away: The ops whose results are offloaded to the host.
+        offloaded: The ops whose results are offloaded to the host.
         limit: Bytes that may be in flight to the host.
         ahead: Bytes that may be prefetched; None: ``limit``.
         begin: Prefetching starts when this many saved tensors off the device are left; None: when
             backward starts.
         modules: Paths of modules, each with the engine that runs it.
+        link_share: The part of the link's rates that it relies on.
     """
 
     kept: frozenset[int]
-    away: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     limit: int = 0
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
+    link_share: float = 1.0

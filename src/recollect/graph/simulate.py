@@ -53,12 +53,15 @@ class Outcome:
 
 def simulate(
     graph: Graph,
-    schedule: Schedule,
+    schedule: Schedule | None,
     *,
     curve: bool = False,
     unheld: frozenset[int] = frozenset(),
 ) -> Outcome:
-    """Simulate the step of ``graph`` under ``schedule``, which does not hold ``unheld`` values."""
+    """Simulate the step of ``graph`` under ``schedule``, which does not hold ``unheld`` values.
+
+    None: without a plan. Autograd holds all saved tensors.
+    """
     run = Playback(graph, schedule, unheld)
     run.forward()
     return _outcome(run, curve=curve)
@@ -77,11 +80,8 @@ def simulate_if(
 
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
-    """Simulate the step without a plan: autograd holds all saved tensors."""
-    run = Playback(graph, Schedule(frozenset(range(len(graph.ops)))))
-    run.clock = 0.0  # no engine
-    run.forward()
-    return _outcome(run, curve=curve)
+    """`simulate` without a plan."""
+    return simulate(graph, None, curve=curve)
 
 
 class Transfer(NamedTuple):
@@ -101,13 +101,13 @@ class Transfer(NamedTuple):
 def transfers_under(graph: Graph, schedule: Schedule) -> list[Transfer]:
     """The offloaded values, in the order in which they leave the device."""
     run = Playback(graph, schedule)
-    sent = [value for op in sorted(run.sent) for value in run.sent[op]]
+    offloaded = [value for op in sorted(run.offloads) for value in run.offloads[op]]
     run.forward()
     run.backward()
     freed = [op for op, count in run.arrivals for _ in range(count)]
     return [
         Transfer(value, op, run.fetches[value])
-        for value, op in zip(sent, freed, strict=True)
+        for value, op in zip(offloaded, freed, strict=True)
         if value in run.fetches
     ]
 
@@ -123,7 +123,7 @@ def levels_under(graph: Graph, schedule: Schedule) -> list[int]:
 def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
     """By value: how often backward reads or unpacks it, if it is not kept."""
     kept = results_of(graph, schedule.kept | graph.forced)
-    held = kept | results_of(graph, schedule.away)
+    held = kept | results_of(graph, schedule.offloaded)
     missing = [saved.value for saved in graph.saved if saved.value not in kept]
     return find_needs(graph, missing, held).uses
 

@@ -35,22 +35,14 @@ class StackedStep(NamedTuple):
     back: list[Copy]  #: from the host
 
 
-def stacked(graph: Graph, schedule: Schedule, bands: Sequence[int], columns: int) -> StackedStep:
-    """The step under ``schedule``. ``bands``: by op, the band of its results.
+def stacked(
+    graph: Graph, schedule: Schedule | None, bands: Sequence[int], columns: int
+) -> StackedStep:
+    """The step under ``schedule``, as for `simulate`. ``bands``: by op, the band of its results.
 
     In each of ``columns`` equal spans of time, the highest point of the curve is taken.
     """
-    return _played(_BandedPlayback(graph, schedule, bands), columns)
-
-
-def stacked_plain(graph: Graph, bands: Sequence[int], columns: int) -> StackedStep:
-    """The plain step."""
-    run = _BandedPlayback(graph, Schedule(frozenset(range(len(graph.ops)))), bands)
-    run.clock = 0.0  # no engine
-    return _played(run, columns)
-
-
-def _played(run: _BandedPlayback, columns: int) -> StackedStep:
+    run = _BandedPlayback(graph, schedule, bands)
     run.forward()
     run.backward()
     width = run.clock / columns or 1.0
@@ -65,7 +57,7 @@ def _played(run: _BandedPlayback, columns: int) -> StackedStep:
 class _BandedPlayback(Playback):
     """A playback that knows which band each byte belongs to."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, bands: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule | None, bands: Sequence[int]) -> None:
         count = len(graph.events) + 2
         self._bands = bands
         owners: dict[int, int] = {}
@@ -112,12 +104,12 @@ class _BandedPlayback(Playback):
     def _fetch(self, value: int) -> None:
         super()._fetch(value)
         self._change(value, 1)
-        nbytes, link = self.tables.nbytes[value], self.graph.link
+        nbytes, link = self.tables.nbytes[value], self.link
         assert link is not None
         self.back.append(Copy(self.in_clock - nbytes / link.in_rate, self.in_clock, nbytes))
 
     def _send(self, numbers: Iterable[int]) -> None:
-        link = self.graph.link
+        link = self.link
         assert link is not None
         for number in numbers:
             super()._send([number])
@@ -127,7 +119,7 @@ class _BandedPlayback(Playback):
     def _run_op(self, number: int) -> None:
         here, reads = self.working.here, self.graph.ops[number].reads
         for read in reads:  # first, as in the method below: the results come after them
-            if read in self.away and read not in here:
+            if read in self.offloaded and read not in here:
                 self._fetch_now(read)
         was_here = [read for read in reads if read in here]
         results = self.graph.results[number]

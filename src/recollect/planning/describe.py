@@ -10,7 +10,7 @@ import torch
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, uses_under
-from recollect.graph.stack import Copy, stacked, stacked_plain
+from recollect.graph.stack import Copy, stacked
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
@@ -122,10 +122,7 @@ def stack_of(
     drawn = _drawn_time(outcome)
     made = [sum(graph.values[value].nbytes for value in each) for each in graph.results]
     names, bands = bands_of([op.path for op in graph.ops], made)
-    if schedule is None:
-        step = stacked_plain(graph, bands, _COLUMNS)
-    else:
-        step = stacked(graph, schedule, bands, _COLUMNS)
+    step = stacked(graph, schedule, bands, _COLUMNS)
     levels = zip(*(levels for _, _, levels in step.points), strict=True)
     stack = Stack(
         tuple(float(f"{drawn(seconds):.7g}") for seconds, _, _ in step.points),
@@ -218,7 +215,7 @@ def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
         and_products = Schedule(schedule.kept | expensive_ops(graph))
         for name, each in (("every block", every), ("every block, products kept", and_products)):
             outcome = simulate(graph, each)
-            points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "peer"))
+            points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "baseline"))
     return points
 
 
@@ -231,7 +228,7 @@ def list_rows(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
         needed = [value for value in graph.results[number] if uses[value] or value in saved]
         if needed:
             nbytes = sum(graph.values[value].nbytes for value in needed)
-            fate = "offloaded" if number in schedule.away else "recomputed"
+            fate = "offloaded" if number in schedule.offloaded else "recomputed"
             if number in schedule.kept or op.forced:
                 fate = "kept"
             reason = "must not run again" if op.forced else ""

@@ -15,13 +15,11 @@ from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
 from recollect.compiled.planner import check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import CheckpointError
-from recollect.graph.schedule import Schedule
 from recollect.planning.budget import resolve_budget
 from recollect.planning.distributed import communicating_op
 from recollect.planning.host_costs import with_host_costs
 from recollect.planning.loop import notices
-from recollect.planning.loop.kinds import StepKind
-from recollect.planning.loop.live import LiveStep
+from recollect.planning.loop.live import LiveStep, TracedStep
 from recollect.planning.loop.planned_step import SeenForward, with_gradients
 from recollect.planning.loop.updates import StateWatch
 from recollect.planning.plan import Plan
@@ -30,11 +28,7 @@ from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress, silent, tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
 from recollect.planning.recording.host_link import measured_link
-from recollect.planning.recording.model_state import (
-    ModelState,
-    gradients_of,
-    parameters_of,
-)
+from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.record import (
     Profile,
     bytes_by_module,
@@ -62,36 +56,21 @@ class LazyPlanner:
     offload: Offload
     progress: Progress
 
-    def __call__(
-        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState
-    ) -> Plan | None:
+    def __call__(self, model: nn.Module, live: LiveStep) -> Plan | None:
         """The plan; None if there can be none, which a warning says."""
-        start, recordings = now(), live.recordings
-        shared = is_shared(model)
-        offloads = self.offload and len(recordings) == 1 and not shared
-        link = measured_link(live.device) if offloads else None
-        traced = live.finish(model)
-        graph = replace(traced.graph, base=traced.later_base, link=link)
-        made = [*map(bytes_by_module, recordings)]
-        reason = next((each.reason for each in recordings if each.reason), None)
-        profile = simulated_profile(graph, made[0], reason, can_run=False)
-        # Where several processes share a host, a small op tells little of it.
-        if len(recordings) == 1 and not shared and not has_peers():
-            profile = with_host_costs(profile, model)
+        start, traced, recordings = now(), live.finish(model), live.recordings
+        profile = self._profile(model, live, traced)
+        graph = profile.graph
         others = tuple(
-            SeenForward(kind.signature, size, kind.extra_bytes)
-            for kind, size in zip(step_kind[1:], made[1:], strict=True)
+            SeenForward(kind.signature, bytes_by_module(recording), kind.extra_bytes)
+            for kind, recording in zip(live.kinds[1:], recordings[1:], strict=True)
         )
-        local = Local(graph, profile.made, step_kind[0].signature, state, live.gradients, others)
+        signature = live.kinds[0].signature
+        local = Local(graph, profile.made, signature, live.state, live.gradients, others)
         talks = next(filter(None, (communicating_op(model, each) for each in recordings)), None)
+        make = partial(self._plan, model, live, others)
         plan = make_traced_plan(
-            model,
-            profile,
-            local,
-            self.budget,
-            talks,
-            traced.has_messages,
-            partial(self._plan, model, local, schedule_of(recordings)),
+            model, profile, local, self.budget, talks, traced.has_messages, make
         )
         if plan is None:
             return None
@@ -105,6 +84,17 @@ class LazyPlanner:
         tell_plan(plan, now() - start, self.progress)
         _log.debug("%s", plan)
         return plan
+
+    def _profile(self, model: nn.Module, live: LiveStep, traced: TracedStep) -> Profile:
+        """The profile of a later step like the one that was traced."""
+        is_single = len(live.recordings) == 1 and not is_shared(model)
+        link = measured_link(live.device) if self.offload and is_single else None
+        graph = replace(traced.graph, base=traced.later_base, link=link)
+        reason = next((each.reason for each in live.recordings if each.reason), None)
+        made = bytes_by_module(live.recordings[0])
+        profile = simulated_profile(graph, made, reason, can_run=False)
+        # Where several processes share a host, a small op tells little of it.
+        return with_host_costs(profile, model) if is_single and not has_peers() else profile
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose plan cannot be as it was asked for."""
@@ -129,29 +119,20 @@ class LazyPlanner:
     def _plan(
         self,
         model: nn.Module,
-        local: Local,
-        ran: Schedule,
+        live: LiveStep,
+        others: tuple[SeenForward, ...],
         profile: Profile,
         bench: Bench | None,
     ) -> Plan:
-        """The plan for the budget, or of the least peak. ``ran``: what the step was traced by."""
+        """The plan for the budget, or of the least peak."""
         # Gradients that are there now are there in the forwards of later steps as well.
-        held = sum(storage_sizes(gradients_of(model))) - local.gradients
+        held = max(0, sum(storage_sizes(gradients_of(model))) - live.gradients)
         planner = Planner.of_traced(
-            model,
-            profile,
-            local.state,
-            local.signature,
-            local.gradients,
-            others=local.others,
-            held=max(0, held),
-            offload=profile.graph.link is not None,
-            progress=self.progress,
-            bench=bench,
+            model, live, profile, others=others, held=held, progress=self.progress, bench=bench
         )
         # Where many forwards are under way at once, the solver may not find as little.
-        least = trimmed(planner.graph, ran)
-        planner.trials.consider(least)
+        least = trimmed(planner.graph, schedule_of(live.recordings))
+        planner.trials.peak(least)
         budget = resolve_budget(self.budget, planner.plain_peak, planner.step.device)
         if budget >= planner.plain_peak:
             return planner.plain_plan(budget, least)

@@ -34,7 +34,7 @@ from recollect.report.units import bytes_text, percent_text
 
 M = TypeVar("M", bound=nn.Module)
 
-_FORMAT = 9
+_FORMAT = 10
 
 #: What marks a model that a plan is applied to.
 _RUNNERS = (Runner, Installed)

@@ -35,6 +35,7 @@ from recollect.planning.describe import (
     list_rows,
     make_report,
 )
+from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Prepared, Request, prepare
@@ -80,12 +81,13 @@ class Planner:
         profile: What was recorded of it.
         state: Of the model, when it was recorded.
         signature: Of the batch.
-        offload: Whether results may be offloaded.
         progress: Called with what is being done.
         untried: The fraction of a budget that is left free.
-        others: If the step calls the model several times: the forwards after the first.
         bench: Runs the step, perhaps in other processes too; by default in this one.
     """
+
+    #: Whether a schedule is tried that offloads with slack.
+    _tries_slack = True
 
     def __init__(
         self,
@@ -94,10 +96,8 @@ class Planner:
         state: ModelState,
         signature: tuple[Any, ...],
         *,
-        offload: bool = False,
         progress: Progress = silent,
         untried: float = 0.0,
-        others: Sequence[SeenForward] = (),
         bench: Bench | None = None,
     ) -> None:
         self.step = step
@@ -105,9 +105,10 @@ class Planner:
         self._state = state
         self._signature = signature
         self._progress = progress
-        self._offload = offload
+        self._offload = profile.graph.link is not None
         self._untried = untried
-        self._others = others
+        #: If the step calls the model several times: the forwards after the first.
+        self._others: Sequence[SeenForward] = ()
         #: Whether the step is one of the user's loop.
         self._from_loop = False
         #: How many bytes more of gradients later steps begin with.
@@ -140,49 +141,31 @@ class Planner:
         bench: Bench | None = None,
     ) -> Planner:
         """A planner for a step that was recorded. ``bench``: what runs it; by default alone."""
-        return cls(
-            prepared.step,
-            profile,
-            prepared.state,
-            prepared.signature,
-            offload=prepared.link is not None,
-            progress=progress,
-            bench=bench,
-        )
+        state, signature = prepared.state, prepared.signature
+        return cls(prepared.step, profile, state, signature, progress=progress, bench=bench)
 
     @classmethod
     def of_traced(
         cls,
         model: nn.Module,
+        live: LiveStep,
         profile: Profile,
-        state: ModelState,
-        signature: tuple[Any, ...],
-        gradients: int,
         *,
-        others: Sequence[SeenForward] = (),
-        held: int = 0,
-        offload: bool,
-        progress: Progress = silent,
-        bench: Bench | None = None,
+        others: Sequence[SeenForward],
+        held: int,
+        progress: Progress,
+        bench: Bench | None,
     ) -> Planner:
         """A planner for a step that was traced in the user's loop, and is not run again.
 
-        ``state``, ``signature``, ``gradients``: of the model, the batch and the gradients then.
         ``held``: how many bytes more of gradients later steps begin with.
         """
-        step = TrainingStep.of_loop(model, gradients)
+        step, signature = TrainingStep.of_loop(model, live.gradients), live.kinds[0].signature
+        untried = _UNTRIED if step.on_cuda else _UNTRIED_ON_CPU
         found = cls(
-            step,
-            profile,
-            state,
-            signature,
-            offload=offload,
-            progress=progress,
-            untried=_UNTRIED if step.on_cuda else _UNTRIED_ON_CPU,
-            others=others,
-            bench=bench,
+            step, profile, live.state, signature, progress=progress, untried=untried, bench=bench
         )
-        found._from_loop, found._held = True, held
+        found._from_loop, found._others, found._held = True, others, held
         return found
 
     @property
@@ -230,8 +213,9 @@ class Planner:
         """The schedules of the solvers within ``room``, except those that are clearly slower."""
         modules, solver = self.trials.modules, self.solver
         # How well copies overlap with the computation is for a measurement to tell.
-        solvers: list[Solve] = [solver.solve, solver.solve_here]
-        solvers = [modules.solve, *solvers] if modules is not None else solvers
+        solvers: list[Solve] = [] if modules is None else [modules.solve]
+        solvers += [solver.solve, *([solver.solve_with_slack] if self._tries_slack else [])]
+        solvers += [solver.solve_here]
         solutions = [(each, each(room)) for each in solvers]
         times = [found.outcome.seconds for _, found in solutions if found is not None]
         slower = _CLEARLY_SLOWER_IN_LOOP if self._from_loop else _CLEARLY_SLOWER
@@ -283,7 +267,7 @@ class Planner:
 
     def _least_schedule(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
-        self.trials.consider(self._trimmed(self.solver.least_solution().schedule))
+        self.trials.peak(self._trimmed(self.solver.least_solution().schedule))
         return self.trials.least_tried()
 
     def _trimmed(self, schedule: Schedule) -> Schedule:
@@ -337,14 +321,6 @@ class Planner:
             "measured_plain_time": None if plain_time is None else plain_time.seconds,
             "spread": self._time_spread(candidate),
         }
-        chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
-        report = replace(
-            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
-            rows=list_rows(graph, candidate.schedule),
-            points=(*self.points(), *candidate.baselines, chosen),
-            parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
-            notes=list_notes(self.trials, candidate, figures["spread"]),
-        )
         return Plan(
             **figures,
             schedule=self.trials.named(candidate.schedule),
@@ -352,7 +328,7 @@ class Planner:
             signature=self._signature,
             model=self.trials.title,
             state=self._state,
-            report=report,
+            report=self._report(budget, candidate, outcome, figures),
             made=tuple(self.trials.profile.made.items()),
             stopped=self.trials.profile.stopped,
             op_counts=tuple(self.trials.op_counts.items()),
@@ -369,6 +345,18 @@ class Planner:
             from_loop=self._from_loop,
             is_solved=self._only is None,
             compiled=self._compiled_step(budget, candidate),
+        )
+
+    def _report(
+        self, budget: int, candidate: Candidate, outcome: Outcome, figures: dict[str, Any]
+    ) -> PlanReport:
+        chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
+        return replace(
+            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
+            rows=list_rows(self.graph, candidate.schedule),
+            points=(*self.points(), *candidate.baselines, chosen),
+            parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
+            notes=list_notes(self.trials, candidate, figures["spread"]),
         )
 
     def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep | None:
@@ -484,9 +472,9 @@ class Planner:
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 
-def _features_of(schedule: Schedule) -> tuple[bool, bool]:
-    """Whether it checkpoints whole modules, and whether it offloads."""
-    return bool(schedule.modules), bool(schedule.away)
+def _features_of(schedule: Schedule) -> tuple[bool, bool, float]:
+    """Whether it checkpoints whole modules, whether it offloads, and with how much slack."""
+    return bool(schedule.modules), bool(schedule.offloaded), schedule.link_share
 
 
 def _sample_evenly(frontier: list[Solution]) -> list[Solution]:

@@ -155,6 +155,24 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             "model: it is compiled by TorchScript, which hides its operations. Plan for the module "
             "that it was made from"
         )
+    _check_parameters(model, runs_steps=runs_steps)
+    check_not_distributed(model, runs_steps=runs_steps)
+    if is_gradient_checkpointing(model):
+        raise ValueError(
+            f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
+            "its place. Switch it off: model.gradient_checkpointing_disable()"
+        )
+    for name, module in model.named_modules():
+        if vars(module).get(OPTIONS) is not None:
+            what, which = (f"its {name}", _in_python(name)) if name else ("it", "model")
+            raise ValueError(
+                f"model: {what} is checkpointed or has a plan already, which a new plan would "
+                f"replace. Undo that first: recollect.unwrap({which})"
+            )
+
+
+def _check_parameters(model: nn.Module, *, runs_steps: bool) -> None:
+    """Refuse a model whose parameters cannot be trained."""
     parameters = [*model.parameters()]
     if any(map(is_lazy, parameters)):
         raise ValueError(
@@ -172,19 +190,6 @@ def check_unplanned(model: Any, *, runs_steps: bool = True) -> None:
             f"model: {name} was made under torch.inference_mode, and torch does not train such a "
             "parameter. Make the model outside of it"
         )
-    check_not_distributed(model, runs_steps=runs_steps)
-    if is_gradient_checkpointing(model):
-        raise ValueError(
-            f"model: gradient checkpointing is on in this {type(model).__name__}, and a plan takes "
-            "its place. Switch it off: model.gradient_checkpointing_disable()"
-        )
-    for name, module in model.named_modules():
-        if vars(module).get(OPTIONS) is not None:
-            what, which = (f"its {name}", _in_python(name)) if name else ("it", "model")
-            raise ValueError(
-                f"model: {what} is checkpointed or has a plan already, which a new plan would "
-                f"replace. Undo that first: recollect.unwrap({which})"
-            )
 
 
 def _in_python(path: str) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate, simulate_plain
+from recollect.graph.simulate import Outcome, simulate
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.runner import Runner
 from recollect.planning.progress import Progress
@@ -96,8 +96,6 @@ class Trials:
 
     def plain_outcome(self) -> Outcome:
         """The simulated step without a plan."""
-        if self.plain_schedule is None:
-            return simulate_plain(self.graph, curve=True)
         return simulate(self.graph, self.plain_schedule, curve=True)
 
     @cached_property
@@ -125,10 +123,6 @@ class Trials:
         if schedule not in self.expected:
             self.expected[schedule] = self._try(schedule)
         return self.expected[schedule]
-
-    def consider(self, schedule: Schedule) -> None:
-        """Have a schedule be among those that were tried."""
-        self.peak(schedule)
 
     def least_tried(self) -> Schedule:
         """The schedule of the least peak, of those that were tried."""
@@ -261,7 +255,7 @@ class Trials:
         ]
         first, *others = sorted(timed, key=_seconds)
         points = [
-            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "peer")
+            Point(f"{_label(each)} (measured)", each.peak, _seconds(each), "baseline")
             for each in others
         ]
         return replace(first, baselines=tuple(points), remark=_remark(first, others))

@@ -48,7 +48,7 @@ _SECONDS = 6.0
 _PER_OP = 50e-6
 _LITTLE = 0.03
 #: How many tensors are offloaded to see what that costs.
-_SENT = 16
+_OFFLOADED = 16
 #: Modules are priced in so many seconds, of so many kinds at most.
 _PRICING_SECONDS = 10.0
 _KINDS = 5
@@ -252,8 +252,8 @@ def with_overhead(profile: Profile, bench: Bench) -> Profile:
     graph = profile.graph
     if _PER_OP * len(graph.events) < _LITTLE * profile.seconds or not graph.choices:
         return profile
-    again, sent = _that_runs_again(graph), _that_sends(graph)
-    schedules = [Schedule(frozenset(graph.choices)), again, *sent]
+    again, offloaded = _that_runs_again(graph), _that_offloads(graph)
+    schedules = [Schedule(frozenset(graph.choices)), again, *offloaded]
     ways = [Way(), *(Way(NamedSchedule.of(graph, each)) for each in schedules)]
     plain, kept, rerun, *others = times_under(ways, bench, warm=2)
     if profile.timing is None or plain.seconds <= profile.seconds:  # which was less disturbed
@@ -261,7 +261,7 @@ def with_overhead(profile: Profile, bench: Bench) -> Profile:
         profile = replace(profile, seconds=plain.seconds, timing=plain)
     in_forward = max(0.0, kept.seconds - plain.seconds)
     costs: dict[str, Any] = {"rerun_cost": _unit_cost(graph, "rerun_cost", again, kept, rerun)}
-    for schedule, timing in zip(sent, others, strict=True):
+    for schedule, timing in zip(offloaded, others, strict=True):
         costs["offload_cost"] = _unit_cost(graph, "offload_cost", schedule, kept, timing)
     graph = replace(graph, engine_cost=in_forward, **costs)
     # What varies has to be checked in every step, which only the replay engine does, op by op.
@@ -338,14 +338,18 @@ def _that_runs_again(graph: Graph) -> Schedule:
     return trimmed(graph, Schedule(frozenset(graph.choices[::2])))
 
 
-def _that_sends(graph: Graph) -> list[Schedule]:
+def _that_offloads(graph: Graph) -> list[Schedule]:
     """A schedule that offloads some tensors and keeps the rest; none if none can be offloaded."""
-    sendable = [n for n in graph.choices if graph.ops[n].can_send]
-    sizes = {n: sum(graph.values[v].nbytes for v in graph.results[n]) for n in sendable}
-    sent = frozenset(sorted(sendable, key=sizes.__getitem__)[len(sendable) // 2 :][:_SENT])
-    if graph.link is None or not sent:
+    able = [n for n in graph.choices if graph.ops[n].can_offload]
+    sizes = {n: sum(graph.values[v].nbytes for v in graph.results[n]) for n in able}
+    offloaded = frozenset(sorted(able, key=sizes.__getitem__)[len(able) // 2 :][:_OFFLOADED])
+    if graph.link is None or not offloaded:
         return []
-    return [Schedule(frozenset(graph.choices) - sent, sent, limit=sum(sizes[n] for n in sent))]
+    return [
+        Schedule(
+            frozenset(graph.choices) - offloaded, offloaded, limit=sum(sizes[n] for n in offloaded)
+        )
+    ]
 
 
 def expensive_ops(graph: Graph) -> set[int]:

@@ -241,7 +241,7 @@ def observe_region(
         _running.is_running = False
     recording = recorder.finish(out)
     recording.nodes = current_operation() - since
-    if by.away:
+    if by.offloaded:
         remat.offload_batch.release()
     return out, recording
 

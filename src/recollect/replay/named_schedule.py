@@ -86,23 +86,23 @@ class NamedSchedule:
 
     Args:
         kept: The results that stay on the device.
-        away: The results that are offloaded.
+        offloaded: The results that are offloaded.
         arrivals: Keys of ops, each with how many offloaded tensors, the oldest first, are freed
             when its function ends.
-        limit: As in `Schedule`, like the next two.
-        modules: As in `Schedule`.
+        limit: As in `Schedule`, like all up to ``link_share``.
         units: As in `Graph`.
         prefix: Of the unit that it is a part for (see `within`); empty: for the whole model.
         alike: Finds the planned op for one that was not in the planned step.
     """
 
     kept: _Results = ()
-    away: _Results = ()
+    offloaded: _Results = ()
     arrivals: tuple[tuple[str, int], ...] = ()
     limit: int = 0
     ahead: int | None = None
     begin: int | None = None
     modules: tuple[tuple[str, str], ...] = ()
+    link_share: float = 1.0
     units: tuple[str, ...] = ()
     prefix: str = ""
     alike: Alike | None = field(default=None, compare=False, repr=False)
@@ -126,12 +126,13 @@ class NamedSchedule:
         arrivals = simulate(graph, schedule).arrivals
         return cls(
             results(schedule.kept | graph.forced),
-            results(schedule.away),
+            results(schedule.offloaded),
             tuple((graph.ops[number].key, count) for number, count in arrivals),
             schedule.limit,
             schedule.ahead,
             schedule.begin,
             schedule.modules,
+            schedule.link_share,
             graph.units,
             alike=alike,
         )
@@ -143,10 +144,11 @@ class NamedSchedule:
             numbers = [number for region in regions for number in graph.ops_of(region)]
         keys = {n: graph.ops[n].key for n in numbers if graph.ops[n].can_keep}
         kept = frozenset(n for n, key in keys.items() if key and self._kept_as(key) is not None)
-        away = frozenset(n for n, key in keys.items() if key in self._away)
+        offloaded = frozenset(n for n, key in keys.items() if key in self._offloaded)
         if graph.link is None:  # there is no host memory to offload to
-            return Schedule(kept | away, modules=self.modules)
-        return Schedule(kept - away, away, self.limit, self.ahead, self.begin, self.modules)
+            return Schedule(kept | offloaded, modules=self.modules)
+        copies = self.limit, self.ahead, self.begin
+        return Schedule(kept - offloaded, offloaded, *copies, self.modules, self.link_share)
 
     def to_json(self) -> dict[str, Any]:
         """The content for a JSON file."""
@@ -167,7 +169,11 @@ class NamedSchedule:
         if part is None:
             part = self._parts[prefix] = replace(self, prefix=prefix)
             # Most of it is the same, and a model may have hundreds of units.
-            shared = {"_kept": self._kept, "_away": self._away, "_arrivals": self._arrivals}
+            shared = {
+                "_kept": self._kept,
+                "_offloaded": self._offloaded,
+                "_arrivals": self._arrivals,
+            }
             vars(part).update(shared, _hash=hash((self._hash, prefix)))
         return part
 
@@ -186,7 +192,7 @@ class NamedSchedule:
     @cached_property
     def _hash(self) -> int:
         # Cached: every call looks up its recording by it.
-        about = (self.kept, self.away, self.arrivals, self.limit, self.begin, self.modules)
+        about = (self.kept, self.offloaded, self.arrivals, self.limit, self.begin, self.modules)
         return hash((*about, self.units, self.prefix))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,8 +203,8 @@ class NamedSchedule:
         return {key: frozenset(results) for key, results in self.kept}
 
     @cached_property
-    def _away(self) -> dict[str, frozenset[int]]:
-        return {key: frozenset(results) for key, results in self.away}
+    def _offloaded(self) -> dict[str, frozenset[int]]:
+        return {key: frozenset(results) for key, results in self.offloaded}
 
     @cached_property
     def engines(self) -> dict[str, str]:
@@ -212,7 +218,7 @@ class NamedSchedule:
     @cached_property
     def store(self) -> HostStore | None:
         """Where results are offloaded to."""
-        if not self.away:
+        if not self.offloaded:
             return None
         # The schedule decides when memory is freed, not the speed of copies.
         return HostStore(in_flight=self.limit, ahead=self.ahead, _polls=False)
@@ -228,7 +234,7 @@ class NamedSchedule:
         """The decision for ``op``, whose key is ``key``."""
         op.key = key
         op.arrivals = self._arrivals.get(key, 0)
-        op.planned = self._away.get(key)
+        op.planned = self._offloaded.get(key)
         if op.planned is not None:
             return _OFFLOADED
         op.planned = self._kept_as(key)
@@ -239,7 +245,7 @@ def trimmed(graph: Graph, schedule: Schedule) -> Schedule:
     """The schedule without results that backward does not need."""
     wanted = _wanted(graph, schedule)
     useful = {graph.values[value].op for value in wanted}
-    return replace(schedule, kept=schedule.kept & useful, away=schedule.away & useful)
+    return replace(schedule, kept=schedule.kept & useful, offloaded=schedule.offloaded & useful)
 
 
 def _wanted(graph: Graph, schedule: Schedule) -> set[int]:

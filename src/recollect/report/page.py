@@ -259,7 +259,7 @@ def _frontier(report: PlanReport) -> _Fields:
     kinds = {point.kind for point in points}
     keys = [
         ("plan", "line", "plans of recollect", bool(kinds & {"plan", "chosen"})),
-        ("peer", "diamond", "other ways", "peer" in kinds),
+        ("baseline", "diamond", "baselines", "baseline" in kinds),
         ("plain", "box", "plain", "plain" in kinds),
     ]
     lines = [(point.name, *point_cells(point, report)) for point in points]
@@ -338,7 +338,7 @@ def _sizes(report: SizesReport) -> _Fields:
     keys = [
         ("plain", "box", "without a plan", "plain" in kinds),
         ("plan", "", "under a plan", True),
-        ("peer", "diamond", "predicted", "predicted" in kinds),
+        ("baseline", "diamond", "predicted", "predicted" in kinds),
     ]
     lines = [size_cells(point, report) for point in report.points]
     classes = ["chosen" if p.size == report.size else p.kind for p in report.points]

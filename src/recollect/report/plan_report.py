@@ -18,7 +18,7 @@ class Point:
     name: str
     peak: int
     seconds: float
-    kind: str = "plan"  #: ``plan`` (one of ours), ``chosen``, ``plain`` or ``peer``
+    kind: str = "plan"  #: ``plan`` (one of ours), ``chosen``, ``plain`` or ``baseline``
 
 
 class Mark(NamedTuple):

@@ -18,7 +18,7 @@ _LINES = 40
 
 _NO_MODULE = "(no module)"
 _TITLES = {"input": "inputs"}
-_KINDS = {"plan": "", "chosen": "chosen", "plain": "no plan", "peer": "peer"}
+_KINDS = {"plan": "", "chosen": "chosen", "plain": "no plan", "baseline": "baseline"}
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from recollect.modules import OPTIONS
 from recollect.planning.loop import contest
 from recollect.planning.loop.contest import Contest
 from recollect.replay.named_schedule import NamedSchedule
+from recollect.store.host import HostStore
 from tests._support import assert_identical, gradients
 from tests.planning._models import squares
 from tests.planning.test_lazy import Net, batch
@@ -53,7 +54,7 @@ def test_the_fastest_stays(
     assert winner == best
 
 
-MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(away=(("a", (0,)),))
+MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(offloaded=(("a", (0,)),))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ MODULES, AWAY = NamedSchedule(modules=(("0", "rerun"),)), NamedSchedule(away=(("
         ((A, MODULES), "1 modules checkpointed as a whole"),
         ((A, AWAY), "some results offloaded"),
         ((AWAY, A), "nothing offloaded"),
+        ((AWAY, replace(AWAY, link_share=0.5)), "copies that have more time"),
     ],
 )
 def test_the_log_says_what_is_different(
@@ -77,6 +79,21 @@ def test_the_log_says_what_is_different(
     while held.winner() is None:
         clock.step(held, dict(zip(schedules, (2.0, 1.0), strict=True)))
     assert lines == [f"recollect: steps with {text} take 50% less time"]
+
+
+def test_what_others_have_pinned_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, trimmed = Clock(monkeypatch), []
+
+    def trim(store: HostStore) -> None:
+        trimmed.append(store)
+
+    monkeypatch.setattr(HostStore, "trim", trim)
+    schedules = AWAY, replace(AWAY, limit=1), A
+    held = Contest(schedules, on_device=False)
+    while held.winner() is None:
+        assert not trimmed
+        clock.step(held, dict(zip(schedules, (2.0, 1.0, 3.0), strict=True)))
+    assert trimmed == [AWAY.store]
 
 
 def test_the_first_step_of_a_schedule_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

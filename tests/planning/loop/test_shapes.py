@@ -97,11 +97,11 @@ def test_the_step_of_the_planner_counts_if_the_loop_runs_it_too(is_same: bool) -
 
 def test_what_was_wrong_is_forgotten() -> None:
     shapes = traced((4, 32), (8, 48), (4, 56))
-    shapes.judged(signature(8, 100), STATE, is_right=True)
+    shapes.ran(signature(8, 100), STATE, is_right=True)
     found = shapes.predict(signature(8, 90), STATE)
     assert found is not None
     assert found.is_covered
-    shapes.judged(signature(8, 200), STATE, is_right=False)
+    shapes.ran(signature(8, 200), STATE, is_right=False)
     assert shapes.predict(signature(8, 90), STATE) is None
 
 

@@ -44,7 +44,7 @@ _NORM = (torch.ops.aten.native_layer_norm.default, (torch.ones(4, 8), [8], None,
 def _priced(op: Any = _MM) -> OpPrice:
     found = Prices(torch.device("cpu"))
     call, _ = found.run(*op)
-    found.settle()
+    found.finish()
     return call
 
 
@@ -146,7 +146,7 @@ def test_each_run_of_an_op_that_must_not_run_twice_is_a_sample(clock: Clock) -> 
         clock.steps = itertools.cycle([1000 * MS, 1000 * MS, MS, MS])
         found = Prices(torch.device("cpu"))
         price, *_ = [found.run(op, (torch.ones(3),), {})[0] for _ in range(4)]
-        found.settle()
+        found.finish()
     assert len(calls) == 4
     assert price.seconds == pytest.approx(MS)
 

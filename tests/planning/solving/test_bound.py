@@ -36,9 +36,9 @@ def _outcomes_with_link(graph: Graph, draw: random.Random) -> Iterator[Outcome]:
     for chosen in product(range(3), repeat=len(graph.choices)):
         pairs = list(zip(graph.choices, chosen, strict=True))
         kept = frozenset(n for n, what in pairs if what == 1)
-        away = frozenset(n for n, what in pairs if what == 2 and graph.ops[n].can_send)
+        offloaded = frozenset(n for n, what in pairs if what == 2 and graph.ops[n].can_offload)
         limit = draw.choice((0, largest, 10 * largest))
-        yield simulate(graph, Schedule(kept, away, limit))
+        yield simulate(graph, Schedule(kept, offloaded, limit))
 
 
 def _quickest(outcomes: Iterator[Outcome]) -> list[Outcome]:
@@ -72,7 +72,7 @@ def test_no_schedule_is_quicker_that_sends_to_the_host(seed: int) -> None:
     draw = random.Random(seed)
     rate = 10 ** draw.uniform(7, 10)
     graph = random_dag(seed, 6 + seed % 3)
-    ops = [replace(op, can_send=op.can_keep and draw.random() < 0.8) for op in graph.ops]
+    ops = [replace(op, can_offload=op.can_keep and draw.random() < 0.8) for op in graph.ops]
     graph = replace(graph, ops=ops, link=Link(rate, rate * draw.uniform(0.5, 2)))
     for each in _quickest(_outcomes_with_link(graph, draw)):
         bound = lower_bound(graph, each.peak, offload=True)
@@ -116,7 +116,7 @@ def test_it_is_close_to_what_the_solver_finds_with_a_link(name: str) -> None:
     graph = graph_of(name)
     made = sum(graph.values[value].nbytes for op in graph.choices for value in graph.results[op])
     rate = made / graph.plain_seconds  # about a third of it can leave while forward lasts
-    ops = [replace(op, can_send=op.can_keep) for op in graph.ops]
+    ops = [replace(op, can_offload=op.can_keep) for op in graph.ops]
     graph = replace(graph, ops=ops, link=Link(rate, rate))
     found = Solver(graph, offload=True).frontier()
     low, high = found[0].outcome.peak, simulate_plain(graph).peak
@@ -132,7 +132,7 @@ def test_a_budget_below_what_is_always_there_cannot_be_met() -> None:
 
 def test_a_link_that_is_fast_enough_makes_reruns_needless() -> None:
     graph = decoder(4, link=Link(1e15, 1e15))
-    graph = replace(graph, ops=[replace(op, can_send=True) for op in graph.ops])
+    graph = replace(graph, ops=[replace(op, can_offload=True) for op in graph.ops])
     peak = simulate_plain(graph).peak
     low, without = (lower_bound(graph, peak * 3 // 4, offload=each) for each in (True, False))
     assert low == pytest.approx(graph.plain_seconds)
@@ -166,7 +166,7 @@ def test_a_step_that_takes_no_time() -> None:
 
 def test_a_slow_link_is_no_help() -> None:
     graph = decoder(4, link=Link(1e3, 1e3))
-    graph = replace(graph, ops=[replace(op, can_send=True) for op in graph.ops])
+    graph = replace(graph, ops=[replace(op, can_offload=True) for op in graph.ops])
     budget = simulate_plain(graph).peak * 3 // 4
     slow, without = (lower_bound(graph, budget, offload=each) for each in (True, False))
     assert slow == pytest.approx(without, rel=1e-3)

@@ -170,26 +170,26 @@ class TestOffload:
         graph = graphs.decoder(2, link=self.link)
         for solution in offloading_solver().frontier():
             assert simulate(graph, solution.schedule) == solution.outcome
-            assert all(graph.ops[op].can_send for op in solution.schedule.away)
+            assert all(graph.ops[op].can_offload for op in solution.schedule.offloaded)
 
     def test_keeps_nothing_that_it_may_not(self):
         graph = graphs.decoder(2, link=self.link)
         ops = [
-            op if number % 5 else replace(op, can_keep=False, can_send=False)
+            op if number % 5 else replace(op, can_keep=False, can_offload=False)
             for number, op in enumerate(graph.ops)
         ]
         graph = replace(graph, ops=ops)
-        sending = [s for s in Solver(graph, offload=True).frontier() if s.schedule.away]
+        sending = [s for s in Solver(graph, offload=True).frontier() if s.schedule.offloaded]
         assert sending
         assert all(each.schedule.kept <= set(graph.choices) for each in sending)
 
     def test_only_where_there_is_a_way(self):
         solver = Solver(graph_of("random"), offload=True)
-        assert not any(solution.schedule.away for solution in solver.frontier())
+        assert not any(solution.schedule.offloaded for solution in solver.frontier())
 
     def test_a_budget_is_used(self) -> None:
         graph = graphs.decoder(8, link=self.link)
-        graph = replace(graph, ops=[replace(op, can_send=op.can_keep) for op in graph.ops])
+        graph = replace(graph, ops=[replace(op, can_offload=op.can_keep) for op in graph.ops])
         solver, plain = Solver(graph, offload=True), simulate_plain(graph)
         low = solver.least_solution().outcome.peak
         for part in (0.2, 0.4, 0.6):
@@ -200,3 +200,32 @@ class TestOffload:
             assert peak <= budget
             assert peak > 0.95 * budget or seconds < 1.001 * plain.seconds
             assert seconds < 1.03 * lower_bound(graph, budget, offload=True)
+
+    def test_with_slack_a_slower_link_costs_no_time(self) -> None:
+        graph = graphs.decoder(8, link=self.link)
+        graph = replace(graph, ops=[replace(op, can_offload=op.can_keep) for op in graph.ops])
+        solver, plain = Solver(graph, offload=True), simulate_plain(graph)
+        low = solver.least_solution().outcome.peak
+        budget = low + (plain.peak - low) // 5
+        best, found, here = (
+            solve(budget) for solve in (solver.solve, solver.solve_with_slack, solver.solve_here)
+        )
+        assert best.schedule.offloaded
+        assert found.outcome.peak <= budget
+        assert found.outcome == simulate(graph, found.schedule)
+        # It relies on a part of the link, and is as good there as elsewhere.
+        share = found.schedule.link_share
+        assert share < 1
+        slow = replace(graph, link=self.link.slowed(share))
+        there = simulate(slow, replace(found.schedule, link_share=1.0))
+        assert there == found.outcome
+        assert found.outcome.waits < 0.02 * plain.seconds
+        # There the other one waits.
+        late = simulate(slow, best.schedule)
+        assert found.outcome.seconds < min(late.seconds, here.outcome.seconds)
+
+    def test_there_is_none_with_slack_where_offload_does_not_help(self) -> None:
+        solver = offloading_solver()
+        assert solver.solve_with_slack(1 << 60) is None
+        assert solver.solve_with_slack(1) is None
+        assert Solver(graph_of("random"), offload=True).solve_with_slack(1 << 60) is None

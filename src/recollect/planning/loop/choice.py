@@ -117,7 +117,7 @@ class Choice:
             outcome = self._outcomes.get(schedules)
             return None if outcome is None else outcome.peak
         parts = [each.schedule_in(graph, [n]) for n, each in enumerate(schedules) if each]
-        kept = frozenset().union(*(part.kept | part.away for part in parts))
+        kept = frozenset().union(*(part.kept | part.offloaded for part in parts))
         return simulate(graph, Schedule(kept)).peak
 
     def seconds(self, schedules: Schedules) -> float:

@@ -15,7 +15,7 @@ from recollect.replay.named_schedule import NamedSchedule
 _TRIES = 8
 
 
-class Settled(NamedTuple):
+class RunsBy(NamedTuple):
     """A forward runs by this schedule from now on; None: plain."""
 
     schedule: NamedSchedule | None
@@ -24,17 +24,17 @@ class Settled(NamedTuple):
 class Companion(NamedTuple):
     """A forward of another model.
 
-    ``ran``: its schedule in the traced step; None: that model had no plan yet. ``settled``: returns
+    ``ran``: its schedule in the traced step; None: that model had no plan yet. ``later``: returns
     the schedule of later forwards like it; None while that is not known.
     """
 
-    ran: Settled | None
-    settled: Callable[[], Settled | None]
+    ran: RunsBy | None
+    later: Callable[[], RunsBy | None]
 
     @property
     def has_changed(self) -> bool:
         """Whether later forwards like it keep other tensors."""
-        now = self.settled()
+        now = self.later()
         return now is not None and now != self.ran
 
 

@@ -11,7 +11,6 @@ from weakref import ref
 from recollect.planning.loop.kinds import ForwardKind, StepKind
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.watch import Waiting
-from recollect.planning.recording.model_state import ModelState
 
 #: How many forwards a step has at most.
 _WAITING = 64
@@ -32,10 +31,7 @@ class Forwards(threading.local):
     reached: int = 0  #: how many of them a backward has reached, from the first that waits on
     rounds: int = 0  #: how often more were reached than at the forward before
     live: LiveStep | None = None  #: the step that is traced
-    traced: StepKind = ()  #: its kind
     # Before there is a plan:
-    kinds: StepKind = ()  #: the kind of the step that is traced
-    state: ModelState | None = None  #: the state of the model when it began
     waited: int = 0  #: how many forwards have begun after it
     is_outgrown: bool = False  #: whether more forwards waited at once than were traced
     futile: int = 0  #: how often no step could be traced

@@ -25,7 +25,7 @@ from recollect.graph.graph import Graph
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
-from recollect.planning.loop.companions import Companion, Companions, Settled
+from recollect.planning.loop.companions import Companion, Companions, RunsBy
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.shapes import Shapes
@@ -35,8 +35,8 @@ from recollect.planning.recording.batch import describe_difference, is_alike, is
 from recollect.planning.recording.model_state import (
     Differences,
     compare_state,
+    extra_gradient_bytes,
     facts_of,
-    gradient_bytes,
     with_state,
 )
 from recollect.planning.recording.record import peak_of_run
@@ -122,7 +122,7 @@ class Kinds:
             found = with_state(found, now[-1], self.plan.budget // 256)
             self._seen = now, found
             notices.of_opaque_code(self._warnings, self.plan, model)
-        more = gradient_bytes(model, parameters, self.plan.gradients)
+        more = extra_gradient_bytes(model, parameters, self.plan.gradients)
         return ForwardKind(signature, found, more + (0 if found is None else found.nbytes))
 
     def _state_growth(self, model: nn.Module, parameters: list[Any]) -> int:
@@ -219,26 +219,26 @@ class Kinds:
             variant.warn(variant.peak, found.made, variant.peak)
         return variant
 
-    def settled(self, step: StepKind) -> Settled | None:
+    def runs_by(self, step: StepKind) -> RunsBy | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         variant = self._known.get(step)
         if variant is None or not variant.is_known or variant.contest is not None:
             return None
-        return None if variant.first.wants_trace else Settled(variant.schedule)
+        return None if variant.first.wants_trace else RunsBy(variant.schedule)
 
-    def judge(self, step: StepKind, report: CallReport) -> None:
+    def compare(self, step: StepKind, report: CallReport) -> None:
         """The last forward of a step was recorded: compare it with its expected bytes."""
         variant = self._known.get(step)
         if variant is None:
             return  # it was forgotten since
-        is_right = variant.judge(report)
+        is_right = variant.is_as_expected(report)
         if is_right and report.recording is not None and report.recording.shapes:
             choice = self._choice_of(step)
             if choice is not None and choice.saw(variant.ratio):
                 self._choose(variant.first)
         if variant.is_predicted:
             variant.is_predicted = False
-            self._shapes.judged(step[0].signature, step[0][1:], is_right=is_right)
+            self._shapes.ran(step[0].signature, step[0][1:], is_right=is_right)
             choice = self._choices[step]
             choice.recorded()
             if is_right:
@@ -249,10 +249,6 @@ class Kinds:
     def _differ(self) -> bool:
         """Whether forwards of one kind have ever done more than those before."""
         return any(each.differs for each in [*self._known.values()])
-
-    def is_surprise(self, step: StepKind) -> bool:
-        """Whether the last forward follows others that it never followed before."""
-        return len(step) > 1 and step not in self._known and self._larger(step) is None
 
     def _new_variant(self, step: StepKind, first: Variant | None) -> Variant:
         larger = self._larger(step)
@@ -295,7 +291,31 @@ class Kinds:
             variant.nodes = variant.recording.nodes
         return variant
 
-    def has_room(self, step: StepKind) -> bool:
+    def has_room_for_plain(self, step: StepKind = ()) -> bool:
+        """Whether the budget has ample room for a traced step without the engine.
+
+        Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
+        """
+        choice = self._choice_of(step or self._planned)
+        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self.plan.budget
+
+    # --- what is learned --------------------------------------------------------------------------
+
+    def surprised(self, step: StepKind) -> bool:
+        """Whether the last forward follows others that it never followed, without room for all.
+
+        Then the next step like it is traced.
+        """
+        is_known = len(step) == 1 or step in self._known or self._larger(step) is not None
+        if is_known or self._has_room(step):
+            return False
+        for count in range(1, len(step)):
+            variant = self._known.get(step[:count])
+            if variant is not None:
+                variant.surprised()
+        return True
+
+    def _has_room(self, step: StepKind) -> bool:
         """Whether the budget has room for the forwards of a step, each as if it were alone."""
         base, needed = self.plan.base, 0
         for kind in step:
@@ -307,23 +327,6 @@ class Kinds:
             else:
                 return False
         return base + needed <= self.plan.budget
-
-    def has_room_for_plain(self, step: StepKind = ()) -> bool:
-        """Whether the budget has ample room for a traced step without the engine.
-
-        Ample, as saved-tensor hooks may hold what no trace has, such as the states of generators.
-        """
-        choice = self._choice_of(step or self._planned)
-        return choice is not None and choice.plain_peak <= IF_SHAPES_VARY * self.plan.budget
-
-    # --- what is learned --------------------------------------------------------------------------
-
-    def surprised(self, step: StepKind) -> None:
-        """More forwards than known have begun a step: the next one is traced."""
-        for count in range(1, len(step)):
-            variant = self._known.get(step[:count])
-            if variant is not None:
-                variant.surprised()
 
     def forget(self, step: StepKind) -> None:
         """A step does more than is known: the next one is traced."""
@@ -373,7 +376,7 @@ class Kinds:
         Simulations of traced steps are exact on the CPU; on CUDA `PeakWatch` reads the peak.
         """
         forwards = self._forwards(step)
-        if any(each.has_outgrown for each in forwards):
+        if any(each.outgrown is not None for each in forwards):
             return choice.simulate(graph, tuple(each.ran_by for each in forwards))
         differences = step[0].differences
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come

@@ -28,10 +28,11 @@ from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
 from recollect.planning.loop.companions import Companion
+from recollect.planning.loop.kinds import ForwardKind, StepKind
 from recollect.planning.loop.updates import Updates
 from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
-from recollect.planning.recording.model_state import gradients_of, parameters_of
+from recollect.planning.recording.model_state import ModelState, gradients_of, parameters_of
 from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
 from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
@@ -132,6 +133,9 @@ class LiveStep:
         #: The modules that are recorded separately; see `Graph`.
         self.units = units_of(model)
         self._thread = threading.get_ident()
+        #: The state of the model when it began.
+        self.state = ModelState.of(model)
+        self.kinds: StepKind = ()  #: of its forwards
         self.recordings: list[Recording] = []  #: of its forwards
         self._waiting: list[Waiting] = []  #: tells of each forward whether its backward has come
         #: The forwards of other models under plans that ran inside of it.
@@ -156,18 +160,20 @@ class LiveStep:
 
     def forward(
         self,
+        kind: ForwardKind,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         by: NamedSchedule | None = None,
         blocks: Iterable[nn.Module] = (),
     ) -> tuple[Any, Waiting]:
-        """Call the forward of the model, with results kept by a schedule, or at ``blocks``.
+        """Call a forward of this kind, with results kept by a schedule, or at ``blocks``.
 
         Returns what it returns, and what tells whether its backward has come.
         """
         if not self.is_open:
             self._open()
+        self.kinds += (kind,)
         since = current_operation()
         try:
             output, recording, remat = observe_forward(
@@ -283,7 +289,7 @@ class LiveStep:
 
     def finish(self, model: nn.Module) -> TracedStep:
         """What was traced, once the step is over. ``model``: as a later step finds it."""
-        self._prices.settle()
+        self._prices.finish()
         trace = self._trace.finish()
         graph = build_graph(
             trace,

@@ -17,6 +17,33 @@ _PLAN_AS_TRAINED = (
     ": make the plan with the loss, the optimizer and the largest batch of the training, "
     "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
 )
+#: Backward leaves the gradients of parameters to a later one, which no trace sees.
+SPLIT = (
+    "backward computes the gradients of activations first, and those of parameters later, as "
+    "in a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: "
+    "there is none for these steps, which may exceed the budget. Checkpoint blocks in place of "
+    'it: recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a '
+    "schedule without zero bubbles, such as ScheduleInterleaved1F1B"
+)
+#: Parts of the model save tensors by hooks of their own.
+HOOKS = (
+    "a part of forward runs inside of saved-tensor hooks such as those of "
+    "torch.utils.checkpoint. The plan does not decide about what it saves, and steps may "
+    "exceed the budget: leave checkpointing of parts of the model to the plan"
+)
+#: A step has more backwards than were planned.
+BACKWARDS = (
+    "another backward goes through a part of the model's output that the first one did not "
+    "reach: the plan is for a step with the first one alone, and this step may exceed its "
+    "budget. The next step is traced, and later ones are planned as a whole"
+)
+#: A step has more forwards than were planned.
+FORWARDS = (
+    "a forward under the plan begins while an earlier one still waits for its backward: "
+    "the tensors of both are in memory at once, and this step may exceed its budget. The "
+    "next step like it is traced, and later ones are planned as a whole. If there is no "
+    "backward, delete the output, or call the model under torch.no_grad()"
+)
 
 
 def of_excess(warnings: WarnOnce, plan: PlannedStep, took: int, *, keeps_less: bool) -> None:
@@ -84,18 +111,6 @@ def of_unrecorded(warnings: WarnOnce, plan: PlannedStep, reason: str) -> None:
     )
 
 
-def of_split(warnings: WarnOnce) -> None:
-    """Backward leaves the gradients of parameters to a later one, which no trace sees."""
-    warnings.warn(
-        "split",
-        "backward computes the gradients of activations first, and those of parameters later, as "
-        "in a zero-bubble schedule of a pipeline. What is held in between is not part of a plan: "
-        "there is none for these steps, which may exceed the budget. Checkpoint blocks in place of "
-        'it: recollect.checkpointed(block, engine="replay"), perhaps with a policy; or use a '
-        "schedule without zero bubbles, such as ScheduleInterleaved1F1B",
-    )
-
-
 def of_no_call(warnings: WarnOnce, model: nn.Module) -> None:
     """The model is trained without a call of its forward."""
     parts = [
@@ -132,35 +147,4 @@ def of_compiled_parts(warnings: WarnOnce, name: str, unplanned: str) -> None:
         f"parts of the model are compiled ({name}), and recollect cannot trace compiled code "
         "in the loop's own steps: there is no plan, and steps may exceed the budget. Pass the "
         "batch: recollect.fit(model, batch, budget)." + unplanned,
-    )
-
-
-def of_hooks(warnings: WarnOnce) -> None:
-    """Parts of the model save tensors by hooks of their own."""
-    warnings.warn(
-        "hooks",
-        "a part of forward runs inside of saved-tensor hooks such as those of "
-        "torch.utils.checkpoint. The plan does not decide about what it saves, and steps may "
-        "exceed the budget: leave checkpointing of parts of the model to the plan",
-    )
-
-
-def of_backwards(warnings: WarnOnce) -> None:
-    """A step has more backwards than were planned."""
-    warnings.warn(
-        "several backwards",
-        "another backward goes through a part of the model's output that the first one did not "
-        "reach: the plan is for a step with the first one alone, and this step may exceed its "
-        "budget. The next step is traced, and later ones are planned as a whole",
-    )
-
-
-def of_forwards(warnings: WarnOnce) -> None:
-    """A step has more forwards than were planned."""
-    warnings.warn(
-        "several forwards",
-        "a forward under the plan begins while an earlier one still waits for its backward: "
-        "the tensors of both are in memory at once, and this step may exceed its budget. The "
-        "next step like it is traced, and later ones are planned as a whole. If there is no "
-        "backward, delete the output, or call the model under torch.no_grad()",
     )

@@ -60,15 +60,11 @@ class PlannedStep:
     measured_peak: int | None = None
     output_bytes: int | None = None
     gradients: int = 0
-    #: The forwards after the first, if the step calls the model several times.
     others: tuple[PlannedForward, ...] = ()
     #: Other schedules within the budget that may be faster; the loop times them.
     rivals: tuple[NamedSchedule, ...] = field(default=(), compare=False)
-    #: Whether it was made from a step of the loop, by a fit without a batch.
     from_loop: bool = False
-    #: The bytes of optimizer state that it counts, if it was made from a step of the loop.
     state_bytes: int = 0
-    #: Whether schedules were searched for. Where the step fits plain, that can wait.
     is_solved: bool = True
     #: The recorded step; None if the plan was loaded or copied.
     graph: Graph | None = field(default=None, compare=False)

@@ -47,7 +47,7 @@ def run_planned(
     if type(result) is LeftToRerun:
         warn_not_in_effect(warnings, result.reason)
         return function(*args, **kwargs)
-    if by.away:
+    if by.offloaded:
         offload_batch.release()  # forward is over: free what is still being copied out
     return result
 

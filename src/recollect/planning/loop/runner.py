@@ -28,7 +28,7 @@ from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt, Attempts
-from recollect.planning.loop.companions import Companion, Settled
+from recollect.planning.loop.companions import Companion, RunsBy
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
 from recollect.planning.loop.live import (
@@ -43,7 +43,7 @@ from recollect.planning.loop.updates import FirstCall
 from recollect.planning.loop.variant import Variant
 from recollect.planning.loop.watch import PeakWatch, Waiting, report_output, watch_output, weakly
 from recollect.planning.recording.batch import signature_of_batch
-from recollect.planning.recording.model_state import ModelState, gradient_bytes, parameters_of
+from recollect.planning.recording.model_state import ModelState, extra_gradient_bytes, parameters_of
 from recollect.planning.recording.record import find_blocks
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import units_of, warn_not_in_effect
@@ -60,13 +60,8 @@ _Kwargs = dict[str, Any]
 class MakePlan(Protocol):
     """Makes the plan for a fit without a batch."""
 
-    def __call__(
-        self, model: nn.Module, live: LiveStep, step_kind: StepKind, state: ModelState, /
-    ) -> PlannedStep | None:
-        """Make it from a traced step, its kind and the state of the model.
-
-        None if there can be none.
-        """
+    def __call__(self, model: nn.Module, live: LiveStep, /) -> PlannedStep | None:
+        """Make it from a traced step. None if there can be none."""
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose plan cannot be as it was asked for, before its first step."""
@@ -195,18 +190,16 @@ class Runner:
         before, forwards = self._peaks.read(model), self._forwards
         kind = kinds.kind_of(model, signature_of_batch(args, kwargs))
         step = (*forwards.step, kind)
-        if forwards.live is None and kinds.is_surprise(step) and not kinds.has_room(step):
-            kinds.surprised(step)
-            notices.of_forwards(self._warnings)
+        if forwards.live is None and kinds.surprised(step):
+            self._warnings.warn("several forwards", notices.FORWARDS)
         variant = kinds.begin(step)
         live = forwards.live = forwards.live or self._live_for(kinds, model, step, variant)
         if live is not None:
-            forwards.traced = step
             blocks = find_blocks(model) if variant.keeps_blocks else ()
-            result, waiting = live.forward(function, args, kwargs, variant.schedule, blocks)
+            result, waiting = live.forward(kind, function, args, kwargs, variant.schedule, blocks)
             forwards.add(kind, waiting)
             return result
-        self._note_companion(step, Settled(variant.schedule))
+        self._note_companion(step, RunsBy(variant.schedule))
         since = current_operation()
         attempt = None if before is None or kinds.plan.communicates else Attempt(model)
         run = partial(self._run_by, variant, function, args, kwargs)
@@ -216,7 +209,7 @@ class Runner:
         forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
         if report is not None:
             if report.recording is not None or report.is_unrecorded:
-                kinds.judge(step, report)
+                kinds.compare(step, report)
             if self._checks > 0 and kinds.is_planned(step):
                 watch_output(result, self._check_output)
         if before is not None and (report is not None or variant.is_predicted):
@@ -229,7 +222,10 @@ class Runner:
         self, kinds: Kinds, model: Any, step: StepKind, variant: Variant
     ) -> LiveStep | None:
         """The step to trace from its first forward on; None if it is not to be traced."""
-        if len(step) > 1 or not variant.wants_trace or not self._can_trace(model):
+        is_wanted = len(step) == 1 and variant.wants_trace and not self._is_split
+        if not is_wanted or not isinstance(model, nn.Module):
+            return None
+        if obstacle_to_tracing() is not None or obstacle_in(model) is not None:
             return None
         return LiveStep(
             model,
@@ -260,33 +256,20 @@ class Runner:
 
     def _run_first(self, model: Any, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
-        assert isinstance(model, nn.Module)
-        if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
+        forwards, kind = self._forwards, ForwardKind(signature_of_batch(args, kwargs))
+        if forwards.live is None:
             if self._hand_over_if_compiled(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
-            notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
-            self._make_plan = None
-            return function(*args, **kwargs)
-        blocks, forwards = find_blocks(model), self._forwards
-        obstacle = obstacle_to_tracing()
-        live, kind = forwards.live, ForwardKind(signature_of_batch(args, kwargs))
-        if live is None and self._make_plan is not None:
-            self._make_plan.check(model)
-        if live is None and (unsupported := obstacle_in(model)) is not None:
-            self._make_plan = None
-            self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
-            return function(*args, **kwargs)
-        if live is None and obstacle is not None and not self._is_split:
-            self._tried_in_vain(obstacle)
-        elif live is None and not self._is_split:
-            again, in_parts = self._on_again, self._in_parts
-            live = forwards.live = LiveStep(model, on_again=again, in_parts=in_parts)
-            forwards.kinds, forwards.state = (), ModelState.of(model)
+            if self._is_refused(model):
+                self._make_plan = None
+                return function(*args, **kwargs)
+            forwards.live = self._first_live(model)
+        live = forwards.live
         if live is not None and not live.is_over:
-            extra_bytes = gradient_bytes(model, parameters_of(model), live.gradients)
+            extra_bytes = extra_gradient_bytes(model, parameters_of(model), live.gradients)
             kind = kind._replace(extra_bytes=extra_bytes)
-            forwards.kinds += (kind,)
-            result, waiting = live.forward(function, args, kwargs, blocks=blocks)
+            blocks = find_blocks(model)
+            result, waiting = live.forward(kind, function, args, kwargs, blocks=blocks)
         else:
             if live is not None:
                 live.is_followed = True
@@ -297,10 +280,36 @@ class Runner:
         forwards.is_outgrown |= live is not None and len(forwards.step) > len(live.recordings)
         return result
 
+    def _is_refused(self, model: nn.Module) -> bool:
+        """Whether there can be no plan for the model as it is now, which a warning says."""
+        if compiled := ModelState.of(model).compiled:
+            notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
+            return True
+        if self._make_plan is not None:
+            self._make_plan.check(model)
+        unsupported = obstacle_in(model)
+        if unsupported is not None:
+            self._warnings.warn("no plan", f"{unsupported}. The model runs without a plan")
+        return unsupported is not None
+
+    def _first_live(self, model: nn.Module) -> LiveStep | None:
+        """The step to trace from this forward on; None if that is impossible."""
+        obstacle = None if self._is_split else obstacle_to_tracing()
+        if obstacle is not None:
+            self._tried_in_vain(obstacle)
+        if self._is_split or obstacle is not None:
+            return None
+        return LiveStep(model, on_again=self._on_again, in_parts=self._in_parts)
+
     def _hand_over_if_compiled(self, model: Any, callback: Any = None) -> bool:
-        """Hand an unplanned compiled model to the planner of those. Whether it took it."""
+        """Hand an unplanned compiled model to the planner of those. Whether it took it.
+
+        ``callback``: as in `MakePlan.for_compiled`.
+        """
         is_mine = isinstance(model, nn.Module) and vars(model).get(OPTIONS) is self
         if self.plan is not None or self._make_plan is None or not is_mine:
+            return False
+        if callback is None and not ModelState.of(model).compiled:
             return False
         unwrap_module(model)
         reason = self._make_plan.for_compiled(model, callback)
@@ -322,15 +331,15 @@ class Runner:
             return run_planned(function, args, kwargs, by, self._warnings)
         return run_blocks(function, args, kwargs, find_blocks(model))
 
-    def _note_companion(self, step: StepKind, ran: Settled | None) -> None:
+    def _note_companion(self, step: StepKind, ran: RunsBy | None) -> None:
         """A forward runs, perhaps inside of a step of another model that is traced."""
-        note_companion(lambda: Companion(ran, partial(weakly(self.settled), step)))
+        note_companion(lambda: Companion(ran, partial(weakly(self.runs_by), step)))
 
-    def settled(self, step: StepKind) -> Settled | None:
+    def runs_by(self, step: StepKind) -> RunsBy | None:
         """By what the last forward of ``step`` runs from now on; None if that is yet to be seen."""
         if self._kinds is None:
             return None
-        return self._kinds.settled(step) if step else Settled(None)
+        return self._kinds.runs_by(step) if step else RunsBy(None)
 
     def again(self, step: StepKind = ()) -> None:
         """A backward follows the one that ended ``step``: the next one is traced to its end."""
@@ -339,11 +348,7 @@ class Runner:
         self._in_parts = self._forwards.is_outgrown = True
         if self._kinds is not None:
             self._kinds.forget(step)
-            notices.of_backwards(self._warnings)
-
-    def _can_trace(self, model: Any) -> bool:
-        is_free = isinstance(model, nn.Module) and obstacle_to_tracing() is None
-        return is_free and not self._is_split and obstacle_in(model) is None
+            self._warnings.warn("several backwards", notices.BACKWARDS)
 
     def _tried_in_vain(self, reason: str) -> None:
         """No step could be traced to make the plan from. Warn if that happens again and again."""
@@ -383,32 +388,31 @@ class Runner:
 
     def _learn_from(self, live: LiveStep, model: nn.Module) -> None:
         """Choose schedules, or make the plan, if a whole step was traced."""
-        forwards, is_first = self._forwards, self._kinds is None
+        is_first = self._kinds is None
         if live.is_split:
             self._is_split = True
-            notices.of_split(self._warnings)
+            self._warnings.warn("split", notices.SPLIT)
         if self._kinds is not None:
             if live.is_over and not live.is_split:
                 graph, recordings = live.finish(model).graph, live.recordings
-                self._kinds.traced(forwards.traced, graph, recordings, live.companions)
+                self._kinds.traced(live.kinds, graph, recordings, live.companions)
             else:
-                self._kinds.failed(forwards.traced)
+                self._kinds.failed(live.kinds)
         elif not (live.is_over or live.is_split):
             self._had_no_backward(live)
         elif self._make_plan is not None and not live.is_split:
-            assert forwards.state is not None
-            plan = self._make_plan(model, live, forwards.kinds, forwards.state)
+            plan = self._make_plan(model, live)
             self._make_plan = None  # not before: a later step makes it if this is interrupted
             if plan is not None:
                 wrap_modules(model, plan.wrapped)
             self._set_plan(plan, () if live.units else live.recordings, live.companions)
-        self._check_hooks(live, () if is_first else forwards.traced)
+        self._check_hooks(live, () if is_first else live.kinds)
 
     def _check_hooks(self, live: LiveStep, step: StepKind) -> None:
         """Warn of hooks inside of a traced step, by default the planned one, unless it fits so."""
         kinds = self._kinds
         if live.has_other_hooks and kinds is not None and not kinds.has_room_for_plain(step):
-            notices.of_hooks(self._warnings)
+            self._warnings.warn("hooks", notices.HOOKS)
 
     def _check_output(self, alive: int, _: int) -> None:
         """Backward has reached the output; ``alive`` bytes of it are in memory."""

@@ -109,7 +109,7 @@ class Shapes:
         varies = any(graph.varies for graph, _ in group.traced.values())
         return not varies and group.missed % _EVERY == 0 and 0 < len(group.traced) < _ENOUGH
 
-    def judged(self, signature: Signature, state: Hashable, *, is_right: bool) -> None:
+    def ran(self, signature: Signature, state: Hashable, *, is_right: bool) -> None:
         """A predicted forward ran: it was as predicted, or it made more bytes."""
         group = self._group(signature, state)
         if is_right:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from recollect.planning.loop import notices
+from recollect.planning.loop.companions import RunsBy
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.recording.model_state import Differences
@@ -73,9 +74,8 @@ class Variant:
         self._tries = 0  #: how many traces had no backward
         self.expects = 0  #: for how many more steps further forwards are expected
         self._surprises = 0  #: how often a further forward came unexpectedly
-        #: Whether a forward has made more bytes than expected since a schedule was chosen.
-        self.has_outgrown = False
-        self._outgrown: NamedSchedule | None = None  #: the schedule of that forward
+        #: What ran a forward that has made more bytes than expected since a schedule was chosen.
+        self.outgrown: RunsBy | None = None
         self.differs = False  #: whether what it does has ever differed from step to step
         self._uses = 0
         #: The most nodes that a forward is known to make in the graph of autograd.
@@ -127,9 +127,9 @@ class Variant:
     @property
     def ran_by(self) -> NamedSchedule | None:
         """The schedule of the last forward that was not run with less memory to be traced."""
-        return self._outgrown if self.has_outgrown else self.schedule
+        return self.schedule if self.outgrown is None else self.outgrown.schedule
 
-    def judge(self, report: CallReport) -> bool:
+    def is_as_expected(self, report: CallReport) -> bool:
         """Compare the bytes of a call that was recorded, whole or from some op on, with the known.
 
         Returns whether it made no more than those.
@@ -158,7 +158,7 @@ class Variant:
             self.warn(round(peak), made)
         elif recording.shapes:
             return True  # the margin is there for that
-        self.has_outgrown, self._outgrown = True, self.schedule
+        self.outgrown = RunsBy(self.schedule)
         self._run_with_least()
         return False
 
@@ -194,7 +194,7 @@ class Variant:
     def choose(self, schedule: NamedSchedule | None, peak: int) -> None:
         """Run by ``schedule`` from now on, in steps that are expected to take ``peak`` bytes."""
         self.schedule, self.peak, self.contest = schedule, peak, None
-        self.is_known, self.wants_trace, self.has_outgrown = True, False, False
+        self.is_known, self.wants_trace, self.outgrown = True, False, None
         self.keeps_blocks, self.expects = False, 0
 
     def learn(self, made: Mapping[str, int]) -> None:
@@ -220,22 +220,10 @@ class Variant:
         ``made``: the bytes that this forward made, by module, or ``nodes``: the nodes of autograd's
         graph; ``forwards``: how many the step has.
         """
-        plan = self._plan
-        texts: list[str] = []
-        cures: tuple[str, ...] = ("make the plan with the largest step of the training",)
-        if self._differences is not None:
-            texts, cures = [*self._differences.texts], self._differences.cures or cures
+        differences = self._differences or Differences()
+        texts = [*differences.texts]
         if forwards > 1:
             texts.insert(0, f"it calls the model {forwards} times before backward")
-            cures = ("smaller batches, or a budget with room for all forwards",)
-        if plan.from_loop:  # there was no batch to plan with
-            found = () if self._differences is None else self._differences.cures
-            again = "recollect.unwrap(model), then recollect.fit"
-            cures = (
-                *found,
-                f"smaller batches, or a larger budget: {again}(model, budget={max(peak, later)})",
-            )
-        grown = _growth(self._made or dict(plan.made), made or {})
         cause = "; ".join(texts)
         if nodes:
             cause = cause or "nodes"
@@ -243,7 +231,7 @@ class Variant:
                 f"forward makes {nodes} nodes of autograd's graph, and made {self.nodes} when it "
                 "was planned"
             )
-        if grown:
+        if grown := _growth(self._made or dict(self._plan.made), made or {}):
             path, now, before = grown[0]
             cause = cause or re.sub(r"\d+", "*", path)
             if bytes_text(now) != bytes_text(before):
@@ -252,11 +240,21 @@ class Variant:
                     f"{bytes_text(before)} when it was planned"
                 )
         texts = texts or ["it keeps other tensors in memory than the planned one"]
+        cures = self._cures(differences, forwards, max(peak, later))
         self._warnings.warn(
             cause,
             f"this step is not the one that the plan was made for: {'; '.join(texts)}. "
-            f"{_outlook(peak, later, plan.budget)}. To have room for it: {'; '.join(cures)}",
+            f"{_outlook(peak, later, self._plan.budget)}. To have room for it: {'; '.join(cures)}",
         )
+
+    def _cures(self, differences: Differences, forwards: int, most: int) -> tuple[str, ...]:
+        """What makes room for a step of so many forwards that takes up to ``most`` bytes."""
+        if self._plan.from_loop:  # there was no batch to plan with
+            again = f"recollect.unwrap(model), then recollect.fit(model, budget={most})"
+            return (*differences.cures, f"smaller batches, or a larger budget: {again}")
+        if forwards > 1:
+            return ("smaller batches, or a budget with room for all forwards",)
+        return differences.cures or ("make the plan with the largest step of the training",)
 
 
 def _outlook(peak: int, later: int, budget: int) -> str:

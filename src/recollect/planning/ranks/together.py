@@ -314,8 +314,8 @@ class Follower(Bench):
         graph = self.local.graph
         parts = [each.schedule_in(graph, [region]) for region, each in enumerate(by)]
         kept = frozenset[int]().union(*(part.kept for part in parts))
-        away = frozenset[int]().union(*(part.away for part in parts))
-        return simulate(graph, replace(parts[0], kept=kept, away=away)).peak
+        offloaded = frozenset[int]().union(*(part.offloaded for part in parts))
+        return simulate(graph, replace(parts[0], kept=kept, offloaded=offloaded)).peak
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
         return samples_under(ways, self.step, self._warnings, warm, _ROUNDS)

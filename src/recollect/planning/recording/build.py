@@ -153,7 +153,7 @@ class _ForwardPart:
             workspace=0 if event is None else event.price.workspace,
             state=self._generator_bytes(op),
             can_keep=can_keep,
-            can_send=can_keep and self._can_offload(op),
+            can_offload=can_keep and self._can_offload(op),
             forced=not self._forced.isdisjoint(op.results),
             last=last if last < 0 else self._first + last,
             source="" if event is None else event.source,

@@ -150,7 +150,7 @@ def facts_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return [casts(), training, requires, dtypes, compiled], parameters
 
 
-def gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int:
+def extra_gradient_bytes(model: nn.Module, parameters: list[Any], planned: int) -> int:
     """The bytes of gradients beyond the planned ones, rounded up: close numbers are one case."""
     gradients = {id(each): _gradient(each) for each in parameters}
     more = sum(_nbytes(grad) for grad in gradients.values() if grad is not None) - planned

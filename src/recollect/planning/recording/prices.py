@@ -165,7 +165,7 @@ class Prices:
                     price.runs = []
         return price
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """The step is over: price what must not run twice, and remember all prices."""
         if self._on_cuda:
             torch.accelerator.synchronize(self.device)

@@ -274,7 +274,7 @@ def _run_traced(
     finally:
         unwrap_modules(step.model)
         unwrap_module(step.model)
-    prices.settle()
+    prices.finish()
     found = trace.finish()
     step.has_other_hooks |= trace.has_other_hooks
     base += step.note_collective(found.largest_collective)

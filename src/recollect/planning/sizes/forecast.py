@@ -142,7 +142,7 @@ class GraphForecast(Forecast):
 
 def _resized(schedule: Schedule, times: float) -> Schedule:
     """The same decisions for a step that is ``times`` as large."""
-    if not schedule.away:
+    if not schedule.offloaded:
         return schedule
     ahead = None if schedule.ahead is None else int(schedule.ahead * times)
     return replace(schedule, limit=int(schedule.limit * times), ahead=ahead)

@@ -43,13 +43,13 @@ class PriceSearch:
         self._found = [Cut(slowest, slowest, 0, live.least)]
         self._weights = [1.0]
         self._prices = [0.0] * len(self._least)
-        self._send = 0.0
+        self._offload_price = 0.0
 
     def run(self, link_bytes: float = math.inf) -> float:
         """A lower bound on the seconds of recomputation if so many bytes can be offloaded."""
         best = 0.0
         for _ in range(self._rounds):
-            cut = self._relaxation.solve(self._prices, self._send)
+            cut = self._relaxation.solve(self._prices, self._offload_price)
             best = max(best, cut.cost - self._worth(link_bytes))
             self._found.append(cut)
             reached = self._mix(link_bytes)
@@ -62,7 +62,7 @@ class PriceSearch:
     def _worth(self, link_bytes: float) -> float:
         """The worth of the budget and the link at the prices."""
         rest = sum([self._prices[n] * (self._budget - self._least[n]) for n in self._events])
-        return rest + self._send * link_bytes if self._send else rest
+        return rest + self._offload_price * link_bytes if self._offload_price else rest
 
     def _mix(self, link_bytes: float) -> float:
         """Find the cheapest mixture, its weights and its prices; return its cost."""
@@ -70,14 +70,14 @@ class PriceSearch:
         rows = [[each.memory[now] / budget for each in found] for now in self._events]
         limits = [1.0] * len(self._events)
         if link_bytes < math.inf:
-            rows.append([each.sent / link_bytes for each in found])
+            rows.append([each.offloaded / link_bytes for each in found])
             limits.append(1.0)
         costs = [each.seconds for each in found]
         reached, self._weights, worth = best_mixture(costs, rows, limits)
         self._prices = [0.0] * len(self._least)
         for now, each in zip(self._events, worth, strict=False):
             self._prices[now] = each / budget
-        self._send = worth[-1] / link_bytes if link_bytes < math.inf else 0.0
+        self._offload_price = worth[-1] / link_bytes if link_bytes < math.inf else 0.0
         return reached
 
     def _add_event(self) -> bool:

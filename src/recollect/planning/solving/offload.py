@@ -43,7 +43,7 @@ def add_offload(graph: Graph, pool: Pool, tries: int) -> None:
     coarse, fine = (_COARSE, _FINE) if tries >= _FEW_TRIES else (_COARSE_FEW, _FINE_FEW)
     _try_grid(variants, pool, pool.frontier(), coarse, tries // 2)
     # Where that helped, other values may help more.
-    offloading = [solution for solution in pool.frontier() if solution.schedule.away]
+    offloading = [solution for solution in pool.frontier() if solution.schedule.offloaded]
     _try_grid(variants, pool, offloading, fine, tries - tries // 2)
 
 
@@ -88,13 +88,13 @@ class _Variants:
         """The schedule with some of the kept values offloaded."""
         shares, aheads, leads = grid
         # The plain step keeps results that no plan can keep.
-        kept = (schedule.kept | schedule.away) & self._choices
+        kept = (schedule.kept | schedule.offloaded) & self._choices
         ops = self._worth_a_copy(Schedule(kept))
         capacity = self._capacity(ops)
         for share in shares:
-            away = frozenset(ops[: round(capacity * share)])
-            if away:
-                yield from self._fetched(Schedule(kept - away, away), aheads, leads)
+            offloaded = frozenset(ops[: round(capacity * share)])
+            if offloaded:
+                yield from self._fetched(Schedule(kept - offloaded, offloaded), aheads, leads)
 
     def fit(self, schedule: Schedule, pool: Pool, budget: int, ahead: float, lead: float) -> None:
         """Offload as few values of a schedule as it takes to be within a budget."""
@@ -103,8 +103,8 @@ class _Variants:
         low, high = 1, min(len(ops), math.ceil(_OVER_CAPACITY * self._capacity(ops)))
         while low <= high:
             middle = (low + high) // 2
-            away = frozenset(ops[:middle])
-            (found,) = self._fetched(Schedule(kept - away, away), (ahead,), (lead,))
+            offloaded = frozenset(ops[:middle])
+            (found,) = self._fetched(Schedule(kept - offloaded, offloaded), (ahead,), (lead,))
             if pool.evaluate(found).peak <= budget:
                 high = middle - 1
             else:
@@ -116,14 +116,14 @@ class _Variants:
         """The schedule with several limits and begins of fetching ahead."""
         link = self._graph.link
         assert link is not None
-        sizes = [self._size(op) for op in schedule.away]
-        sent, largest = sum(sizes), max(sizes)
+        sizes = [self._size(op) for op in schedule.offloaded]
+        offloaded, largest = sum(sizes), max(sizes)
         needed = self._first_unpack(schedule)
-        for ahead in sorted({max(round(sent * share), largest) for share in aheads}):
+        for ahead in sorted({max(round(offloaded * share), largest) for share in aheads}):
             for lead in leads:
                 start = self._clock[needed] - lead * ahead / link.in_rate
                 begin = self._tickets_left(schedule, bisect_left(self._clock, start))
-                yield Schedule(schedule.kept, schedule.away, sent, ahead, begin)
+                yield Schedule(schedule.kept, schedule.offloaded, offloaded, ahead, begin)
 
     def _capacity(self, ops: list[int]) -> int:
         """How many of ``ops`` can be copied out during forward."""
@@ -144,7 +144,7 @@ class _Variants:
         unpacks = [
             self._graph.tables.unpacks[number]
             for number, saved in enumerate(self._graph.saved)
-            if values[saved.value].op in schedule.away
+            if values[saved.value].op in schedule.offloaded
         ]
         return min([*unpacks, len(self._clock) - 1])
 
@@ -167,7 +167,7 @@ class _Variants:
         found = [
             op
             for op in sorted(schedule.kept)
-            if graph.ops[op].can_send
+            if graph.ops[op].can_offload
             and not graph.ops[op].forced
             and any(value in saved or uses[value] for value in graph.results[op])
         ]

@@ -24,13 +24,13 @@ class Cut:
     Args:
         cost: In seconds, including the price of the link and of memory above the least.
         seconds: Of recomputation.
-        sent: Bytes that are offloaded.
+        offloaded: Bytes that are offloaded.
         memory: By event, a lower bound on the allocated bytes.
     """
 
     cost: float
     seconds: float
-    sent: int
+    offloaded: int
     memory: list[int]
 
 
@@ -39,7 +39,7 @@ class _BytePrices:
     """Of a byte, summed over all events before each, and of a byte that is offloaded."""
 
     before: list[float]
-    send: float
+    offload: float
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class _Item:
     Args:
         nbytes: The size of the value.
         spans: When keeping it takes memory.
-        can_send: Whether it can be offloaded instead.
+        can_offload: Whether it can be offloaded instead.
         less: A shorter live range of the value, which is paid for already.
         edge: The edge of the network that is cut if the price is paid.
     """
 
     nbytes: int
     spans: list[Span]
-    can_send: bool
+    can_offload: bool
     less: _Item | None = None
     edge: int = -1
 
@@ -68,19 +68,21 @@ class _Item:
     def whole(self, prices: _BytePrices) -> float:
         """The price of keeping or offloading it, whichever is lower."""
         kept = self._kept(prices.before)
-        return min(kept, self.nbytes * prices.send) if self.can_send else kept
+        return min(kept, self.nbytes * prices.offload) if self.can_offload else kept
 
     def _kept(self, before: list[float]) -> float:
         return self.nbytes * sum([before[high + 1] - before[low] for low, high in self.spans])
 
     def take(self, prices: _BytePrices, change: list[int]) -> int:
         """Add its bytes to ``change``; return the bytes that are offloaded instead."""
-        sent = self.take_whole(prices, change, 1)
-        return sent if self.less is None else sent - self.less.take_whole(prices, change, -1)
+        offloaded = self.take_whole(prices, change, 1)
+        return (
+            offloaded if self.less is None else offloaded - self.less.take_whole(prices, change, -1)
+        )
 
     def take_whole(self, prices: _BytePrices, change: list[int], sign: int) -> int:
         """`take` without subtracting ``less``."""
-        if self.can_send and self.nbytes * prices.send < self._kept(prices.before):
+        if self.can_offload and self.nbytes * prices.offload < self._kept(prices.before):
             return self.nbytes
         for low, high in self.spans:
             change[low] += sign * self.nbytes
@@ -140,16 +142,16 @@ class Relaxation:
                 item.edge = self._network.edge(0, node)
                 self._items.append(item)
 
-    def _can_send(self, number: int) -> bool:
-        return self._offload and self._graph.ops[number].can_send
+    def _can_offload(self, number: int) -> bool:
+        return self._offload and self._graph.ops[number].can_offload
 
     def _is_choice(self, number: int) -> bool:
-        return self._graph.ops[number].can_keep or self._can_send(number)
+        return self._graph.ops[number].can_keep or self._can_offload(number)
 
     def _item(self, value: int, end: int, less: _Item | None = None) -> _Item:
         each = self._graph.values[value]
         spans = self._live.added_by(value, end)
-        return _Item(each.nbytes, spans, self._can_send(each.op), less)
+        return _Item(each.nbytes, spans, self._can_offload(each.op), less)
 
     def _add_readers(self, number: int, value: int) -> None:
         """Add edges from the readers of a value to the op that makes it.
@@ -180,19 +182,19 @@ class Relaxation:
         """The seconds of recomputation if nothing is kept."""
         return sum(each for _, each in self._seconds)
 
-    def solve(self, events: Sequence[float], send: float = math.inf) -> Cut:
+    def solve(self, events: Sequence[float], offload: float = math.inf) -> Cut:
         """The cheapest choice at prices for a byte at each event, and for a byte offloaded."""
-        prices = _BytePrices([0.0, *accumulate(events)], send)
+        prices = _BytePrices([0.0, *accumulate(events)], offload)
         network = self._network
         cost = self._fill(prices)
         beyond, to = network.levels(), network.to
         is_cut = [beyond[to[edge + 1]] >= 0 > beyond[to[edge]] for edge in range(0, len(to), 2)]
         seconds = sum([each for edge, each in self._seconds if is_cut[edge // 2]])
         change = [0] * (len(events) + 1)
-        sent = sum([i.take(prices, change) for i in self._items if is_cut[i.edge // 2]])
+        offloaded = sum([i.take(prices, change) for i in self._items if is_cut[i.edge // 2]])
         held = accumulate(change)
         memory = [least + more for least, more in zip(self._live.least, held, strict=False)]
-        return Cut(cost, seconds, sent, memory)
+        return Cut(cost, seconds, offloaded, memory)
 
     def _fill(self, prices: _BytePrices) -> float:
         capacities = self._network.residual

@@ -134,7 +134,7 @@ class Search:
         """Start from a schedule that keeps ``kept``; return those of them that backward needs."""
         self._start = start
         kept &= self._choices
-        self._state.set(kept | self._graph.forced | start.away)
+        self._state.set(kept | self._graph.forced | start.offloaded)
         return frozenset(op for op in kept if self._state.is_used(op))
 
     def _keeping(self, kept: frozenset[int]) -> Schedule:
@@ -210,7 +210,7 @@ class Search:
     def splice(self, budget: int, tries: int) -> None:
         """Join one end of the best schedule within a budget to the rest of one with more memory."""
         start = self._pool.under(budget)
-        if start is None or start.schedule.away:
+        if start is None or start.schedule.offloaded:
             return
         limit = self._pool.count + tries
         self._start, order = start.schedule, self._order
@@ -235,7 +235,9 @@ class Search:
             return saved / (each.outcome.peak - budget + _SLIGHT * budget)
 
         found = [each for each in self._pool.frontier() if each.outcome.peak > budget]
-        return sorted([each for each in found if not each.schedule.away], key=slope, reverse=True)
+        return sorted(
+            [each for each in found if not each.schedule.offloaded], key=slope, reverse=True
+        )
 
     # --- random changes ---------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class Search:
             start = known[draw.randrange(len(known))].schedule
             if self._pool.count >= limit:
                 return
-            if not start.away:
+            if not start.offloaded:
                 kept = self._load(start, start.kept)
                 self._pool.try_out(Schedule(self._changed(kept, draw)))
 

@@ -309,7 +309,7 @@ const SHAPES = {
     draw(g, "circle", { class: "mark chosen", cx: x, cy: y, r: 5.5 });
   },
   plain: (g, x, y) => draw(g, "rect", { class: "mark plain", x: x - 5, y: y - 5, width: 10, height: 10 }),
-  peer: (g, x, y) => draw(g, "path", { class: "mark peer", d: `M${x} ${y - 6}L${x + 6} ${y}L${x} ${y + 6}L${x - 6} ${y}Z` }),
+  baseline: (g, x, y) => draw(g, "path", { class: "mark baseline", d: `M${x} ${y - 6}L${x + 6} ${y}L${x} ${y + 6}L${x - 6} ${y}Z` }),
 };
 
 function frontierChart(place, points, plainTime, budget) {
@@ -319,11 +319,11 @@ function frontierChart(place, points, plainTime, budget) {
     const edge = (high - low) * 0.07 || high * 0.05 || 1;
     return [Math.max(0, low - edge), high + edge];
   };
-  // On a phone there is no room for names: letters stand for the peers, with a key below.
-  const letters = new Map(points.filter(({ kind }) => kind === "peer").map((point, n) => [point, String.fromCharCode(65 + (n % 26))]));
+  // On a phone there is no room for names: letters stand for the baselines, with a key below.
+  const letters = new Map(points.filter(({ kind }) => kind === "baseline").map((point, n) => [point, String.fromCharCode(65 + (n % 26))]));
   const key = document.getElementById("frontier-key");
   for (const [point, letter] of letters) {
-    const item = make("li", "peer");
+    const item = make("li", "baseline");
     item.append(make("b", "", letter), ` ${point.name}`);
     key.append(item);
   }
@@ -359,13 +359,13 @@ function frontierChart(place, points, plainTime, budget) {
     }
     if (budget) taken.push({ left: x(budget) - 2, right: x(budget) + 2, top: box.top, bottom: box.bottom });
     // Plans are the line: hundreds of dots would hide it.
-    for (const kind of ours.length > 1 ? ["peer", "plain", "chosen"] : ["plan", "peer", "plain", "chosen"]) {
+    for (const kind of ours.length > 1 ? ["baseline", "plain", "chosen"] : ["plan", "baseline", "plain", "chosen"]) {
       for (const point of points.filter((each) => each.kind === kind)) {
         const g = draw(svg, "g", { class: `point ${kind}` });
         SHAPES[kind](g, x(point.peak), y(relative(point)));
       }
     }
-    for (const kind of ["chosen", "plain", "peer"]) {
+    for (const kind of ["chosen", "plain", "baseline"]) {
       for (const point of points.filter((each) => each.kind === kind)) {
         const label = draw(svg, "text", { class: `halo ${kind}` }, self.box.small ? letters.get(point) || point.name : point.name);
         placeLabel(label, x(point.peak), y(relative(point)), taken, box);
@@ -427,7 +427,7 @@ function sizesChart(place, points, plainSize) {
   const low = Math.min(...sizes), high = Math.max(...sizes);
   const edge = (high - low) * 0.05 || 0.5;
   const most = Math.max(...points.map(({ rate }) => rate)) * 1.1;
-  const shape = ({ kind }) => SHAPES[kind === "predicted" ? "peer" : kind];
+  const shape = ({ kind }) => SHAPES[kind === "predicted" ? "baseline" : kind];
   let x, y;
 
   const chart = new Chart(place, (self) => {
