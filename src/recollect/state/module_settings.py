@@ -16,22 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from recollect.state.assigned import Assigned, Slot
 from recollect.state.forgotten import (
     Unheld,
+    Where,
     can_be_held,
-    counts,
     has_tensors,
+    in_attribute,
     is_constant,
-    is_large,
 )
-from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
+from recollect.state.restorers import ATOMS, UNSET
 
 _Tensor = torch.Tensor
 
@@ -84,10 +84,7 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = (
-        *("_assigned", "_counters", "_entries", "_forgotten"),
-        *("_names", "_places", "_unheld", "_values"),
-    )
+    __slots__ = ("_assigned", "_entries", "_names", "_places", "_unheld", "_values")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -95,14 +92,10 @@ class ModuleSettings:
         self._names = [watched.now for _, watched in places]
         #: Those to restore, if some of them are not.
         self._entries: list[_Entry] | None = None
-        #: Those that the region has assigned, and its rerun will assign again.
-        self._assigned: list[_Entry] = []
-        #: Those of them that it counts up.
-        self._counters: list[_Entry] = []
+        #: Those that the region has assigned.
+        self._assigned = Assigned()
         #: Those with a graph. What the region leaves alone is held from then on.
-        self._unheld: list[Unheld] = []
-        #: Stand-ins for those that it replaces and that are not held.
-        self._forgotten: list[_Entry] = []
+        self._unheld: list[tuple[Slot, Unheld]] = []
         #: Flat: a copy of each dictionary would take longer.
         values = self._read()
         if values is None:
@@ -112,30 +105,38 @@ class ModuleSettings:
             entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
             self._entries, values = [each for each in entries if can_be_held(each[2])], []
             others = [each for each in entries if not can_be_held(each[2])]
-            self._unheld = [Unheld(*each) for each in others if has_tensors(each[2])]
+            self._unheld = [(Slot(s, n), Unheld(n, v)) for s, n, v in others if has_tensors(v)]
         self._values = values
 
-    def settle(self, *, counts_reruns: bool) -> list[int]:
+    def unheld(self) -> list[int]:
+        """The ``id`` of each tensor that is not held during the call."""
+        return [number for _, each in self._unheld for number in each.numbers]
+
+    def note_assigned(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if self.is_present():
             return []
         entries, unheld = self._all(), self._unheld
-        self._entries = [each for each in entries if _is_as_then(each)]
-        assigned = [each for each in entries if not _is_as_then(each)]
-        counters = [counts_reruns and _counts(each) for each in assigned]
-        self._counters = [*compress(assigned, counters)]
-        others = [each for each, counts in zip(assigned, counters, strict=True) if not counts]
-        self._assigned = [each for each in others if not is_large(each[2])]
-        unheld += [Unheld(*each) for each in assigned if is_large(each[2])]
-        self._entries += [each.entry() for each in unheld if each.is_there()]
-        replaced = [each for each in unheld if not each.is_there()]
-        self._forgotten = [each.stand_in for each in replaced]
-        self._unheld, self._values = [], []
-        return [number for each in replaced for number in each.numbers]
+        self._entries, self._unheld, self._values = [], [], []
+        assigned = []
+        for space, name, value in entries:
+            if space.get(name, UNSET) is value:
+                self._entries.append((space, name, value))
+            else:
+                assigned.append((Slot(space, name), value))
+        numbers = self._assigned.add(assigned, _where, counts_reruns=counts_reruns)
+        for slot, each in unheld:
+            now = slot.read()
+            if each.knows(now):
+                self._entries.append((slot.owner, str(slot.name), now))
+            else:
+                self._assigned.add_stand_in(slot, each.stand_in)
+                numbers += each.numbers
+        return numbers
 
     def is_present(self) -> bool:
         """Whether all have the values that they had, and keep them in a rerun; almost always."""
-        if self._assigned or self._counters or self._forgotten or self._unheld:
+        if self._assigned or self._unheld:
             return False
         if self._entries is not None:
             return all(map(_is_as_then, self._entries))
@@ -145,16 +146,11 @@ class ModuleSettings:
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until ``stack`` closes."""
-        for space, name, value in self._all():
-            if space.get(name, UNSET) is not value:
-                put_until(stack, (space, (name,)), VARIABLES, {name: value})
-        for space, name, value in (*self._assigned, *self._forgotten):
-            put_until(stack, (space, (name,)), VARIABLES, {name: value})
-        for space, name, value in self._counters:
-            now = space.get(name)
-            if type(now) is int:
-                stack.callback(_count_on, space, name, now - value)
-                space[name] = value
+        for entry in self._all():
+            if not _is_as_then(entry):
+                space, name, value = entry
+                Slot(space, name).write_until(stack, value)
+        self._assigned.restore(stack)
 
     def _read(self) -> list[Any] | None:
         """The values of all watched attributes; None if there are others now."""
@@ -193,12 +189,5 @@ def _is_as_then(entry: _Entry) -> bool:
     return space.get(name, UNSET) is value
 
 
-def _counts(entry: _Entry) -> bool:
-    space, name, value = entry
-    return counts(value, space.get(name))
-
-
-def _count_on(space: dict[str, Any], name: str, since: int) -> None:
-    """Add what was counted since the call to a counter that had its value in the rerun."""
-    if type(space.get(name)) is int:
-        space[name] += since
+def _where(slot: Slot) -> Where:
+    return in_attribute(str(slot.name))

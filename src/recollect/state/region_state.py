@@ -74,6 +74,7 @@ class RegionState:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))
             if self._guards is not None:
                 self._guards.add(self._buffers.others)
+                self._guards.release(self._modules.unheld())
             self._buffers.others.clear()  # the guards hold them, but for what `settle` says
         #: A mode for the engine to run forward under, if there is one.
         self.collectives = CollectiveRecorder() if found.communicates else None
@@ -83,17 +84,17 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        unheld = self._modules.settle(counts_reruns=self._counts_reruns)
+        unheld = self._modules.note_assigned(counts_reruns=self._counts_reruns)
         if self._variables is not None:
-            unheld += self._variables.settle(counts_reruns=self._counts_reruns)
+            unheld += self._variables.note_assigned(counts_reruns=self._counts_reruns)
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:
                 self._guards.add(unchanged)
             if not self._buffers.has_changes:
                 self._buffers = None
-        if unheld and self._guards is not None:
-            self._guards.drop(unheld)
+        if self._guards is not None:
+            self._guards.release(unheld)
 
     @property
     def preserves_rng(self) -> bool:
