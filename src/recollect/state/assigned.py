@@ -19,6 +19,7 @@ from recollect.state.forgotten import (
     show_outside,
     stand_in,
 )
+from recollect.state.iterators import successor
 from recollect.state.restorers import CELL, UNSET, VARIABLES
 
 
@@ -82,7 +83,7 @@ class Assigned:
         for slot, then in pairs:
             if counts_reruns and type(then) is int and _is_next(then, slot.read()):
                 self._counters.append((slot, then))
-            elif can_be_held(then) and not is_large(then):
+            elif then is UNSET or (can_be_held(then) and not is_large(then)):
                 self._values.append((slot, then))
             elif has_tensors(then):
                 unheld += numbers_of(then)
@@ -96,7 +97,7 @@ class Assigned:
     def restore(self, stack: ExitStack) -> None:
         """Restore the values of the call until ``stack`` closes."""
         for slot, value in self._values:
-            slot.write_until(stack, value)
+            slot.write_until(stack, successor(value) or value)  # of an iterator, each rerun has one
         for slot, then in self._counters:
             now = slot.read()
             if type(now) is int:

@@ -80,9 +80,8 @@ class ModuleIndex:
         #: Dictionaries of parameters, buffers and children, if there are any: those of
         #: ``parameters`` first, those of children last. So one pass over their values serves all.
         self.owners: list[dict[str, Any]] = []
-        #: Dictionaries of children, if there are any; and the empty ones.
+        #: Dictionaries of children, if there are any.
         self.children_dicts: list[dict[str, Any]] = []
-        self.childless: list[dict[str, Any]] = []
         #: The attributes of modules that have buffers, and how these may be written to.
         self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
         #: The attributes of modules that are not torch's layers, and how many of the first of them
@@ -95,6 +94,11 @@ class ModuleIndex:
         self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
         #: The recurrent layers, the root included.
         self.recurrent: list[ref[Any]] = []
+        #: Whether forward changes contents of what attributes hold, how often to look whether it
+        #: does, and the ``id`` of what was looked at last.
+        self.contents_change = False
+        self.looks_left = 4
+        self.looked_at: list[int] = []
         #: The global variables that ``functions`` name; None until they are looked up.
         self.globals: list[Any] | None = None
         #: What was searched in vain: from attributes, from the globals; and how often to try that.
@@ -108,7 +112,7 @@ class ModuleIndex:
         #: Whether a module gathers statistics from other processes, in training.
         self.communicates = False
         #: Dictionaries of parameters, buffers and children that are empty.
-        self._empty: list[dict[str, Any]] = []
+        self.empty: list[dict[str, Any]] = []
         self.root_class = type(root)
         self.is_scripted = isinstance(root, torch.jit.ScriptModule)
         #: How the buffers of the root may be written to, and whether it is no layer of torch's.
@@ -149,8 +153,8 @@ class ModuleIndex:
         if is_guarded:
             self.parameters.append(parameters)
         self.owners += [owner for owner in (None if is_guarded else parameters, buffers) if owner]
-        self._empty += [owner for owner in (parameters, buffers, children) if not owner]
-        (self.children_dicts if children else self.childless).append(children)
+        self.empty += [owner for owner in (parameters, buffers, children) if not owner]
+        self.children_dicts += [children] if children else []
         self.offspring.append(children.copy())
         if isinstance(module, nn.RNNBase):
             self.recurrent.append(ref(module))
@@ -174,7 +178,7 @@ class ModuleIndex:
         if (
             self.root() is not module
             or type(module) is not self.root_class
-            or any(self._empty)
+            or any(self.empty)
             or [*chain.from_iterable(self.owners)] != self.keys
         ):
             return None
@@ -219,10 +223,13 @@ def _may_change_parameters(module: nn.Module) -> bool:
 def _may_have_settings(module: nn.Module) -> bool:
     """Whether plain attributes may say what ``module`` computes. Sharding keeps its own there."""
     cls = type(module)
-    return cls not in _WITHOUT_SETTINGS and not cls.__module__.startswith("torch.distributed")
+    if cls in _WITHOUT_SETTINGS:  # unless somebody has set others, as `spectral_norm` does
+        return any(name[0] != "_" and name not in _USUAL for name in [*module.__dict__])
+    return not cls.__module__.startswith("torch.distributed")
 
 
 _WITHOUT_SETTINGS = frozenset({nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity})
+_USUAL = frozenset({"training", "in_features", "out_features", "forward"})
 
 
 def _modules_below(root: nn.Module) -> list[nn.Module]:

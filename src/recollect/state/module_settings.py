@@ -31,6 +31,7 @@ from recollect.state.forgotten import (
     in_attribute,
     is_constant,
 )
+from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
 from recollect.state.restorers import ATOMS, UNSET
 
 _Tensor = torch.Tensor
@@ -47,9 +48,10 @@ _RESTORED_ELSEWHERE = STANDARD_ATTRIBUTES | {"forward"}
 _Entry = tuple[dict[str, Any], str, Any]
 
 
-#: How many attributes there are of any kind; the names of those that are watched; and the function
-#: that returns their values, and the first of them again. A plain tuple is unpacked faster.
-Names = tuple[int, list[str], Callable[[Any], Sequence[Any]]]
+#: The names of the attributes of any kind, and how many; the names of those that are watched; and
+#: the function that returns their values, and the first of them again. A plain tuple is unpacked
+#: faster.
+Names = tuple[int, list[str], Callable[[Any], Sequence[Any]], frozenset[str]]
 
 
 class Watched:
@@ -66,11 +68,19 @@ class Watched:
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
         kinds = [type(space.get(name)) for name in others]
         pairs = zip(others, kinds, strict=True)
-        names = [name for name, kind in pairs if is_constant(kind) or has_tensors(space.get(name))]
+        names = [name for name, kind in pairs if is_constant(kind) or _is_watched(space.get(name))]
         # Of several names, `itemgetter` returns a tuple.
         get = itemgetter(*names, names[0]) if names else _nothing
-        self.now = size, names, get
+        self.now = size, names, get, STANDARD_ATTRIBUTES.union(others)
         return self.now
+
+
+def _is_watched(value: Any) -> bool:
+    return has_tensors(value) or is_used_up(value)
+
+
+def _refusing(name: str, iterator: Any) -> StandIn:
+    return StandIn(iterator, refusal_to_draw(f"the attribute {name!r} of a module", iterator))
 
 
 def _nothing(_: Any) -> tuple[()]:
@@ -106,6 +116,9 @@ class ModuleSettings:
             self._entries, values = [each for each in entries if can_be_held(each[2])], []
             others = [each for each in entries if not can_be_held(each[2])]
             self._unheld = [(Slot(s, n), Unheld(n, v)) for s, n, v in others if has_tensors(v)]
+            for s, n, v in others:
+                if is_used_up(v):
+                    self._assigned.add_stand_in(Slot(s, n), successor(v) or _refusing(n, v))
         self._values = values
 
     def unheld(self) -> list[int]:
@@ -124,6 +137,7 @@ class ModuleSettings:
                 self._entries.append((space, name, value))
             else:
                 assigned.append((Slot(space, name), value))
+        assigned += [(slot, UNSET) for slot in self._added()]
         numbers = self._assigned.add(assigned, _where, counts_reruns=counts_reruns)
         for slot, each in unheld:
             now = slot.read()
@@ -156,7 +170,7 @@ class ModuleSettings:
         """The values of all watched attributes; None if there are others now."""
         found: list[Any] = []
         try:
-            for (space, _), (size, _, get) in zip(self._places, self._names, strict=True):
+            for (space, _), (size, _, get, _) in zip(self._places, self._names, strict=True):
                 if len(space) != size:
                     return None
                 found += get(space)
@@ -166,8 +180,17 @@ class ModuleSettings:
 
     def _spaces(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """The attributes of each module, and the names of those that are watched."""
-        for (space, _), (_, names, _) in zip(self._places, self._names, strict=True):
+        for (space, _), (_, names, _, _) in zip(self._places, self._names, strict=True):
             yield space, names
+
+    def _added(self) -> list[Slot]:
+        """The attributes that were not there at the call."""
+        return [
+            Slot(space, name)
+            for (space, _), (size, _, _, known) in zip(self._places, self._names, strict=True)
+            if len(space) != size
+            for name in space.keys() - known - _RESTORED_ELSEWHERE
+        ]
 
     def _all(self) -> list[_Entry]:
         if self._entries is not None:

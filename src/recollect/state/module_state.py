@@ -35,8 +35,8 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_settings"),
-        *("_training", "_values"),
+        *("_class_forwards", "_content", "_forwards", "_has_own_graph", "_hooks", "_indexes"),
+        *("_settings", "_training", "_values"),
     )
 
     def __init__(
@@ -44,8 +44,14 @@ class ModuleState:
         modules: Sequence[nn.Module],
         indexes: Sequence[ModuleIndex],
         values: Sequence[list[Any]],
+        *,
+        has_own_graph: bool = False,
     ) -> None:
-        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them."""
+        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them.
+
+        ``has_own_graph``: whether gradients of parameters come from the graph of the rerun.
+        """
+        self._has_own_graph = has_own_graph
         self._indexes = indexes
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = values[0] if len(values) == 1 else [*chain.from_iterable(values)]
@@ -102,7 +108,7 @@ class ModuleState:
             return False
         for index, then in zip(indexes, self._class_forwards, strict=True):
             if (
-                any(index.childless)
+                any(index.empty)
                 or type(index.root()) is not index.root_class
                 or [*map(type, index.children)] != index.child_classes
                 or _class_forwards(index) != then
@@ -113,11 +119,13 @@ class ModuleState:
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
         self._check_classes()
+        if self._has_own_graph:
+            self._refuse_new_parameters()
         self._settings.restore(stack)
         for index in self._indexes:
             _restore_children(index, stack)
         restore_hooks(self._content, self._hooks, stack)
-        for owner, name, value in self._replaced():
+        for owner, name, value in (*self._replaced(), *self._added()):
             _assign(stack, owner, name, value)
         for name, values in ("training", self._training), ("forward", self._forwards or _NOTHING):
             for attributes, value in zip(self._content, values, strict=False):
@@ -151,6 +159,32 @@ class ModuleState:
                 pairs = zip(names, values, strict=True)
                 replaced += [(owner, n, v) for n, v in pairs if _was_replaced_by_user(v, owner[n])]
         return replaced
+
+    def _added(self) -> list[tuple[Attributes, str, Any]]:
+        """Where a parameter or buffer is now that was not there."""
+        known = {
+            id(o): n for each in self._indexes for o, n in zip(each.owners, each.names, strict=True)
+        }
+        owners = [each[place] for each in self._content for place in ("_parameters", "_buffers")]
+        return [
+            (owner, name, UNSET)
+            for owner in owners
+            for name, value in [*owner.items()]
+            if name not in known.get(id(owner), ()) and type(value) in _TENSORS
+        ]
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise if the rerun would make new parameters, which would get the gradients."""
+        added = any(type(owner[name]) is nn.Parameter for owner, name, _ in self._added())
+        known = {id(child) for index in self._indexes for child in index.children}
+        families = [each["_modules"].values() for each in self._content]
+        children = [child for child in chain.from_iterable(families) if id(child) not in known]
+        if added or any(map(_has_parameters, children)):
+            raise InputChanged(_NEW_PARAMETERS)
+
+
+def _has_parameters(child: nn.Module | None) -> bool:
+    return child is not None and next(child.parameters(), None) is not None
 
 
 def _class_forwards(index: ModuleIndex) -> list[Any]:
@@ -222,6 +256,12 @@ def _other_class(index: ModuleIndex, module: Any, former: type) -> InputChanged:
         "forward, or after backward."
     )
 
+
+_NEW_PARAMETERS = (
+    "modules of a checkpointed region have got parameters since the region began, which its "
+    "recomputation would make again: those would get the gradients. Run the model once before, "
+    "under torch.no_grad(), or use the default engine."
+)
 
 _OTHER_FORWARD = (
     "{name}.forward, which a checkpointed region may call, was replaced since the region began: "

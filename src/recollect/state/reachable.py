@@ -126,8 +126,8 @@ class Reachable:
     """What one function can reach."""
 
     __slots__ = (
-        *("_count", "_into_modules", "_passed", "_seen", "buffers", "communicates", "generators"),
-        *("indexes", "module_values", "modules", "tensors", "variables"),
+        *("_count", "_into_modules", "_passed", "_seen", "buffers", "communicates", "contents"),
+        *("generators", "indexes", "module_values", "modules", "tensors", "variables"),
     )
 
     def __init__(
@@ -150,6 +150,8 @@ class Reachable:
         self.tensors: list[torch.Tensor] = []
         #: Random streams that are objects: of torch, numpy and ``random``.
         self.generators: list[Any] = []
+        #: What attributes of modules hold whose contents a region may change, by index.
+        self.contents: list[tuple[ModuleIndex, list[Any]]] = []
         #: Cells of closures and global variables, with their values.
         self.variables: list[Entry] = []
         #: Whether a module of torch's gathers statistics from other processes.
@@ -210,8 +212,11 @@ class Reachable:
         for each, writes in index.with_buffers:
             self._add_buffers(each, writes)
         self.communicates |= index.communicates
-        for attached in _attached_to(attributes, index):
-            self._visit(attached, 1)
+        leading = _leading_values(attributes, index)
+        if leading:
+            self._add_contents(leading, index)
+            for attached in _attached_to(leading, index):
+                self._visit(attached, 1)
         if index.globals is None:
             index.globals = _by_namespace([n for f in index.functions for n in _globals_of(f)])
         if index.globals:
@@ -221,6 +226,16 @@ class Reachable:
         buffers = content["_buffers"]
         how = writes[bool(content.get("training"))]
         self.buffers += [(buffers, name, how) for name in [*buffers]]
+
+    def _add_contents(self, values: list[Any], index: ModuleIndex) -> None:
+        if not (index.contents_change or index.looks_left):
+            return
+        values = [value for value in values if not issubclass(type(value), torch.Tensor)]
+        ids = [*map(id, values)]
+        if index.contents_change or ids != index.looked_at:
+            index.looks_left -= not index.contents_change
+            index.looked_at = ids
+            self.contents.append((index, values))
 
     # --- other things -----------------------------------------------------------------------------
 
@@ -338,8 +353,8 @@ def _lead_nowhere(values: Iterable[Any]) -> bool:
     return len(dull) == len(kinds)
 
 
-def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
-    """The tensors, modules and generators that attributes of user modules hold or lead to.
+def _leading_values(attributes: Attributes, index: ModuleIndex) -> list[Any]:
+    """What attributes of user modules hold that may lead to something, but for modules.
 
     ``attributes``: those of the root of ``index``.
     """
@@ -356,7 +371,11 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
             leading += [value for value in values if type(value) not in _blank]
     if not leading or _lead_nowhere(leading):
         return []
-    leading = [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
+    return [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
+
+
+def _attached_to(leading: list[Any], index: ModuleIndex) -> list[Any]:
+    """The tensors, modules and generators that ``leading`` holds or leads to."""
     known = index.attached_in_vain
     if known is not None and known.covers(leading):
         return []

@@ -16,7 +16,7 @@ In a rerun:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from recollect._torch.dynamo import hide_from_dynamo
@@ -24,6 +24,7 @@ from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
+from recollect.state.contents import Contents
 from recollect.state.inputs import Inputs
 from recollect.state.module_index import ModuleIndex
 from recollect.state.module_state import ModuleState
@@ -43,7 +44,16 @@ class RegionState:
     """The state around one call of a function."""
 
     __slots__ = (
-        *("_ambient", "_buffers", "_counts_reruns", "_guards", "_inputs", "_modules", "_streams"),
+        *(
+            "_ambient",
+            "_buffers",
+            "_contents",
+            "_counts_reruns",
+            "_guards",
+            "_inputs",
+            "_modules",
+            "_streams",
+        ),
         "_variables",
         "collectives",
     )
@@ -55,8 +65,12 @@ class RegionState:
         preserve_rng_state: bool,
         *,
         counts_reruns: bool = False,
+        has_own_graph: bool = False,
     ) -> None:
-        """``counts_reruns``: whether counters of calls count reruns, as in torch."""
+        """``counts_reruns``: whether counters of calls count reruns, as in torch.
+
+        ``has_own_graph``: whether gradients of parameters come from the graph of the rerun.
+        """
         self._counts_reruns = counts_reruns
         found = Reachable(function, inputs.reachable())
         self._inputs = inputs
@@ -66,9 +80,12 @@ class RegionState:
                 if index.recurrent:
                     _reseed(index)
             self._streams = read_streams(found.generators)
-        self._modules = ModuleState(found.modules, found.indexes, found.module_values)
+        self._modules = ModuleState(
+            found.modules, found.indexes, found.module_values, has_own_graph=has_own_graph
+        )
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
         self._variables = Variables(found.variables) if found.variables else None
+        self._contents = Contents(found.contents) if found.contents else None
         self._buffers: BufferState | None = None
         if found.buffers or found.tensors or inputs.copied:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))
@@ -87,6 +104,8 @@ class RegionState:
         unheld = self._modules.note_assigned(counts_reruns=self._counts_reruns)
         if self._variables is not None:
             unheld += self._variables.note_assigned(counts_reruns=self._counts_reruns)
+        if self._contents is not None:
+            unheld += self._contents.note_changed()
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:
@@ -112,9 +131,12 @@ class RegionState:
     ) -> Any:
         """Run ``function`` in the state of the call, with the arguments from `Inputs.recall`."""
         swapped = self._inputs.swapped()
-        if swapped is None:
+        if swapped is None and not self._contents:
             return self._run_restored(function, args, kwargs)
-        with swapped:
+        with (
+            swapped or nullcontext(),
+            self._contents.swapped() if self._contents else nullcontext(),
+        ):
             return self._run_restored(function, args, kwargs)
 
     @hide_from_dynamo

@@ -1,0 +1,104 @@
+"""The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
+
+A rerun finds what forward found, and its own changes do not show. Only what the region itself has
+changed is restored. Most regions change nothing there, so a module whose first calls have left it
+alone is not looked at again (`ModuleIndex.looks_left`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from recollect.state.forgotten import (
+    Where,
+    can_be_held,
+    has_tensors,
+    is_large,
+    numbers_of,
+    show_outside,
+    stand_in,
+)
+from recollect.state.inputs import swapped_contents
+from recollect.state.iterators import with_exchanged
+from recollect.state.module_index import ModuleIndex
+from recollect.state.restorers import ARRAY, ATOMS, Entry, Restorer, restorers_of
+
+#: How many objects are visited, and of how many items at most.
+_OBJECTS = 300
+_ITEMS = 1000
+
+#: Packages whose objects run the training around a module.
+_FRAMEWORKS = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "ray"})
+
+
+class Contents:
+    """What the attributes of some modules hold at the call."""
+
+    __slots__ = ("_entries", "_indexes")
+
+    def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
+        """``found``: the values of attributes, by the index of the modules."""
+        self._indexes = [index for index, _ in found]
+        self._entries = _entries_of(value for _, values in found for value in values)
+
+    def note_changed(self) -> list[int]:
+        """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
+        changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
+        self._entries, unheld = [], []
+        for index in self._indexes:
+            index.contents_change |= bool(changed)
+        for thing, restorer, held in changed:
+            present = {*map(id, restorer.items(restorer.take(thing)))}
+            gone = [each for each in restorer.items(held) if _is_unheld(each, present)]
+            unheld += [number for each in gone for number in numbers_of(each)]
+            where = Where(f"a {type(thing).__name__} of a module")
+            stand_ins = {id(each): stand_in(each, where) for each in gone}
+            self._entries.append((thing, restorer, with_exchanged(held, stand_ins)))
+        return unheld
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """A context in which changed contents are as at the call."""
+        for thing, restorer, held in self._entries:
+            _show_outside(restorer, held, restorer.take(thing))
+        return swapped_contents(self._entries, lambda thing: f"a {type(thing).__name__}")
+
+
+def _is_unheld(value: Any, present: set[int]) -> bool:
+    is_held = id(value) in present or (can_be_held(value) and not is_large(value))
+    return not is_held and has_tensors(value)
+
+
+def _show_outside(restorer: Restorer, held: Any, now: Any) -> None:
+    if isinstance(held, dict):
+        for name in held.keys() & now.keys():
+            show_outside(held[name], now[name])
+    else:
+        for then, outside in zip(restorer.items(held), restorer.items(now), strict=False):
+            show_outside(then, outside)
+
+
+def _entries_of(values: Iterable[Any]) -> list[Entry]:
+    """The contents of everything that can change among ``values`` and inside of them."""
+    entries: list[Entry] = []
+    found: dict[int, Any] = {}
+    pending = [*values]
+    for value in pending:  # which grows meanwhile
+        cls = type(value)
+        if cls in ATOMS or id(value) in found or len(found) >= _OBJECTS:
+            continue
+        found[id(value)] = value
+        if str(cls.__module__).partition(".")[0] in _FRAMEWORKS:
+            continue
+        for restorer in restorers_of(cls):
+            held = None if restorer is ARRAY else restorer.take(value)
+            if held is None or not restorer.has_items or len(held) > _ITEMS:
+                continue
+            pending += restorer.items(held)
+            if restorer.mutable:
+                entries.append((value, restorer, held))
+    return entries
