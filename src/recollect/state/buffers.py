@@ -230,18 +230,18 @@ class Guards:
     def __init__(self, tensors: list[_Tensor]) -> None:
         #: Those that are not held, each with its version.
         self._released: list[tuple[ref[_Tensor], int]] = []
+        self._tensors: list[_Tensor] = []
+        self._versions: list[int] = []
+        self.add(tensors)
+
+    def add(self, tensors: list[_Tensor]) -> None:
         try:
             versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # inference tensors have no version, and do not change
-            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-            versions = [tensor._version for tensor in tensors]
-        self._tensors = tensors
-        self._versions = versions
-
-    def add(self, tensors: list[_Tensor]) -> None:
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._tensors += tensors
-        self._versions += [tensor._version for tensor in tensors]
+            self.add([tensor for tensor in tensors if not tensor.is_inference()])
+        else:
+            self._tensors += tensors
+            self._versions += versions
 
     def release(self, numbers: Collection[int]) -> None:
         """Hold those of ``id`` in ``numbers`` no longer; others may hold them for the rerun."""

@@ -13,17 +13,15 @@ from typing import Any
 
 from recollect.state.forgotten import (
     Where,
-    can_be_held,
     has_tensors,
-    is_large,
+    is_held,
     numbers_of,
-    show_outside,
     stand_in,
 )
 from recollect.state.inputs import swapped_contents
 from recollect.state.iterators import with_exchanged
 from recollect.state.module_index import ModuleIndex
-from recollect.state.restorers import ARRAY, ATOMS, Entry, Restorer, restorers_of
+from recollect.state.restorers import ARRAY, ATOMS, Entry, restorers_of
 
 #: How many objects are visited, and of how many items at most.
 _OBJECTS = 300
@@ -43,7 +41,7 @@ class Contents:
         self._indexes = [index for index, _ in found]
         self._entries = _entries_of(value for _, values in found for value in values)
 
-    def note_changed(self) -> list[int]:
+    def settle(self) -> list[int]:
         """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
         changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
         self._entries, unheld = [], []
@@ -63,23 +61,11 @@ class Contents:
 
     def swapped(self) -> AbstractContextManager[None]:
         """A context in which changed contents are as at the call."""
-        for thing, restorer, held in self._entries:
-            _show_outside(restorer, held, restorer.take(thing))
         return swapped_contents(self._entries, lambda thing: f"a {type(thing).__name__}")
 
 
 def _is_unheld(value: Any, present: set[int]) -> bool:
-    is_held = id(value) in present or (can_be_held(value) and not is_large(value))
-    return not is_held and has_tensors(value)
-
-
-def _show_outside(restorer: Restorer, held: Any, now: Any) -> None:
-    if isinstance(held, dict):
-        for name in held.keys() & now.keys():
-            show_outside(held[name], now[name])
-    else:
-        for then, outside in zip(restorer.items(held), restorer.items(now), strict=False):
-            show_outside(then, outside)
+    return id(value) not in present and not is_held(value) and has_tensors(value)
 
 
 def _entries_of(values: Iterable[Any]) -> list[Entry]:
@@ -96,9 +82,8 @@ def _entries_of(values: Iterable[Any]) -> list[Entry]:
             continue
         for restorer in restorers_of(cls):
             held = None if restorer is ARRAY else restorer.take(value)
-            if held is None or not restorer.has_items or len(held) > _ITEMS:
-                continue
-            pending += restorer.items(held)
-            if restorer.mutable:
-                entries.append((value, restorer, held))
+            items = restorer.items(held)
+            if len(items) <= _ITEMS:
+                pending += items
+                entries += [(value, restorer, held)] if restorer.mutable else []
     return entries

@@ -181,9 +181,14 @@ def can_be_held(value: Any) -> bool:
     )
 
 
-def is_large(value: Any) -> bool:
+def _is_large(value: Any) -> bool:
     """Whether its tensors are larger than what is held."""
     return sum(nbytes(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor) > LARGE
+
+
+def is_held(value: Any) -> bool:
+    """Whether it is held if the region replaces it."""
+    return can_be_held(value) and not _is_large(value)
 
 
 def numbers_of(value: Any) -> list[int]:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.state.assigned import Assigned, Slot
 from recollect.state.forgotten import (
     Unheld,
     Where,
@@ -32,7 +31,8 @@ from recollect.state.forgotten import (
     is_constant,
 )
 from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
-from recollect.state.restorers import ATOMS, UNSET
+from recollect.state.restorers import ATOMS, UNSET, VARIABLES, Entry
+from recollect.state.variables import Slot, Variables
 
 _Tensor = torch.Tensor
 
@@ -43,10 +43,6 @@ STANDARD_ATTRIBUTES = frozenset(FIRST) | {INDEX_KEY}
 
 #: ``forward`` is restored with the mode of the module.
 _RESTORED_ELSEWHERE = STANDARD_ATTRIBUTES | {"forward"}
-
-#: Attributes, the name of one, and its value.
-_Entry = tuple[dict[str, Any], str, Any]
-
 
 #: The names of the attributes of any kind, and how many; the names of those that are watched; and
 #: the function that returns their values, and the first of them again. A plain tuple is unpacked
@@ -94,77 +90,82 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = ("_assigned", "_entries", "_names", "_places", "_unheld", "_values")
+    __slots__ = ("_names", "_places", "_unheld", "_values", "_variables")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         #: The names in each of them; another thread may learn others.
         self._names = [watched.now for _, watched in places]
-        #: Those to restore, if some of them are not.
-        self._entries: list[_Entry] | None = None
-        #: Those that the region has assigned.
-        self._assigned = Assigned()
+        #: They, if they are not all constants, or after the region has assigned some.
+        self._variables: Variables | None = None
         #: Those with a graph. What the region leaves alone is held from then on.
         self._unheld: list[tuple[Slot, Unheld]] = []
         #: Flat: a copy of each dictionary would take longer.
-        values = self._read()
-        if values is None:
+        self._values = self._read()
+        if self._values is None:
             self._names = [watched.learn(space) for space, watched in places]
-            values = self._read()
-        if values is None or not _are_constants(values):
-            entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
-            self._entries, values = [each for each in entries if can_be_held(each[2])], []
-            others = [each for each in entries if not can_be_held(each[2])]
-            self._unheld = [(Slot(s, n), Unheld(n, v)) for s, n, v in others if has_tensors(v)]
-            for s, n, v in others:
-                if is_used_up(v):
-                    self._assigned.add_stand_in(Slot(s, n), successor(v) or _refusing(n, v))
-        self._values = values
+            self._values = self._read()
+        if self._values is None or not _are_constants(self._values):
+            self._take()
 
     def unheld(self) -> list[int]:
         """The ``id`` of each tensor that is not held during the call."""
         return [number for _, each in self._unheld for number in each.numbers]
 
-    def note_assigned(self, *, counts_reruns: bool) -> list[int]:
+    def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if self.is_present():
             return []
-        entries, unheld = self._all(), self._unheld
-        self._entries, self._unheld, self._values = [], [], []
-        assigned = []
-        for space, name, value in entries:
-            if space.get(name, UNSET) is value:
-                self._entries.append((space, name, value))
-            else:
-                assigned.append((Slot(space, name), value))
-        assigned += [(slot, UNSET) for slot in self._added()]
-        numbers = self._assigned.add(assigned, _where, counts_reruns=counts_reruns)
+        variables, unheld = self._as_variables(), self._unheld
+        numbers = variables.settle(counts_reruns=counts_reruns, added=self._added())
+        self._unheld = []
         for slot, each in unheld:
             now = slot.read()
             if each.knows(now):
-                self._entries.append((slot.owner, str(slot.name), now))
+                variables.hold(slot.owner, {str(slot.name): now})
             else:
-                self._assigned.add_stand_in(slot, each.stand_in)
+                variables.assign(slot, each.stand_in)
                 numbers += each.numbers
         return numbers
 
     def is_present(self) -> bool:
         """Whether all have the values that they had, and keep them in a rerun; almost always."""
-        if self._assigned or self._unheld:
-            return False
-        if self._entries is not None:
-            return all(map(_is_as_then, self._entries))
-        now = self._read()
-        then = self._values
+        if self._variables is not None:
+            return not self._unheld and self._variables.is_present()
+        now, then = self._read(), self._values or []
         return now is not None and len(now) == len(then) and all(map(is_, now, then))
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until ``stack`` closes."""
-        for entry in self._all():
-            if not _is_as_then(entry):
-                space, name, value = entry
-                Slot(space, name).write_until(stack, value)
-        self._assigned.restore(stack)
+        self._as_variables().restore(stack)
+
+    def _take(self) -> None:
+        variables, self._values = Variables([], _in_attribute), []
+        self._variables = variables
+        for space, names in self._spaces():
+            held = {}
+            for name in names:
+                value = space.get(name, UNSET)
+                if can_be_held(value):
+                    held[name] = value
+                elif has_tensors(value):
+                    self._unheld.append((Slot(space, name), Unheld(name, value)))
+                elif is_used_up(value):
+                    found = successor(value) or _refusing(name, value)
+                    variables.assign(Slot(space, name), found)
+            variables.hold(space, held)
+
+    def _as_variables(self) -> Variables:
+        if self._variables is None:
+            entries: list[Entry] = []
+            values = iter(self._values or ())
+            for space, names in self._spaces():
+                if names:
+                    held = {name: next(values) for name in names}
+                    next(values)  # that of the first, once more
+                    entries.append(((space, names), VARIABLES, held))
+            self._variables, self._values = Variables(entries, _in_attribute), []
+        return self._variables
 
     def _read(self) -> list[Any] | None:
         """The values of all watched attributes; None if there are others now."""
@@ -192,25 +193,10 @@ class ModuleSettings:
             for name in space.keys() - known - _RESTORED_ELSEWHERE
         ]
 
-    def _all(self) -> list[_Entry]:
-        if self._entries is not None:
-            return self._entries
-        found, values = [], iter(self._values)
-        for space, names in self._spaces():
-            if names:
-                found += [(space, name, next(values)) for name in names]
-                next(values)  # that of the first, once more
-        return found
-
 
 def _are_constants(values: list[Any]) -> bool:
     return ATOMS.issuperset(map(type, values)) or all(map(is_constant, {*map(type, values)}))
 
 
-def _is_as_then(entry: _Entry) -> bool:
-    space, name, value = entry
-    return space.get(name, UNSET) is value
-
-
-def _where(slot: Slot) -> Where:
+def _in_attribute(slot: Slot) -> Where:
     return in_attribute(str(slot.name))

@@ -83,12 +83,12 @@ class ModuleState:
         """The ``id`` of each tensor in a plain attribute that is not held during the call."""
         return self._settings.unheld()
 
-    def note_assigned(self, *, counts_reruns: bool) -> list[int]:
+    def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned to plain attributes.
 
         Returns the ``id`` of each tensor that is not to be held.
         """
-        return self._settings.note_assigned(counts_reruns=counts_reruns)
+        return self._settings.settle(counts_reruns=counts_reruns)
 
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""

@@ -218,7 +218,7 @@ class Reachable:
             for attached in _attached_to(leading, index):
                 self._visit(attached, 1)
         if index.globals is None:
-            index.globals = _by_namespace([n for f in index.functions for n in _globals_of(f)])
+            index.globals = _find_globals(index.functions)
         if index.globals:
             self._add_globals(index.globals, index)
 
@@ -428,7 +428,7 @@ def _globals_of(function: FunctionType) -> list[_Names]:
     known = _known_globals.get(key)
     if known is not None:
         return known[2]
-    found = _find_globals(function)
+    found = _find_globals([function])
     if len(_known_globals) < _KNOWN:
         _known_globals[key] = code, namespace, found
     return found
@@ -450,10 +450,11 @@ def _globals_in(code: CodeType) -> frozenset[str]:
     return frozenset(loaded).union(*inside)
 
 
-def _find_globals(function: FunctionType) -> list[_Names]:
+def _find_globals(functions: list[FunctionType]) -> list[_Names]:
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    pending, seen = [function], {id(function.__code__)}
-    while pending and len(seen) <= _FUNCTIONS:
+    pending, seen = [*reversed(functions)], {id(each.__code__) for each in functions}
+    most = len(functions) * _FUNCTIONS
+    while pending and len(seen) <= most:
         current = pending.pop()
         namespace = current.__globals__
         if namespace.get("__name__", "").partition(".")[0] in ("torch", "recollect"):
@@ -468,11 +469,3 @@ def _find_globals(function: FunctionType) -> list[_Names]:
             elif value is not UNSET and not isinstance(value, _FIXED):
                 names[name] = None
     return [(space, (*names,)) for space, names in found.values() if names]
-
-
-def _by_namespace(named: list[_Names]) -> list[_Names]:
-    """The same variables, each once."""
-    found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for space, names in named:
-        found.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
-    return [(space, (*names,)) for space, names in found.values()]

@@ -101,11 +101,11 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        unheld = self._modules.note_assigned(counts_reruns=self._counts_reruns)
+        unheld = self._modules.settle(counts_reruns=self._counts_reruns)
         if self._variables is not None:
-            unheld += self._variables.note_assigned(counts_reruns=self._counts_reruns)
+            unheld += self._variables.settle(counts_reruns=self._counts_reruns)
         if self._contents is not None:
-            unheld += self._contents.note_changed()
+            unheld += self._contents.settle()
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:

@@ -76,7 +76,6 @@ class Restorer:
         self.put: Any = put
         self.same = same or self._same_items
         self._name = name
-        self.has_items = name is not None
         self.mutable = put is not None
         #: Whether items were passed as such: an iterator among them is an argument.
         self.holds_arguments = holds_arguments
