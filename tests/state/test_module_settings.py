@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from enum import Enum
@@ -380,8 +381,32 @@ class LazyLayer(nn.Module):
 def test_the_reentrant_engine_refuses_parameters_made_in_the_region(make: Any) -> None:
     """Those of its rerun would get the gradients."""
     out = CHECKPOINTS["reentrant"](make(), leaf(4, 4))
-    with pytest.raises(InputChanged, match="have got parameters since the region began"):
+    with pytest.raises(InputChanged, match="a checkpointed region makes parameters"):
         out.sum().backward()
+
+
+class Copies(nn.Module):
+    """Compares with a copy of its layer, which it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.copy = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.copy = copy.deepcopy(self.layer)
+        with torch.no_grad():
+            target = self.copy(x)
+        return (self.layer(x) * target).tanh()
+
+
+@ALL
+def test_a_copy_that_gets_no_gradient_may_be_made(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, x = Copies(), leaf(4, 4)
+        run(module, x).sum().backward()
+        return [x.grad, *(each.grad for each in module.layer.parameters())]
+
+    assert_transparent(scenario, run)
 
 
 class Draws(nn.Module):

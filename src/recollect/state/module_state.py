@@ -35,7 +35,7 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_forwards", "_has_own_graph", "_hooks", "_indexes"),
+        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_made"),
         *("_settings", "_training", "_values"),
     )
 
@@ -44,14 +44,9 @@ class ModuleState:
         modules: Sequence[nn.Module],
         indexes: Sequence[ModuleIndex],
         values: Sequence[list[Any]],
-        *,
-        has_own_graph: bool = False,
     ) -> None:
-        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them.
-
-        ``has_own_graph``: whether gradients of parameters come from the graph of the rerun.
-        """
-        self._has_own_graph = has_own_graph
+        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them."""
+        self._made: list[torch.Tensor] = []
         self._indexes = indexes
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = values[0] if len(values) == 1 else [*chain.from_iterable(values)]
@@ -119,14 +114,13 @@ class ModuleState:
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
         self._check_classes()
-        if self._has_own_graph:
-            self._refuse_new_parameters()
         self._settings.restore(stack)
         for index in self._indexes:
             _restore_children(index, stack)
         restore_hooks(self._content, self._hooks, stack)
         for owner, name, value in (*self._replaced(), *self._added()):
             _assign(stack, owner, name, value)
+        stack.callback(self._note_made)
         for name, values in ("training", self._training), ("forward", self._forwards or _NOTHING):
             for attributes, value in zip(self._content, values, strict=False):
                 _assign(stack, attributes, name, UNSET if value is None else value)
@@ -173,18 +167,19 @@ class ModuleState:
             if name not in known.get(id(owner), ()) and type(value) in _TENSORS
         ]
 
-    def _refuse_new_parameters(self) -> None:
-        """Raise if the rerun would make new parameters, which would get the gradients."""
-        added = any(type(owner[name]) is nn.Parameter for owner, name, _ in self._added())
+    def _note_made(self) -> None:
+        """At the end of a rerun, note the parameters that it has made."""
         known = {id(child) for index in self._indexes for child in index.children}
-        families = [each["_modules"].values() for each in self._content]
-        children = [child for child in chain.from_iterable(families) if id(child) not in known]
-        if added or any(map(_has_parameters, children)):
+        children = chain.from_iterable([each["_modules"].values() for each in self._content])
+        made = [child for child in children if child is not None and id(child) not in known]
+        self._made = [parameter for child in made for parameter in child.parameters()]
+        self._made += [owner[name] for owner, name, _ in self._added()]
+
+    def check_gradients(self) -> None:
+        """After backward: raise if parameters that the rerun has made got the gradients."""
+        made, self._made = self._made, []
+        if any(each.grad is not None for each in made):
             raise InputChanged(_NEW_PARAMETERS)
-
-
-def _has_parameters(child: nn.Module | None) -> bool:
-    return child is not None and next(child.parameters(), None) is not None
 
 
 def _class_forwards(index: ModuleIndex) -> list[Any]:
@@ -258,9 +253,9 @@ def _other_class(index: ModuleIndex, module: Any, former: type) -> InputChanged:
 
 
 _NEW_PARAMETERS = (
-    "modules of a checkpointed region have got parameters since the region began, which its "
-    "recomputation would make again: those would get the gradients. Run the model once before, "
-    "under torch.no_grad(), or use the default engine."
+    "a checkpointed region makes parameters of its modules, and its recomputation has made them "
+    "again: those got the gradients. Run the model once before, under torch.no_grad(), or use the "
+    "default engine."
 )
 
 _OTHER_FORWARD = (

@@ -65,12 +65,8 @@ class RegionState:
         preserve_rng_state: bool,
         *,
         counts_reruns: bool = False,
-        has_own_graph: bool = False,
     ) -> None:
-        """``counts_reruns``: whether counters of calls count reruns, as in torch.
-
-        ``has_own_graph``: whether gradients of parameters come from the graph of the rerun.
-        """
+        """``counts_reruns``: whether counters of calls count reruns, as in torch."""
         self._counts_reruns = counts_reruns
         found = Reachable(function, inputs.reachable())
         self._inputs = inputs
@@ -80,9 +76,7 @@ class RegionState:
                 if index.recurrent:
                     _reseed(index)
             self._streams = read_streams(found.generators)
-        self._modules = ModuleState(
-            found.modules, found.indexes, found.module_values, has_own_graph=has_own_graph
-        )
+        self._modules = ModuleState(found.modules, found.indexes, found.module_values)
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
         self._variables = Variables(found.variables) if found.variables else None
         self._contents = Contents(found.contents) if found.contents else None
@@ -124,6 +118,10 @@ class RegionState:
         """A mode to run the function under if something that it may use has changed since."""
         changes = None if self._guards is None else self._guards.changes()
         return None if changes is None else UseOfChanged(changes)
+
+    def check_gradients(self) -> None:
+        """After a backward through the graph of a rerun: raise if gradients went astray."""
+        self._modules.check_gradients()
 
     @hide_from_dynamo
     def run(
