@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,16 @@ class Keeps(nn.Module):
             "object": lambda: SimpleNamespace(state=start, rate=1.0),
             "deque": lambda: deque([start], maxlen=2),
             "set": lambda: {0.0},
+            "array": lambda: np.zeros(2),
         }[kind]()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "set":
             self.held.add(float(len(self.held)))
             return ((x * self.own).tanh() * sum(self.held)).tanh()
+        if self.kind == "array":
+            self.held[0] += 1.5
+            return ((x * self.own).tanh() * float(self.held[0])).tanh()
         out = ((x * self.own).tanh() * self.exchange(x)).tanh()
         return out.sin()
 
@@ -61,7 +66,7 @@ class Keeps(nn.Module):
         return before
 
 
-_KINDS = ["list", "dict", "nested", "object", "deque", "set"]
+_KINDS = ["list", "dict", "nested", "object", "deque", "set", "array"]
 
 
 def unroll(module: Any, run: Run, width: int = 4) -> Any:
@@ -77,7 +82,9 @@ def test_a_rerun_finds_the_contents_of_the_call(kind: str, run: Run) -> None:
         module = Keeps(kind)
         found = unroll(module, run)
         held = module.held
-        left = [vars(held)] if kind == "object" else held if kind in ("list", "deque") else []
+        left = (
+            [vars(held)] if kind == "object" else held if kind in ("list", "deque", "array") else []
+        )
         return found[:3], [*left]
 
     assert_transparent(scenario, run)

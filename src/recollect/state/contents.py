@@ -21,7 +21,8 @@ from recollect.state.forgotten import (
 from recollect.state.inputs import swapped_contents
 from recollect.state.iterators import with_exchanged
 from recollect.state.module_index import ModuleIndex
-from recollect.state.restorers import ARRAY, ATOMS, Entry, restorers_of
+from recollect.state.restorers import ARRAY, ARRAY_COPY, ATOMS, Entry, restorers_of
+from recollect.state.tensors import LARGE
 
 #: How many objects are visited, and of how many items at most.
 _OBJECTS = 300
@@ -53,7 +54,8 @@ class Contents:
             unheld += [number for each in gone for number in numbers_of(each)]
             where = Where(f"a {type(thing).__name__} of a module")
             stand_ins = {id(each): stand_in(each, where) for each in gone}
-            self._entries.append((thing, restorer, with_exchanged(held, stand_ins)))
+            left = with_exchanged(held, stand_ins) if stand_ins else held
+            self._entries.append((thing, restorer, left))
         return unheld
 
     def __bool__(self) -> bool:
@@ -80,8 +82,11 @@ def _entries_of(values: Iterable[Any]) -> list[Entry]:
         found[id(value)] = value
         if str(cls.__module__).partition(".")[0] in _FRAMEWORKS:
             continue
-        for restorer in restorers_of(cls):
-            held = None if restorer is ARRAY else restorer.take(value)
+        for usual in restorers_of(cls):
+            restorer = ARRAY_COPY if usual is ARRAY else usual
+            if usual is ARRAY and getattr(value, "nbytes", 0) > LARGE:
+                continue
+            held = restorer.take(value)
             items = restorer.items(held)
             if len(items) <= _ITEMS:
                 pending += items
