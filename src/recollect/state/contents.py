@@ -1,8 +1,11 @@
 """The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
 
 A rerun finds what forward found, and its own changes do not show. Only what the region itself has
-changed is restored. Most regions change nothing there, so a module whose first calls have left it
-alone is not looked at again (`ModuleIndex.looks_left`).
+changed is restored: other code may use the rest meanwhile. Most regions change nothing there, so a
+module whose first calls have left it alone is not looked at again (`ModuleIndex.looks_left`).
+
+As with arguments, a list or an object that comes to hold a result of the region, with its graph, is
+held by that graph until backward frees it.
 """
 
 from __future__ import annotations

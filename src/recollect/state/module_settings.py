@@ -8,8 +8,8 @@ An integer that the region counts up by one counts the rerun, too, if it is to d
 
 Constants, functions and tensors without a gradient are restored, and tuples and lists of them, such
 as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the form
-is kept: a rerun that reads more is refused (`forgotten`). Other objects are not restored, nor are
-the contents of lists and dicts.
+is kept: a rerun that reads more is refused (`forgotten`). An attribute that the region adds is not
+there in its rerun. The contents of lists, dicts and objects are restored by `contents`.
 """
 
 from __future__ import annotations
