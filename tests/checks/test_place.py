@@ -22,13 +22,20 @@ class Probe(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths: list[str] = []
-        self.in_library: list[bool] = []
+        #: Of a list that a rerun does not restore, as it would one in an attribute.
+        self.note: Any = [].append
+
+    @property
+    def places(self) -> list[tuple[str, bool]]:
+        return self.note.__self__
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.places]
 
     def forward(self, x: Tensor) -> Tensor:
         place = Place(sys._getframe())
-        self.paths.append(place.path(WeakKeyDictionary()))
-        self.in_library.append(place.in_library)
+        self.note((place.path(WeakKeyDictionary()), place.in_library))
         return x.sin()
 
 
@@ -169,7 +176,7 @@ def test_the_work_of_a_library_in_a_hook_is_known_as_such(file: str, expected: b
     # The ops of the module itself are the user's, whoever calls it.
     call = from_file(file, "def call(block, x): return block(x)")["call"]
     call(block, torch.ones(1, 3))
-    assert block.probe.in_library == [False, False]
+    assert [in_library for _, in_library in block.probe.places] == [False, False]
 
 
 def test_the_users_frames_are_those_outside_of_torch_and_recollect() -> None:

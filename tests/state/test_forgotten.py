@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import recollect
 from recollect import CheckpointError
 from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
 
@@ -199,3 +201,95 @@ class Resets(Cell):
 @pytest.mark.parametrize("width", [4, WIDE])
 def test_a_state_may_be_reset_by_its_form(width: int, run: Run) -> None:
     assert_transparent(lambda run: unroll(Resets(width), run), run)
+
+
+#: Each asks a state for its form alone, and gives a number or a tensor.
+_QUESTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "is_contiguous": lambda x, state: 2.0 if state.is_contiguous() else 3.0,
+    "is_cuda": lambda x, state: 3.0 if state.is_cuda else 2.0,
+    "get_device": lambda x, state: 3.0 if state.get_device() >= 0 else 2.0,
+    "itemsize": lambda x, state: float(state.itemsize * state.nbytes * state.nelement()),
+    "signed": lambda x, state: 2.0 if state.is_signed() and torch.numel(state) else 3.0,
+    "view_as": lambda x, state: x.flatten().view_as(state).sum(0),
+    "expand_as": lambda x, state: x[0].expand_as(state),
+    "to": lambda x, state: x.double().to(state),
+    "type_as": lambda x, state: x.double().type_as(state),
+    "rand_like": lambda x, state: torch.rand_like(state),
+    "randint_like": lambda x, state: torch.randint_like(state, 9, dtype=torch.float32),
+}
+
+
+class Asks(Cell):
+    """Asks its last state for its form."""
+
+    def __init__(self, width: int, question: str) -> None:
+        super().__init__(width)
+        self.question = question
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = _QUESTIONS[self.question](x, self.state)
+        self.state = (x * self.own).tanh()
+        return self.state * answer
+
+
+@ALL
+@pytest.mark.parametrize("width", [4, WIDE])
+@pytest.mark.parametrize("question", _QUESTIONS)
+def test_a_stand_in_answers_for_its_form(question: str, width: int, run: Run) -> None:
+    assert_transparent(lambda run: unroll(Asks(width, question), run)[:4], run)
+
+
+class Twice(Cell):
+    """Its state is in two attributes, of which it replaces one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * self.own * self.kept
+        self.state = out
+        return out
+
+
+@RERUNS
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_what_is_in_another_place_too_stays_guarded(needs_grad: bool, run: Run) -> None:
+    cell, x = Twice(WIDE), leaf(4, WIDE)
+    cell.state = cell.kept = torch.rand(4, WIDE, requires_grad=needs_grad) * 1.0
+    out = run(cell, x)
+    cell.kept.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
+
+
+def test_it_is_not_held_while_the_region_runs() -> None:
+    cell, x, before = Tapped(4), leaf(4, 4), []
+    rerun(cell, x)
+    before.append(ref(cell.state))
+    cell.register_forward_hook(lambda *_: before.append(before[0]() is None))
+    with collector_off():
+        rerun(cell, x)
+    assert before[1] is True
+
+
+class Waits(Cell):
+    """In a rerun it lets another thread look at its state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, keeps_graph=True)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if recollect.is_recomputing():
+            thread = threading.Thread(target=lambda: self.seen.append(self.state * 1.0))
+            thread.start()
+            thread.join()
+        self.state = (x * self.own).tanh()
+        return self.state.square()
+
+
+def test_another_thread_does_not_see_a_stand_in() -> None:
+    cell, x = Waits(4), leaf(4, 4)
+    for _ in range(2):
+        out = rerun(cell, x)
+    now = cell.state
+    out.sum().backward()
+    assert torch.equal(cell.seen[0], now)
+    assert cell.state is now

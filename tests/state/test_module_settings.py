@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import policy
-from tests._support import ALL, Run, assert_transparent, collector_off, leaf, rerun
+from recollect.errors import InputChanged
+from tests._support import ALL, CHECKPOINTS, Run, assert_transparent, collector_off, leaf, rerun
 
 
 class Side(Enum):
@@ -324,3 +327,115 @@ def test_tensors_with_a_graph_are_not_held() -> None:
         out = rerun(norm, leaf(3, 4))
         assert last() is None
     out.sum().backward()
+
+
+class Lazy(nn.Module):
+    """Draws what it needs in its first call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(4))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            mask = torch.rand(4)
+            if self.kind == "buffer":
+                self.register_buffer("mask", mask)
+            else:
+                self.mask = nn.Parameter(mask) if self.kind == "parameter" else mask
+        return nn.functional.dropout(x * self.own * self.mask, 0.5).tanh()
+
+
+def _lazily(kind: str, run: Run) -> Any:
+    module, x = Lazy(kind), [leaf(4, 4) for _ in range(2)]
+    sum(run(module, each).sum() for each in x).backward()
+    return [module.mask.detach(), *(each.grad for each in (*x, *module.parameters()))]
+
+
+@ALL
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+def test_what_the_region_has_made_is_made_again(kind: str, run: Run) -> None:
+    """Else its rerun would draw other numbers afterwards."""
+    assert_transparent(lambda run: _lazily(kind, run), run)
+
+
+def test_parameters_that_the_region_has_made_get_their_gradients() -> None:
+    assert_transparent(lambda run: _lazily("parameter", run), rerun)
+
+
+class LazyLayer(nn.Module):
+    """Makes a layer in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer is None:
+            self.layer = nn.Linear(4, 4)
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("make", [lambda: Lazy("parameter"), LazyLayer])
+def test_the_reentrant_engine_refuses_parameters_made_in_the_region(make: Any) -> None:
+    """Those of its rerun would get the gradients."""
+    out = CHECKPOINTS["reentrant"](make(), leaf(4, 4))
+    with pytest.raises(InputChanged, match="a checkpointed region makes parameters"):
+        out.sum().backward()
+
+
+class Copies(nn.Module):
+    """Compares with a copy of its layer, which it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.copy = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.copy = copy.deepcopy(self.layer)
+        with torch.no_grad():
+            target = self.copy(x)
+        return (self.layer(x) * target).tanh()
+
+
+@ALL
+def test_a_copy_that_gets_no_gradient_may_be_made(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, x = Copies(), leaf(4, 4)
+        run(module, x).sum().backward()
+        return [x.grad, *(each.grad for each in module.layer.parameters())]
+
+    assert_transparent(scenario, run)
+
+
+class Draws(nn.Module):
+    """Has the next of a series of rates."""
+
+    def __init__(self, rates: Any) -> None:
+        super().__init__()
+        self.own, self.rates = nn.Parameter(torch.rand(4)), rates
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.own * next(self.rates)).tanh()
+
+
+@ALL
+@pytest.mark.parametrize(
+    "make", [lambda: iter([1.0, 2.0, 3.0, 4.0]), lambda: itertools.count(2)], ids=["list", "count"]
+)
+def test_an_iterator_stands_where_it_stood(make: Any, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module, x = Draws(make()), [leaf(3, 4) for _ in range(2)]
+        sum(run(module, each).sum() for each in x).backward(retain_graph=True)
+        sum(run(module, each).sum() for each in x).backward()
+        return [*(each.grad for each in x), next(module.rates, None)]
+
+    assert_transparent(scenario, run)
+
+
+@ALL
+def test_one_that_cannot_be_copied_is_an_error(run: Run) -> None:
+    out = run(Draws(rate / 2 for rate in range(9)), leaf(3, 4))
+    with pytest.raises(InputChanged, match=r"'rates' of a module of a .* iterator \(generator\)"):
+        out.sum().backward()

@@ -74,45 +74,36 @@ def call_skipped_hooks(traceback: TracebackType | None) -> None:
     ended = []
     while traceback is not None:
         if traceback.tb_frame.f_code is _HOOKED_CALL:
-            ended.append(traceback.tb_frame)
+            ended.append(traceback.tb_frame.f_locals)
         traceback = traceback.tb_next
-    shared = torch.nn.modules.module
-    for frame in reversed(ended):
-        values = frame.f_locals
-        called = values.get("called_always_called_hooks")
-        if called is None:  # it had no hooks when it was called
-            continue
-        module, args, kwargs = values["self"], values["args"], values["kwargs"]
-        result = values.get("result")
-        for hooks, always, with_kwargs in (
-            (
-                shared._global_forward_hooks,
-                shared._global_forward_hooks_always_called,
-                shared._global_forward_hooks_with_kwargs,
-            ),
-            (
-                module._forward_hooks,
-                module._forward_hooks_always_called,
-                module._forward_hooks_with_kwargs,
-            ),
-        ):
-            for key, hook in list(hooks.items()):
-                if key not in always or key in called:
-                    continue
-                called.add(key)  # an outer region that stops here too finds the same frames
-                given = (args, kwargs) if key in with_kwargs else (args,)
-                try:
-                    changed = hook(module, *given, result)
-                except StopRecompute:  # the hook saves tensors for backward
-                    pass
-                except Exception as error:  # noqa: BLE001  as torch does
-                    warnings.warn(
-                        "a forward hook with always_call=True raised an error after the "
-                        f"recomputation had stopped early: {error!r}",
-                        stacklevel=2,
-                    )
-                else:
-                    result = result if changed is None else changed
+    for values in reversed(ended):
+        if values.get("called_always_called_hooks") is not None:  # else it had no hooks
+            _call_skipped(values)
+
+
+def _call_skipped(values: dict[str, Any]) -> None:
+    """The same for one call of a module, given its local variables."""
+    module = values["self"]
+    own = [getattr(module, FORWARD_HOOKS[number]) for number in (1, 3, 4)]
+    called, result = values["called_always_called_hooks"], values.get("result")
+    for hooks, with_kwargs, always in (GLOBAL_FORWARD_HOOKS[1:], own):
+        for key, hook in list(hooks.items()):
+            if key not in always or key in called:
+                continue
+            called.add(key)  # an outer region that stops here too finds the same frames
+            given = (values["args"], values["kwargs"]) if key in with_kwargs else (values["args"],)
+            try:
+                changed = hook(module, *given, result)
+            except StopRecompute:  # the hook saves tensors for backward
+                pass
+            except Exception as error:  # noqa: BLE001  as torch does
+                warnings.warn(
+                    "a forward hook with always_call=True raised an error after the "
+                    f"recomputation had stopped early: {error!r}",
+                    stacklevel=2,
+                )
+            else:
+                result = result if changed is None else changed
 
 
 #: The layers with batch statistics.

@@ -223,20 +223,11 @@ def likely_causes(
     if "CompiledFunction" in savers:
         yield _COMPILED
     if cache is not None:
-        yield Cause(
-            f"the region changes its argument {cache}: the second run starts from the cache that "
-            "the first one left.",
-            "train without a cache (use_cache=False), or give the region a copy to change: "
-            "checkpoint(block, x, cache=copy.deepcopy(cache)).",
-        )
+        yield _cache(cache)
     if before is not None and after is not None and _only_first_size_differs(before, after):
         yield _ROUTING
     if module is not None and not module.training:
-        yield Cause(
-            f"{type(module).__name__} is in eval mode now, and may have been in training mode in "
-            "forward: dropout and batch norm behave differently.",
-            "call model.eval() after loss.backward(), not before.",
-        )
+        yield _eval_mode(module)
     if counts_differ and (before is None or after is None):
         yield OTHER_BRANCH
     yield _SOMETHING_CHANGED
@@ -252,6 +243,23 @@ def _autocast(half: torch.dtype, device: torch.device) -> Cause:
         f"one run computed in float32 and the other in {str(half).removeprefix('torch.')}: "
         "autocast was on for one of them only, or a module was converted in between.",
         f'enter autocast inside the region: with torch.autocast("{device.type}", {half}): ...',
+    )
+
+
+def _cache(name: str) -> Cause:
+    return Cause(
+        f"the region changes its argument {name}: the second run starts from the cache that the "
+        "first one left.",
+        "train without a cache (use_cache=False), or give the region a copy to change: "
+        "checkpoint(block, x, cache=copy.deepcopy(cache)).",
+    )
+
+
+def _eval_mode(module: nn.Module) -> Cause:
+    return Cause(
+        f"{type(module).__name__} is in eval mode now, and may have been in training mode in "
+        "forward: dropout and batch norm behave differently.",
+        "call model.eval() after loss.backward(), not before.",
     )
 
 

@@ -119,6 +119,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "none of output has requires_grad=True, this checkpoint() is not necessary"
             )
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        ctx.region_state.check_gradients()
         # An input that the function changed in place is no leaf any more.
         leaves = [x if isinstance(x, torch.Tensor) and x.is_leaf else None for x in inputs]
         return None, None, *(None if leaf is None else leaf.grad for leaf in leaves)

@@ -19,7 +19,7 @@ all the time, and ensure that the values are the same.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import ref
@@ -225,38 +225,46 @@ Changes = dict[int, tuple[_Tensor, str]]
 class Guards:
     """The versions of the tensors that one region can read, and should leave alone."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_released", "_tensors", "_versions")
 
     def __init__(self, tensors: list[_Tensor]) -> None:
+        #: Those that are not held, each with its version.
+        self._released: list[tuple[ref[_Tensor], int]] = []
+        self._tensors: list[_Tensor] = []
+        self._versions: list[int] = []
+        self.add(tensors)
+
+    def add(self, tensors: list[_Tensor]) -> None:
         try:
             versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # inference tensors have no version, and do not change
-            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-            versions = [tensor._version for tensor in tensors]
-        self._tensors = tensors
-        self._versions = versions
+            self.add([tensor for tensor in tensors if not tensor.is_inference()])
+        else:
+            self._tensors += tensors
+            self._versions += versions
 
-    def add(self, tensors: list[_Tensor]) -> None:
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._tensors += tensors
-        self._versions += [tensor._version for tensor in tensors]
-
-    def drop(self, numbers: Container[int]) -> None:
-        """Hold those of ``id`` in ``numbers`` no longer."""
-        pairs = zip(self._tensors, self._versions, strict=True)
-        left = [(tensor, version) for tensor, version in pairs if id(tensor) not in numbers]
+    def release(self, numbers: Collection[int]) -> None:
+        """Hold those of ``id`` in ``numbers`` no longer; others may hold them for the rerun."""
+        if not numbers:
+            return
+        pairs = [*zip(self._tensors, self._versions, strict=True)]
+        self._released += [(ref(tensor), v) for tensor, v in pairs if id(tensor) in numbers]
+        left = [pair for pair in pairs if id(pair[0]) not in numbers]
         self._tensors = [tensor for tensor, _ in left]
         self._versions = [version for _, version in left]
 
     def changes(self) -> Changes | None:
         """The tensors that were changed in place since; None, almost always."""
-        if [tensor._version for tensor in self._tensors] == self._versions:
+        same = [tensor._version for tensor in self._tensors] == self._versions
+        if same and not self._released:
             return None
-        return {
+        released = [(each(), version) for each, version in self._released]
+        changes = {
             id(tensor): (tensor, f"is at version {tensor._version}; expected version {version}")
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-            if tensor._version != version
+            for tensor, version in (*zip(self._tensors, self._versions, strict=True), *released)
+            if tensor is not None and tensor._version != version
         }
+        return changes or None
 
 
 class UseOfChanged(DispatchMode):

@@ -7,16 +7,18 @@ For others there is a stand-in: to use its values is an error.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
+from recollect._torch.autograd import current_graph_task
 from recollect._torch.modes import unobserved
-from recollect._torch.pytree import tree_leaves
+from recollect._torch.pytree import tree_leaves, tree_map_only
 from recollect.errors import CheckpointError
+from recollect.settings import recomputing
 from recollect.state.restorers import ATOMS
 from recollect.state.tensors import LARGE, nbytes
 
@@ -24,20 +26,38 @@ _Tensor = torch.Tensor
 #: Of tensors, as a hidden state of several parts; and how deep these are, and how long, at most.
 _SEQUENCES = frozenset({tuple, list})
 _DEPTH, _ITEMS = 3, 64
-#: What may be asked of it: its form.
-_FORM = frozenset(
-    {
-        *(_Tensor.size, _Tensor.stride, _Tensor.dim, _Tensor.numel, _Tensor.__len__),
-        *(_Tensor.element_size, _Tensor.is_floating_point, _Tensor.is_complex),
-        *(getattr(_Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "layout")),
-    }
-)
-_DEVICE = _Tensor.device.__get__
-_REQUIRES_GRAD = operator.attrgetter("requires_grad.__get__")(_Tensor)
-#: Another tensor of its form, as for a state that is reset.
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    """The functions behind attributes of a tensor."""
+    return (operator.attrgetter(f"{name}.__get__")(_Tensor) for name in names)
+
+
+#: The number of the argument of which a function asks only for shape, strides or dtype.
+_FORM = {
+    **dict.fromkeys(
+        (
+            *(_Tensor.size, _Tensor.stride, _Tensor.dim, _Tensor.ndimension, _Tensor.__len__),
+            *(_Tensor.numel, _Tensor.nelement, _Tensor.element_size, _Tensor.is_contiguous),
+            *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed),
+            *(torch.numel, torch.is_floating_point, torch.is_complex),
+            *_getters("shape", "ndim", "dtype", "layout", "itemsize", "nbytes"),
+        ),
+        0,
+    ),
+    **dict.fromkeys((_Tensor.view_as, _Tensor.reshape_as, _Tensor.expand_as), 1),
+}
+#: The same for the device, with or without the dtype.
+_DEVICE = {
+    **dict.fromkeys((*_getters("device", "is_cuda", "is_cpu", "is_meta"), _Tensor.get_device), 0),
+    **dict.fromkeys((_Tensor.to, _Tensor.type_as), 1),
+}
+(_REQUIRES_GRAD,) = _getters("requires_grad")
+#: Another tensor of its form, as for a state that is reset, or a mask.
 _MAKERS = frozenset(
     {
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
         *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full),
     }
 )
@@ -51,12 +71,14 @@ class Forgotten(torch.Tensor):
         forgotten_device: The device that it was on.
         forgotten_grad: Whether it required a gradient.
         form: A tensor of its form, on the meta device.
+        outside: Gives what is in its place outside of the rerun.
     """
 
     forgotten_from: Where
     forgotten_device: torch.device
     forgotten_grad: bool
     form: torch.Tensor
+    outside: Callable[[], Any]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<the tensor that was in {self.forgotten_from.text}>"
@@ -64,15 +86,21 @@ class Forgotten(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what the form says; anything else is an error."""
-        if func == _DEVICE:
-            return args[0].forgotten_device
+        kwargs = kwargs or {}
+        first: Any = args[0] if args else None
         if func == _REQUIRES_GRAD:
-            return args[0].forgotten_grad
-        if func in _MAKERS and args and isinstance(args[0], Forgotten):
-            on_device = {"device": args[0].forgotten_device}
-            return func(args[0].form, *args[1:], **(on_device | (kwargs or {})))
-        if func in _FORM:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return first.forgotten_grad
+        if func in _MAKERS and isinstance(first, Forgotten):
+            return func(first.form, *args[1:], **{"device": first.forgotten_device, **kwargs})
+        for positions, stand_for in (_FORM, _form_of), (_DEVICE, _empty_like):
+            number = positions.get(func, len(args))
+            if number < len(args) and isinstance(args[number], Forgotten):
+                return func(*args[:number], stand_for(args[number]), *args[number + 1 :], **kwargs)
+        if not recomputing.depth and current_graph_task() == _OUTSIDE_OF_BACKWARD:
+            # Another thread than that of the rerun.
+            others = tree_map_only(Forgotten, _value_outside, (args, kwargs))
+            if not any(isinstance(each, Forgotten) for each in tree_leaves(others)):
+                return func(*others[0], **others[1])
         leaves = tree_leaves((args, kwargs))
         found = next(each for each in leaves if isinstance(each, Forgotten))
         where = found.forgotten_from
@@ -83,6 +111,24 @@ class Forgotten(torch.Tensor):
             "64 KiB and has no graph. Pass it to the region as an argument, and return the new one"
             + where.advice
         )
+
+
+_OUTSIDE_OF_BACKWARD = -1
+
+
+def _form_of(found: Forgotten) -> torch.Tensor:
+    return found.form
+
+
+def _empty_like(found: Forgotten) -> torch.Tensor:
+    """A tensor without elements, of the same device and dtype."""
+    with unobserved():
+        return torch.empty(0, dtype=found.form.dtype, device=found.forgotten_device)
+
+
+def _value_outside(found: Forgotten) -> Any:
+    value = found.outside()
+    return found if value is None else value
 
 
 class Where(NamedTuple):
@@ -102,28 +148,15 @@ def in_attribute(name: str) -> Where:
 class Unheld:
     """What an attribute of a module holds at a call: a tensor, or a sequence with tensors.
 
-    No tensor is held, only what knows it again.
-
-    Args:
-        space: The attributes of the module.
-        name: Of the attribute.
-        value: What it holds.
+    No tensor is held, only what knows it again, and a stand-in.
     """
 
-    def __init__(self, space: dict[str, Any], name: str, value: Any) -> None:
-        self._space, self._name, self._knows = space, name, _recognizer(value)
-        #: Takes its place in a rerun, as an attribute of the module.
-        self.stand_in = space, name, stand_in(value, in_attribute(name))
+    def __init__(self, name: str, value: Any) -> None:
+        """``name``: that of the attribute."""
+        self.knows = _recognizer(value)
+        self.stand_in = stand_in(value, in_attribute(name))
         #: The ``id`` of each tensor.
         self.numbers = numbers_of(value)
-
-    def is_there(self) -> bool:
-        """Whether the attribute holds it now."""
-        return self._knows(self._space.get(self._name))
-
-    def entry(self) -> tuple[dict[str, Any], str, Any]:
-        """The attribute with what it holds now."""
-        return self._space, self._name, self._space[self._name]
 
 
 # --- what values hold -----------------------------------------------------------------------------
@@ -132,11 +165,6 @@ class Unheld:
 def is_constant(kind: type) -> bool:
     """Whether values of a type hold nothing that can change."""
     return kind in ATOMS or issubclass(kind, Enum)
-
-
-def counts(then: Any, now: Any) -> bool:
-    """Whether a region that has replaced ``then`` by ``now`` counts with it."""
-    return type(then) is int and type(now) is int and now == then + 1
 
 
 def has_tensors(value: Any) -> bool:
@@ -153,9 +181,14 @@ def can_be_held(value: Any) -> bool:
     )
 
 
-def is_large(value: Any) -> bool:
+def _is_large(value: Any) -> bool:
     """Whether its tensors are larger than what is held."""
     return sum(nbytes(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor) > LARGE
+
+
+def is_held(value: Any) -> bool:
+    """Whether it is held if the region replaces it."""
+    return can_be_held(value) and not _is_large(value)
 
 
 def numbers_of(value: Any) -> list[int]:
@@ -174,7 +207,19 @@ def stand_in(value: Any, where: Where, depth: int = _DEPTH) -> Any:
         found = form.as_subclass(Forgotten)
     found.forgotten_from, found.forgotten_device = where, value.device
     found.forgotten_grad, found.form = value.requires_grad, form
+    found.outside = _nothing
     return found
+
+
+def show_outside(value: Any, now: Any) -> None:
+    """Have other threads compute with ``now`` where they find the stand-ins in ``value``."""
+    for found, outside in zip(_leaves(value), _leaves(now), strict=False):
+        if isinstance(found, Forgotten):
+            found.outside = ref(outside) if isinstance(outside, _Tensor) else _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _has_parts(value: Any, depth: int) -> bool:

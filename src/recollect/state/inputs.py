@@ -33,8 +33,7 @@ import torch
 from recollect._torch.autograd import active_saved_tensor_hooks, save_tensor
 from recollect.checks.changed_input import argument_changed
 from recollect.errors import CheckpointError, InputChanged
-from recollect.settings import recomputing
-from recollect.state.iterators import StandIn, is_used_up, with_exchanged
+from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, with_exchanged
 from recollect.state.restorers import (
     ATOMS,
     CAPTURED_ELSEWHERE,
@@ -131,22 +130,13 @@ def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
     if not any(map(is_used_up, restorer.items(held))):
         return held
     stand_ins = {
-        id(value): StandIn(value, _refusal_to_draw(type(thing).__name__ + suffix, value))
+        id(value): StandIn(
+            value, refusal_to_draw(f"{type(thing).__name__}{suffix} of an argument", value)
+        )
         for suffix, value in restorer.parts(held)
         if is_used_up(value)
     }
     return with_exchanged(held, stand_ins)
-
-
-def _refusal_to_draw(name: str, iterator: Any) -> Callable[[], InputChanged | None]:
-    text = (
-        f"{name} of an argument of a checkpointed region is an iterator "
-        f"({type(iterator).__name__}), which can be read only once, and the recomputation of the "
-        "region draws from it. Take the item outside and pass it as an argument, or hold a "
-        "list and the number of the next item."
-    )
-    # Not for another thread, which has nothing to do with the rerun.
-    return lambda: InputChanged(text) if recomputing.depth else None
 
 
 def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -175,7 +165,7 @@ _swapping = threading.RLock()
 
 
 @contextmanager
-def _swapped(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
+def swapped_contents(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
     """A context in which objects have the contents of ``entries``.
 
     What cannot be restored raises ``InputChanged`` with its ``name``, or is left as it is without.
@@ -400,7 +390,7 @@ class Inputs:
         """
         if self._contents is None or not self._contents.mutable:
             return None
-        return _swapped(self._contents.mutable, self._name if self._guard else None)
+        return swapped_contents(self._contents.mutable, self._name if self._guard else None)
 
     def has(self, tensor: _Tensor) -> bool:
         return any(tensor is each for each, _ in self._guards) or any(

@@ -11,6 +11,8 @@ from operator import is_not
 from types import MethodWrapperType
 from typing import Any
 
+from recollect.errors import InputChanged
+from recollect.settings import recomputing
 from recollect.state.restorers import ITERATOR, is_made_in_python, restorers_of
 
 #: The methods by which a generator is drawn from.
@@ -42,6 +44,17 @@ class StandIn:
         error = self._refusal()
         if error is not None:
             raise error
+
+
+def refusal_to_draw(name: str, iterator: Any) -> Callable[[], InputChanged | None]:
+    """What `StandIn` raises in a rerun, for an iterator called ``name``."""
+    text = (
+        f"{name} of a checkpointed region is an iterator ({type(iterator).__name__}), which can be "
+        "read only once, and the recomputation of the region draws from it. Take the item outside "
+        "and pass it as an argument, or hold a list and the number of the next item."
+    )
+    # Not for another thread, which has nothing to do with the rerun.
+    return lambda: InputChanged(text) if recomputing.depth else None
 
 
 def is_used_up(value: Any) -> bool:

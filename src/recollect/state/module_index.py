@@ -73,74 +73,79 @@ class ModuleIndex:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = ref(root)
-        #: The attributes of each module.
-        self.content: list[Attributes] = []
-        #: Dictionaries of parameters, if there are any, that a forward leaves alone.
-        self.parameters: list[dict[str, Any]] = []
+        self.root_class = type(root)
+        self.is_scripted = isinstance(root, torch.jit.ScriptModule)
+        #: How the buffers of the root may be written to, and whether it is no layer of torch's.
+        self.writes = _writes_of(root)
+        self.is_user_module = self.writes is _UNKNOWN
+        #: How many of the first attributes of the root every module has.
+        self.standard_attributes = _count_standard(root.__dict__)
+        #: Which attributes of the root are watched, if it may have settings.
+        self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
+        self._reset_searches()
+        self._read_modules(_modules_below(root))
         #: Dictionaries of parameters, buffers and children, if there are any: those of
         #: ``parameters`` first, those of children last. So one pass over their values serves all.
-        self.owners: list[dict[str, Any]] = []
-        #: Dictionaries of children, if there are any; and the empty ones.
-        self.children_dicts: list[dict[str, Any]] = []
-        self.childless: list[dict[str, Any]] = []
-        #: The attributes of modules that have buffers, and how these may be written to.
-        self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
-        #: The attributes of modules that are not torch's layers, and how many of the first of them
-        #: every module has; and that number of the root.
-        self.user_modules: list[tuple[Attributes, int]] = []
-        self.standard_attributes = _count_standard(root.__dict__)
-        #: The attributes of modules that may have settings, and which of them are watched; and of
-        #: the root.
-        self.settings: list[Place] = []
-        self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
-        #: The recurrent layers, the root included.
-        self.recurrent: list[ref[Any]] = []
+        self.owners = [*self.parameters, *self._other_owners, *self.children_dicts]
+        #: Returns their values now, one after the other.
+        self.read_values = _reader_of(self.owners)
+        #: The names in each of ``owners``; and the same, one after the other.
+        self.names = [(*owner,) for owner in self.owners]
+        self.keys = [*chain.from_iterable(self.names)]
+        #: How many of the values in ``owners`` are those of ``parameters``.
+        self.guarded = sum(map(len, self.parameters))
+        self.children = [*chain.from_iterable(map(dict.values, self.children_dicts))]
+        self.child_classes = [*map(type, self.children)]
+
+    def _reset_searches(self) -> None:
+        """What is known of objects that attributes and globals hold: nothing yet."""
         #: The global variables that ``functions`` name; None until they are looked up.
         self.globals: list[Any] | None = None
         #: What was searched in vain: from attributes, from the globals; and how often to try that.
         self.attached_in_vain: Any = None
         self.globals_in_vain: Any = None
         self.searches_left = 4
+        #: Whether forward changes contents of what attributes hold, how often to look whether it
+        #: does, and the ``id`` of what was looked at last.
+        self.contents_change = False
+        self.looks_left = 4
+        self.looked_at: list[int] = []
+
+    def _read_modules(self, modules: list[nn.Module]) -> None:
+        """Sort what the modules, of which the root is the first, consist of."""
+        #: The attributes of each module; and those of user modules, with the number of the first of
+        #: them that every module has; of modules that may have settings; of those with buffers.
+        self.content: list[Attributes] = []
+        self.user_modules: list[tuple[Attributes, int]] = []
+        self.settings: list[Place] = []
+        self.with_buffers: list[tuple[Attributes, tuple[Writes, Writes]]] = []
+        #: Dictionaries of parameters, if there are any, that a forward leaves alone; of children;
+        #: the others; those that are empty; those of modules that make parameters when called.
+        self.parameters: list[dict[str, Any]] = []
+        self.children_dicts: list[dict[str, Any]] = []
+        self._other_owners: list[dict[str, Any]] = []
+        self.empty: list[dict[str, Any]] = []
+        self._unfinished: list[dict[str, Any]] = []
+        #: The children of each module that is not scripted, by name.
+        self.offspring: list[dict[str, Any]] = []
+        #: The recurrent layers.
+        self.recurrent: list[ref[Any]] = []
         #: Parameters and buffers of scripted modules, which have no attributes.
         self.scripted: list[torch.Tensor] = []
-        #: Dictionaries of modules that make their parameters at the first call.
-        self._unfinished: list[dict[str, Any]] = []
         #: Whether a module gathers statistics from other processes, in training.
         self.communicates = False
-        #: Dictionaries of parameters, buffers and children that are empty.
-        self._empty: list[dict[str, Any]] = []
-        self.root_class = type(root)
-        self.is_scripted = isinstance(root, torch.jit.ScriptModule)
-        #: How the buffers of the root may be written to, and whether it is no layer of torch's.
-        self.writes = _writes_of(root)
-        self.is_user_module = self.writes is _UNKNOWN
-        #: The functions of classes that are not torch's.
-        self.functions = _functions_of(type(root)) if self.is_user_module else []
-        #: The children of the root and of each of ``content``, by name.
-        self.offspring: list[dict[str, Any]] = []
-        modules = _modules_below(root)
+        #: The functions of classes that are not torch's; and the classes that may define a
+        #: ``forward``.
+        self.functions = _functions_of(self.root_class) if self.is_user_module else []
+        bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
+        self.classes = [*({*bases} - {nn.Module, object})]
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.scripted += [*module.parameters(), *module.buffers()]
             else:
                 self._add_dictionaries(module)
-                if module is not root:
+                if module is not modules[0]:
                     self._add_attributes(module)
-        self.owners = [*self.parameters, *self.owners, *self.children_dicts]
-        #: Returns their values now, one after the other.
-        self.read_values = _reader_of(self.owners)
-        #: The names in each of ``owners``.
-        self.names = [(*owner,) for owner in self.owners]
-        #: The same, one after the other.
-        self.keys = [*chain.from_iterable(self.names)]
-        #: How many of the values in ``owners`` are those of ``parameters``.
-        self.guarded = sum(map(len, self.parameters))
-        self.children = [*chain.from_iterable(map(dict.values, self.children_dicts))]
-        self._first_child = len(self.keys) - len(self.children)
-        self.child_classes = [*map(type, self.children)]
-        #: The classes that may define a ``forward``.
-        bases = (base for cls in {*map(type, modules)} for base in cls.__mro__)
-        self.classes = [*({*bases} - {nn.Module, object})]
 
     def _add_dictionaries(self, module: nn.Module) -> None:
         places = ("_parameters", "_buffers", "_modules")
@@ -148,9 +153,11 @@ class ModuleIndex:
         is_guarded = parameters and not _may_change_parameters(module)
         if is_guarded:
             self.parameters.append(parameters)
-        self.owners += [owner for owner in (None if is_guarded else parameters, buffers) if owner]
-        self._empty += [owner for owner in (parameters, buffers, children) if not owner]
-        (self.children_dicts if children else self.childless).append(children)
+        self._other_owners += [
+            owner for owner in (None if is_guarded else parameters, buffers) if owner
+        ]
+        self.empty += [owner for owner in (parameters, buffers, children) if not owner]
+        self.children_dicts += [children] if children else []
         self.offspring.append(children.copy())
         if isinstance(module, nn.RNNBase):
             self.recurrent.append(ref(module))
@@ -174,12 +181,12 @@ class ModuleIndex:
         if (
             self.root() is not module
             or type(module) is not self.root_class
-            or any(self._empty)
+            or any(self.empty)
             or [*chain.from_iterable(self.owners)] != self.keys
         ):
             return None
         values = self.read_values()
-        children = values[self._first_child :]
+        children = values[len(self.keys) - len(self.children) :]
         is_same = all(map(is_, children, self.children))
         return values if is_same and [*map(type, children)] == self.child_classes else None
 
@@ -219,10 +226,13 @@ def _may_change_parameters(module: nn.Module) -> bool:
 def _may_have_settings(module: nn.Module) -> bool:
     """Whether plain attributes may say what ``module`` computes. Sharding keeps its own there."""
     cls = type(module)
-    return cls not in _WITHOUT_SETTINGS and not cls.__module__.startswith("torch.distributed")
+    if cls in _WITHOUT_SETTINGS:  # unless somebody has set others, as `spectral_norm` does
+        return any(name[0] != "_" and name not in _USUAL for name in [*module.__dict__])
+    return not cls.__module__.startswith("torch.distributed")
 
 
 _WITHOUT_SETTINGS = frozenset({nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity})
+_USUAL = frozenset({"training", "in_features", "out_features", "forward"})
 
 
 def _modules_below(root: nn.Module) -> list[nn.Module]:

@@ -8,15 +8,14 @@ An integer that the region counts up by one counts the rerun, too, if it is to d
 
 Constants, functions and tensors without a gradient are restored, and tuples and lists of them, such
 as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the form
-is kept: a rerun that reads more is refused (`forgotten`). Other objects are not restored, nor are
-the contents of lists and dicts.
+is kept: a rerun that reads more is refused (`forgotten`). An attribute that the region adds is not
+there in its rerun. The contents of lists, dicts and objects are restored by `contents`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from operator import is_, itemgetter
 from typing import Any
 
@@ -25,13 +24,15 @@ from torch import nn
 
 from recollect.state.forgotten import (
     Unheld,
+    Where,
     can_be_held,
-    counts,
     has_tensors,
+    in_attribute,
     is_constant,
-    is_large,
 )
-from recollect.state.restorers import ATOMS, UNSET, VARIABLES, put_until
+from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
+from recollect.state.restorers import ATOMS, UNSET, VARIABLES, Entry
+from recollect.state.variables import Slot, Variables
 
 _Tensor = torch.Tensor
 
@@ -43,13 +44,10 @@ STANDARD_ATTRIBUTES = frozenset(FIRST) | {INDEX_KEY}
 #: ``forward`` is restored with the mode of the module.
 _RESTORED_ELSEWHERE = STANDARD_ATTRIBUTES | {"forward"}
 
-#: Attributes, the name of one, and its value.
-_Entry = tuple[dict[str, Any], str, Any]
-
-
-#: How many attributes there are of any kind; the names of those that are watched; and the function
-#: that returns their values, and the first of them again. A plain tuple is unpacked faster.
-Names = tuple[int, list[str], Callable[[Any], Sequence[Any]]]
+#: The names of the attributes of any kind, and how many; the names of those that are watched; and
+#: the function that returns their values, and the first of them again. A plain tuple is unpacked
+#: faster.
+Names = tuple[int, list[str], Callable[[Any], Sequence[Any]], frozenset[str]]
 
 
 class Watched:
@@ -66,11 +64,19 @@ class Watched:
         others = [name for name in [*space] if name not in _RESTORED_ELSEWHERE]
         kinds = [type(space.get(name)) for name in others]
         pairs = zip(others, kinds, strict=True)
-        names = [name for name, kind in pairs if is_constant(kind) or has_tensors(space.get(name))]
+        names = [name for name, kind in pairs if is_constant(kind) or _is_watched(space.get(name))]
         # Of several names, `itemgetter` returns a tuple.
         get = itemgetter(*names, names[0]) if names else _nothing
-        self.now = size, names, get
+        self.now = size, names, get, STANDARD_ATTRIBUTES.union(others)
         return self.now
+
+
+def _is_watched(value: Any) -> bool:
+    return has_tensors(value) or is_used_up(value)
+
+
+def _refusing(name: str, iterator: Any) -> StandIn:
+    return StandIn(iterator, refusal_to_draw(f"the attribute {name!r} of a module", iterator))
 
 
 def _nothing(_: Any) -> tuple[()]:
@@ -84,83 +90,88 @@ Place = tuple[dict[str, Any], Watched]
 class ModuleSettings:
     """The plain attributes of some modules at the call."""
 
-    __slots__ = (
-        *("_assigned", "_counters", "_entries", "_forgotten"),
-        *("_names", "_places", "_unheld", "_values"),
-    )
+    __slots__ = ("_names", "_places", "_unheld", "_values", "_variables")
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         #: The names in each of them; another thread may learn others.
         self._names = [watched.now for _, watched in places]
-        #: Those to restore, if some of them are not.
-        self._entries: list[_Entry] | None = None
-        #: Those that the region has assigned, and its rerun will assign again.
-        self._assigned: list[_Entry] = []
-        #: Those of them that it counts up.
-        self._counters: list[_Entry] = []
+        #: They, if they are not all constants, or after the region has assigned some.
+        self._variables: Variables | None = None
         #: Those with a graph. What the region leaves alone is held from then on.
-        self._unheld: list[Unheld] = []
-        #: Stand-ins for those that it replaces and that are not held.
-        self._forgotten: list[_Entry] = []
+        self._unheld: list[tuple[Slot, Unheld]] = []
         #: Flat: a copy of each dictionary would take longer.
-        values = self._read()
-        if values is None:
+        self._values = self._read()
+        if self._values is None:
             self._names = [watched.learn(space) for space, watched in places]
-            values = self._read()
-        if values is None or not _are_constants(values):
-            entries = [(s, n, s.get(n, UNSET)) for s, names in self._spaces() for n in names]
-            self._entries, values = [each for each in entries if can_be_held(each[2])], []
-            others = [each for each in entries if not can_be_held(each[2])]
-            self._unheld = [Unheld(*each) for each in others if has_tensors(each[2])]
-        self._values = values
+            self._values = self._read()
+        if self._values is None or not _are_constants(self._values):
+            self._take()
+
+    def unheld(self) -> list[int]:
+        """The ``id`` of each tensor that is not held during the call."""
+        return [number for _, each in self._unheld for number in each.numbers]
 
     def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if self.is_present():
             return []
-        entries, unheld = self._all(), self._unheld
-        self._entries = [each for each in entries if _is_as_then(each)]
-        assigned = [each for each in entries if not _is_as_then(each)]
-        counters = [counts_reruns and _counts(each) for each in assigned]
-        self._counters = [*compress(assigned, counters)]
-        others = [each for each, counts in zip(assigned, counters, strict=True) if not counts]
-        self._assigned = [each for each in others if not is_large(each[2])]
-        unheld += [Unheld(*each) for each in assigned if is_large(each[2])]
-        self._entries += [each.entry() for each in unheld if each.is_there()]
-        replaced = [each for each in unheld if not each.is_there()]
-        self._forgotten = [each.stand_in for each in replaced]
-        self._unheld, self._values = [], []
-        return [number for each in replaced for number in each.numbers]
+        variables, unheld = self._as_variables(), self._unheld
+        numbers = variables.settle(counts_reruns=counts_reruns, added=self._added())
+        self._unheld = []
+        for slot, each in unheld:
+            now = slot.read()
+            if each.knows(now):
+                variables.hold(slot.owner, {str(slot.name): now})
+            else:
+                variables.assign(slot, each.stand_in)
+                numbers += each.numbers
+        return numbers
 
     def is_present(self) -> bool:
         """Whether all have the values that they had, and keep them in a rerun; almost always."""
-        if self._assigned or self._counters or self._forgotten or self._unheld:
-            return False
-        if self._entries is not None:
-            return all(map(_is_as_then, self._entries))
-        now = self._read()
-        then = self._values
+        if self._variables is not None:
+            return not self._unheld and self._variables.is_present()
+        now, then = self._read(), self._values or []
         return now is not None and len(now) == len(then) and all(map(is_, now, then))
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until ``stack`` closes."""
-        for space, name, value in self._all():
-            if space.get(name, UNSET) is not value:
-                put_until(stack, (space, (name,)), VARIABLES, {name: value})
-        for space, name, value in (*self._assigned, *self._forgotten):
-            put_until(stack, (space, (name,)), VARIABLES, {name: value})
-        for space, name, value in self._counters:
-            now = space.get(name)
-            if type(now) is int:
-                stack.callback(_count_on, space, name, now - value)
-                space[name] = value
+        self._as_variables().restore(stack)
+
+    def _take(self) -> None:
+        variables, self._values = Variables([], _in_attribute), []
+        self._variables = variables
+        for space, names in self._spaces():
+            held = {}
+            for name in names:
+                value = space.get(name, UNSET)
+                if can_be_held(value):
+                    held[name] = value
+                elif has_tensors(value):
+                    self._unheld.append((Slot(space, name), Unheld(name, value)))
+                elif is_used_up(value):
+                    found = successor(value) or _refusing(name, value)
+                    variables.assign(Slot(space, name), found)
+            variables.hold(space, held)
+
+    def _as_variables(self) -> Variables:
+        if self._variables is None:
+            entries: list[Entry] = []
+            values = iter(self._values or ())
+            for space, names in self._spaces():
+                if names:
+                    held = {name: next(values) for name in names}
+                    next(values)  # that of the first, once more
+                    entries.append(((space, names), VARIABLES, held))
+            self._variables, self._values = Variables(entries, _in_attribute), []
+        return self._variables
 
     def _read(self) -> list[Any] | None:
         """The values of all watched attributes; None if there are others now."""
         found: list[Any] = []
         try:
-            for (space, _), (size, _, get) in zip(self._places, self._names, strict=True):
+            for (space, _), (size, _, get, _) in zip(self._places, self._names, strict=True):
                 if len(space) != size:
                     return None
                 found += get(space)
@@ -170,35 +181,22 @@ class ModuleSettings:
 
     def _spaces(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """The attributes of each module, and the names of those that are watched."""
-        for (space, _), (_, names, _) in zip(self._places, self._names, strict=True):
+        for (space, _), (_, names, _, _) in zip(self._places, self._names, strict=True):
             yield space, names
 
-    def _all(self) -> list[_Entry]:
-        if self._entries is not None:
-            return self._entries
-        found, values = [], iter(self._values)
-        for space, names in self._spaces():
-            if names:
-                found += [(space, name, next(values)) for name in names]
-                next(values)  # that of the first, once more
-        return found
+    def _added(self) -> list[Slot]:
+        """The attributes that were not there at the call."""
+        return [
+            Slot(space, name)
+            for (space, _), (size, _, _, known) in zip(self._places, self._names, strict=True)
+            if len(space) != size
+            for name in space.keys() - known - _RESTORED_ELSEWHERE
+        ]
 
 
 def _are_constants(values: list[Any]) -> bool:
     return ATOMS.issuperset(map(type, values)) or all(map(is_constant, {*map(type, values)}))
 
 
-def _is_as_then(entry: _Entry) -> bool:
-    space, name, value = entry
-    return space.get(name, UNSET) is value
-
-
-def _counts(entry: _Entry) -> bool:
-    space, name, value = entry
-    return counts(value, space.get(name))
-
-
-def _count_on(space: dict[str, Any], name: str, since: int) -> None:
-    """Add what was counted since the call to a counter that had its value in the rerun."""
-    if type(space.get(name)) is int:
-        space[name] += since
+def _in_attribute(slot: Slot) -> Where:
+    return in_attribute(str(slot.name))

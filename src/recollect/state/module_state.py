@@ -35,8 +35,8 @@ class ModuleState:
     """The parameters, buffers, children, hooks and modes of a region's modules at the call."""
 
     __slots__ = (
-        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_settings"),
-        *("_training", "_values"),
+        *("_class_forwards", "_content", "_forwards", "_hooks", "_indexes", "_made"),
+        *("_settings", "_training", "_values"),
     )
 
     def __init__(
@@ -46,6 +46,7 @@ class ModuleState:
         values: Sequence[list[Any]],
     ) -> None:
         """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them."""
+        self._made: list[torch.Tensor] = []
         self._indexes = indexes
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = values[0] if len(values) == 1 else [*chain.from_iterable(values)]
@@ -73,6 +74,10 @@ class ModuleState:
             first += len(index.keys)
         return [parameter for parameter in found if parameter is not None]
 
+    def unheld(self) -> list[int]:
+        """The ``id`` of each tensor in a plain attribute that is not held during the call."""
+        return self._settings.unheld()
+
     def settle(self, *, counts_reruns: bool) -> list[int]:
         """After the call: note what it has assigned to plain attributes.
 
@@ -98,7 +103,7 @@ class ModuleState:
             return False
         for index, then in zip(indexes, self._class_forwards, strict=True):
             if (
-                any(index.childless)
+                any(index.empty)
                 or type(index.root()) is not index.root_class
                 or [*map(type, index.children)] != index.child_classes
                 or _class_forwards(index) != then
@@ -113,8 +118,9 @@ class ModuleState:
         for index in self._indexes:
             _restore_children(index, stack)
         restore_hooks(self._content, self._hooks, stack)
-        for owner, name, value in self._replaced():
+        for owner, name, value in (*self._replaced(), *self._added()):
             _assign(stack, owner, name, value)
+        stack.callback(self._note_made)
         for name, values in ("training", self._training), ("forward", self._forwards or _NOTHING):
             for attributes, value in zip(self._content, values, strict=False):
                 _assign(stack, attributes, name, UNSET if value is None else value)
@@ -147,6 +153,33 @@ class ModuleState:
                 pairs = zip(names, values, strict=True)
                 replaced += [(owner, n, v) for n, v in pairs if _was_replaced_by_user(v, owner[n])]
         return replaced
+
+    def _added(self) -> list[tuple[Attributes, str, Any]]:
+        """Where a parameter or buffer is now that was not there."""
+        known = {
+            id(o): n for each in self._indexes for o, n in zip(each.owners, each.names, strict=True)
+        }
+        owners = [each[place] for each in self._content for place in ("_parameters", "_buffers")]
+        return [
+            (owner, name, UNSET)
+            for owner in owners
+            for name, value in [*owner.items()]
+            if name not in known.get(id(owner), ()) and type(value) in _TENSORS
+        ]
+
+    def _note_made(self) -> None:
+        """At the end of a rerun, note the parameters that it has made."""
+        known = {id(child) for index in self._indexes for child in index.children}
+        children = chain.from_iterable([each["_modules"].values() for each in self._content])
+        made = [child for child in children if child is not None and id(child) not in known]
+        self._made = [parameter for child in made for parameter in child.parameters()]
+        self._made += [owner[name] for owner, name, _ in self._added()]
+
+    def check_gradients(self) -> None:
+        """After backward: raise if parameters that the rerun has made got the gradients."""
+        made, self._made = self._made, []
+        if any(each.grad is not None for each in made):
+            raise InputChanged(_NEW_PARAMETERS)
 
 
 def _class_forwards(index: ModuleIndex) -> list[Any]:
@@ -218,6 +251,12 @@ def _other_class(index: ModuleIndex, module: Any, former: type) -> InputChanged:
         "forward, or after backward."
     )
 
+
+_NEW_PARAMETERS = (
+    "a checkpointed region makes parameters of its modules, and its recomputation has made them "
+    "again: those got the gradients. Run the model once before, under torch.no_grad(), or use the "
+    "default engine."
+)
 
 _OTHER_FORWARD = (
     "{name}.forward, which a checkpointed region may call, was replaced since the region began: "

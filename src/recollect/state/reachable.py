@@ -126,8 +126,8 @@ class Reachable:
     """What one function can reach."""
 
     __slots__ = (
-        *("_count", "_into_modules", "_passed", "_seen", "buffers", "communicates", "generators"),
-        *("indexes", "module_values", "modules", "tensors", "variables"),
+        *("_count", "_into_modules", "_passed", "_seen", "buffers", "communicates", "contents"),
+        *("generators", "indexes", "module_values", "modules", "tensors", "variables"),
     )
 
     def __init__(
@@ -150,6 +150,8 @@ class Reachable:
         self.tensors: list[torch.Tensor] = []
         #: Random streams that are objects: of torch, numpy and ``random``.
         self.generators: list[Any] = []
+        #: What attributes of modules hold whose contents a region may change, by index.
+        self.contents: list[tuple[ModuleIndex, list[Any]]] = []
         #: Cells of closures and global variables, with their values.
         self.variables: list[Entry] = []
         #: Whether a module of torch's gathers statistics from other processes.
@@ -210,10 +212,13 @@ class Reachable:
         for each, writes in index.with_buffers:
             self._add_buffers(each, writes)
         self.communicates |= index.communicates
-        for attached in _attached_to(attributes, index):
-            self._visit(attached, 1)
+        leading = _leading_values(attributes, index)
+        if leading:
+            self._add_contents(leading, index)
+            for attached in _attached_to(leading, index):
+                self._visit(attached, 1)
         if index.globals is None:
-            index.globals = _by_namespace([n for f in index.functions for n in _globals_of(f)])
+            index.globals = _find_globals(index.functions)
         if index.globals:
             self._add_globals(index.globals, index)
 
@@ -221,6 +226,16 @@ class Reachable:
         buffers = content["_buffers"]
         how = writes[bool(content.get("training"))]
         self.buffers += [(buffers, name, how) for name in [*buffers]]
+
+    def _add_contents(self, values: list[Any], index: ModuleIndex) -> None:
+        if not (index.contents_change or index.looks_left):
+            return
+        values = [value for value in values if not issubclass(type(value), torch.Tensor)]
+        ids = [*map(id, values)]
+        if index.contents_change or ids != index.looked_at:
+            index.looks_left -= not index.contents_change
+            index.looked_at = ids
+            self.contents.append((index, values))
 
     # --- other things -----------------------------------------------------------------------------
 
@@ -338,8 +353,8 @@ def _lead_nowhere(values: Iterable[Any]) -> bool:
     return len(dull) == len(kinds)
 
 
-def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
-    """The tensors, modules and generators that attributes of user modules hold or lead to.
+def _leading_values(attributes: Attributes, index: ModuleIndex) -> list[Any]:
+    """What attributes of user modules hold that may lead to something, but for modules.
 
     ``attributes``: those of the root of ``index``.
     """
@@ -356,7 +371,11 @@ def _attached_to(attributes: Attributes, index: ModuleIndex) -> list[Any]:
             leading += [value for value in values if type(value) not in _blank]
     if not leading or _lead_nowhere(leading):
         return []
-    leading = [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
+    return [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
+
+
+def _attached_to(leading: list[Any], index: ModuleIndex) -> list[Any]:
+    """The tensors, modules and generators that ``leading`` holds or leads to."""
     known = index.attached_in_vain
     if known is not None and known.covers(leading):
         return []
@@ -409,7 +428,7 @@ def _globals_of(function: FunctionType) -> list[_Names]:
     known = _known_globals.get(key)
     if known is not None:
         return known[2]
-    found = _find_globals(function)
+    found = _find_globals([function])
     if len(_known_globals) < _KNOWN:
         _known_globals[key] = code, namespace, found
     return found
@@ -431,10 +450,11 @@ def _globals_in(code: CodeType) -> frozenset[str]:
     return frozenset(loaded).union(*inside)
 
 
-def _find_globals(function: FunctionType) -> list[_Names]:
+def _find_globals(functions: list[FunctionType]) -> list[_Names]:
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    pending, seen = [function], {id(function.__code__)}
-    while pending and len(seen) <= _FUNCTIONS:
+    pending, seen = [*reversed(functions)], {id(each.__code__) for each in functions}
+    most = len(functions) * _FUNCTIONS
+    while pending and len(seen) <= most:
         current = pending.pop()
         namespace = current.__globals__
         if namespace.get("__name__", "").partition(".")[0] in ("torch", "recollect"):
@@ -449,11 +469,3 @@ def _find_globals(function: FunctionType) -> list[_Names]:
             elif value is not UNSET and not isinstance(value, _FIXED):
                 names[name] = None
     return [(space, (*names,)) for space, names in found.values() if names]
-
-
-def _by_namespace(named: list[_Names]) -> list[_Names]:
-    """The same variables, each once."""
-    found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for space, names in named:
-        found.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
-    return [(space, (*names,)) for space, names in found.values()]

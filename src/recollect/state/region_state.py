@@ -16,7 +16,7 @@ In a rerun:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from recollect._torch.dynamo import hide_from_dynamo
@@ -24,6 +24,7 @@ from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
+from recollect.state.contents import Contents
 from recollect.state.inputs import Inputs
 from recollect.state.module_index import ModuleIndex
 from recollect.state.module_state import ModuleState
@@ -43,7 +44,16 @@ class RegionState:
     """The state around one call of a function."""
 
     __slots__ = (
-        *("_ambient", "_buffers", "_counts_reruns", "_guards", "_inputs", "_modules", "_streams"),
+        *(
+            "_ambient",
+            "_buffers",
+            "_contents",
+            "_counts_reruns",
+            "_guards",
+            "_inputs",
+            "_modules",
+            "_streams",
+        ),
         "_variables",
         "collectives",
     )
@@ -69,11 +79,13 @@ class RegionState:
         self._modules = ModuleState(found.modules, found.indexes, found.module_values)
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
         self._variables = Variables(found.variables) if found.variables else None
+        self._contents = Contents(found.contents) if found.contents else None
         self._buffers: BufferState | None = None
         if found.buffers or found.tensors or inputs.copied:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))
             if self._guards is not None:
                 self._guards.add(self._buffers.others)
+                self._guards.release(self._modules.unheld())
             self._buffers.others.clear()  # the guards hold them, but for what `settle` says
         #: A mode for the engine to run forward under, if there is one.
         self.collectives = CollectiveRecorder() if found.communicates else None
@@ -86,14 +98,16 @@ class RegionState:
         unheld = self._modules.settle(counts_reruns=self._counts_reruns)
         if self._variables is not None:
             unheld += self._variables.settle(counts_reruns=self._counts_reruns)
+        if self._contents is not None:
+            unheld += self._contents.settle()
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:
                 self._guards.add(unchanged)
             if not self._buffers.has_changes:
                 self._buffers = None
-        if unheld and self._guards is not None:
-            self._guards.drop(unheld)
+        if self._guards is not None:
+            self._guards.release(unheld)
 
     @property
     def preserves_rng(self) -> bool:
@@ -105,15 +119,22 @@ class RegionState:
         changes = None if self._guards is None else self._guards.changes()
         return None if changes is None else UseOfChanged(changes)
 
+    def check_gradients(self) -> None:
+        """After a backward through the graph of a rerun: raise if gradients went astray."""
+        self._modules.check_gradients()
+
     @hide_from_dynamo
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run ``function`` in the state of the call, with the arguments from `Inputs.recall`."""
         swapped = self._inputs.swapped()
-        if swapped is None:
+        if swapped is None and not self._contents:
             return self._run_restored(function, args, kwargs)
-        with swapped:
+        with (
+            swapped or nullcontext(),
+            self._contents.swapped() if self._contents else nullcontext(),
+        ):
             return self._run_restored(function, args, kwargs)
 
     @hide_from_dynamo

@@ -1,58 +1,95 @@
-"""Variables of enclosing functions, and globals, that a region reads.
+"""Variables of enclosing functions, globals, and plain attributes of modules (`module_settings`).
 
-They have the value of the call in a rerun, if others assign to them after forward, or the region
+In a rerun they have the value of the call, if others assign to them after forward, or the region
 itself (``nonlocal``, ``global``); afterwards they are as before the rerun. An integer that the
-region counts up by one counts the rerun, too, if it is to do as torch does.
+region counts up by one counts the rerun, too, if it is to do as torch does. What is not held has a
+stand-in (`forgotten`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from recollect.state.forgotten import (
     Where,
-    can_be_held,
-    counts,
     has_tensors,
-    is_large,
+    is_held,
     numbers_of,
+    show_outside,
     stand_in,
 )
+from recollect.state.iterators import successor
 from recollect.state.restorers import CELL, UNSET, VARIABLES, Entry, put_until
 
-#: A variable of its own, and its value at the call.
-_Single = tuple[Entry, Any]
+
+class Slot(NamedTuple):
+    """A name in a namespace or among attributes; or the cell of a closure, which has no name."""
+
+    owner: Any
+    name: str | None = None
+
+    def read(self) -> Any:
+        """The value; `UNSET` if there is none."""
+        if self.name is None:
+            return next(iter(CELL.take(self.owner)), UNSET)
+        return self.owner.get(self.name, UNSET)
+
+    def write(self, value: Any) -> None:
+        if self.name is None:
+            CELL.put(self.owner, [] if value is UNSET else [value])
+        else:
+            VARIABLES.put((self.owner, (self.name,)), {self.name: value})
+
+    def count_on(self, since: int) -> None:
+        """Add what was counted since the call, to a counter that had its value in the rerun."""
+        now = self.read()
+        if type(now) is int:
+            self.write(now + since)
+
+
+def _where(slot: Slot) -> Where:
+    return Where("a variable of an enclosing function" if slot.name is None else f"{slot.name!r}")
 
 
 class Variables:
     """Some variables, as they were at the call."""
 
-    __slots__ = ("_assigned", "_counters", "_others")
+    __slots__ = ("_assigned", "_counters", "_others", "_where")
 
-    def __init__(self, variables: Sequence[Entry]) -> None:
-        #: Those that the region has not assigned to.
+    def __init__(self, variables: Sequence[Entry], where: Callable[[Slot], Where] = _where) -> None:
+        """``where``: what an error calls one of them."""
+        #: Those that the region has not assigned.
         self._others = variables
         #: Those that it has, and its rerun will again; and those that it counts up.
-        self._assigned: list[Entry] = []
-        self._counters: list[_Single] = []
+        self._assigned: list[tuple[Slot, Any]] = []
+        self._counters: list[tuple[Slot, int]] = []
+        self._where = where
 
-    def settle(self, *, counts_reruns: bool) -> list[int]:
-        """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
-        if not self._differing():
-            return []
-        self._others, assigned = _split(self._others)
+    def settle(self, *, counts_reruns: bool, added: Iterable[Slot] = ()) -> list[int]:
+        """After the call: note what it has assigned, and ``added``.
+
+        Returns the ``id`` of each tensor that is not to be held.
+        """
         unheld: list[int] = []
-        for entry, then in assigned:
-            if counts_reruns and counts(then, _now(entry)):
-                self._counters.append((entry, then))
-            elif can_be_held(then) and not is_large(then):
-                self._assigned.append(entry)
+        for slot, then in (*self._split(), *((slot, UNSET) for slot in added)):
+            if counts_reruns and type(then) is int and _is_next(then, slot.read()):
+                self._counters.append((slot, then))
+            elif then is UNSET or is_held(then):
+                self.assign(slot, then)
             elif has_tensors(then):
                 unheld += numbers_of(then)
-                self._assigned.append(_with(entry, stand_in(then, _where(entry))))
+                self.assign(slot, stand_in(then, self._where(slot)))
         return unheld
+
+    def assign(self, slot: Slot, value: Any) -> None:
+        """Note what a rerun finds where the region assigns."""
+        self._assigned.append((slot, value))
+
+    def hold(self, space: dict[str, Any], held: dict[str, Any]) -> None:
+        """Note values of names in ``space`` that the region leaves alone."""
+        self._others = [*self._others, ((space, (*held,)), VARIABLES, held)]
 
     def is_present(self) -> bool:
         """Whether all have their values, and keep them in a rerun; almost always."""
@@ -60,61 +97,39 @@ class Variables:
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until ``stack`` closes."""
-        for thing, restorer, held in (*self._differing(), *self._assigned):
+        for thing, restorer, held in self._differing():
             put_until(stack, thing, restorer, held)
-        for entry, then in self._counters:
-            now = _now(entry)
+        for slot, value in self._assigned:
+            now = slot.read()
+            stack.callback(slot.write, now)
+            show_outside(value, now)
+            slot.write(successor(value) or value)  # of an iterator, each rerun has one
+        for slot, then in self._counters:
+            now = slot.read()
             if type(now) is int:
-                stack.callback(_count_on, entry, now - then)
-                _put(entry, then)
+                stack.callback(slot.count_on, now - then)
+                slot.write(then)
 
     def _differing(self) -> list[Entry]:
         return [entry for entry in self._others if not entry[1].same(entry[0], entry[2])]
 
-
-def _split(variables: Iterable[Entry]) -> tuple[list[Entry], list[_Single]]:
-    """Those that are as they were; and those that have other values now, each by itself."""
-    left: list[Entry] = []
-    assigned: list[_Single] = []
-    for thing, restorer, held in variables:
-        if restorer.same(thing, held):
-            left.append((thing, restorer, held))
-        elif restorer is VARIABLES:
-            space = thing[0]
-            same = {name: value for name, value in held.items() if space.get(name, UNSET) is value}
-            left.append(((space, (*same,)), VARIABLES, same))
-            others = [(name, value) for name, value in held.items() if name not in same]
-            assigned += [(((space, (n,)), VARIABLES, {n: value}), value) for n, value in others]
-        else:
-            assigned.append(((thing, restorer, held), held[0]))
-    return left, assigned
-
-
-def _where(entry: Entry) -> Where:
-    thing, restorer, _ = entry
-    return Where("a variable of an enclosing function" if restorer is CELL else f"{thing[1][0]!r}")
+    def _split(self) -> list[tuple[Slot, Any]]:
+        """Those that have other values now, each by itself. The others stay."""
+        left: list[Entry] = []
+        assigned: list[tuple[Slot, Any]] = []
+        for thing, restorer, held in self._others:
+            if restorer.same(thing, held):
+                left.append((thing, restorer, held))
+            elif restorer is VARIABLES:
+                space = thing[0]
+                same = {name: v for name, v in held.items() if space.get(name, UNSET) is v}
+                left.append(((space, (*same,)), VARIABLES, same))
+                assigned += [(Slot(space, name), held[name]) for name in held if name not in same]
+            else:
+                assigned.append((Slot(thing), held[0]))
+        self._others = left
+        return assigned
 
 
-def _with(entry: Entry, value: Any) -> Entry:
-    """The same variable, with another value."""
-    thing, restorer, _ = entry
-    return thing, restorer, [value] if restorer is CELL else {thing[1][0]: value}
-
-
-def _put(entry: Entry, value: Any) -> None:
-    thing, restorer, held = _with(entry, value)
-    restorer.put(thing, held)
-
-
-def _now(entry: Entry) -> Any:
-    """The value now; None if there is none."""
-    thing, restorer, _ = entry
-    taken = restorer.take(thing)
-    return next(iter(taken.values() if isinstance(taken, dict) else taken), None)
-
-
-def _count_on(entry: Entry, since: int) -> None:
-    """Add what was counted since the call to a counter that had its value in the rerun."""
-    now = _now(entry)
-    if type(now) is int:
-        _put(entry, now + since)
+def _is_next(then: int, now: Any) -> bool:
+    return type(now) is int and now == then + 1

@@ -1,0 +1,201 @@
+"""Lists, dicts and objects in attributes of modules, whose contents a region changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from recollect import CheckpointError
+from recollect.state.contents import Contents
+from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
+
+#: Of a tensor that is too large to be held.
+WIDE = 8192
+
+
+class Keeps(nn.Module):
+    """What it holds is read, and then changed, by each call."""
+
+    def __init__(self, kind: str, width: int = 4) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(width))
+        self.kind = kind
+        start = torch.zeros(width)
+        self.held: Any = {
+            "list": lambda: [start],
+            "dict": lambda: {"state": start},
+            "nested": lambda: {"fwd": SimpleNamespace(history=[start])},
+            "object": lambda: SimpleNamespace(state=start, rate=1.0),
+            "deque": lambda: deque([start], maxlen=2),
+            "set": lambda: {0.0},
+            "array": lambda: np.zeros(2),
+        }[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "set":
+            self.held.add(float(len(self.held)))
+            return ((x * self.own).tanh() * sum(self.held)).tanh()
+        if self.kind == "array":
+            self.held[0] += 1.5
+            return ((x * self.own).tanh() * float(self.held[0])).tanh()
+        out = ((x * self.own).tanh() * self.exchange(x)).tanh()
+        return out.sin()
+
+    def exchange(self, x: Tensor) -> Any:
+        """The state before this call; then there is another one."""
+        now = x.detach().mean(0)
+        if self.kind == "deque":
+            before = sum(self.held)
+            self.held.append(now)
+        elif self.kind == "object":
+            before = self.held.state + self.held.rate
+            self.held.state, self.held.rate = now, self.held.rate * 1.5
+        else:
+            where = self.held["fwd"].history if self.kind == "nested" else self.held
+            name = "state" if self.kind == "dict" else -1
+            before = where[name] + 1.0
+            where[name] = now
+        return before
+
+
+_KINDS = ["list", "dict", "nested", "object", "deque", "set", "array"]
+
+
+def unroll(module: Any, run: Run, width: int = 4) -> Any:
+    x = [leaf(4, width) for _ in range(3)]
+    sum(run(module, each).square().sum() for each in x).backward()
+    return [each.grad for each in (*x, module.own)]
+
+
+@ALL
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_rerun_finds_the_contents_of_the_call(kind: str, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module = Keeps(kind)
+        found = unroll(module, run)
+        held = module.held
+        left = (
+            [vars(held)] if kind == "object" else held if kind in ("list", "deque", "array") else []
+        )
+        return found[:3], [*left]
+
+    assert_transparent(scenario, run)
+
+
+class Caches(nn.Module):
+    """Attends to what it has seen before, without its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cache = nn.Parameter(torch.rand(4)), DynamicCache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = (x * self.own)[None, None]
+        keys, values = self.cache.update(keys.detach(), keys.detach() * 2.0, 0)
+        query = (x * self.own)[None, None]
+        return nn.functional.scaled_dot_product_attention(query, keys, values)
+
+
+@RERUNS
+def test_a_key_value_cache_of_transformers(run: Run) -> None:
+    assert_transparent(lambda run: unroll(Caches(), run), run)
+
+
+class Collects(nn.Module):
+    """Its last result is in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.last = nn.Parameter(torch.rand(WIDE)), {"": torch.zeros(WIDE)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.own + self.last[""]).tanh()
+        self.last[""] = out.mean(0)
+        return out.square()
+
+
+@RERUNS
+def test_contents_with_a_graph_that_are_gone_are_an_error(run: Run) -> None:
+    with pytest.raises(CheckpointError, match="a dict of a module since forward"):
+        unroll(Collects(), run, WIDE)
+
+
+def test_they_are_not_held() -> None:
+    module, x = Collects(), leaf(4, WIDE)
+    rerun(module, x)
+    before = ref(module.last[""])
+    with collector_off():
+        out = rerun(module, x)
+        assert before() is None
+    assert out.requires_grad
+
+
+class Logs(nn.Module):
+    """What it collects is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.losses = nn.Parameter(torch.rand(4)), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.own).tanh()
+        self.losses.append(out.sum() if self.training else float(out.sum()))
+        return out.tanh()
+
+
+@RERUNS
+def test_a_list_of_losses_has_each_once(run: Run) -> None:
+    """And they still have the graph of forward."""
+
+    def scenario(run: Run) -> Any:
+        module = Logs()
+        x = [leaf(3, 4) for _ in range(2)]
+        total = sum(run(module, each).sum() for each in x)
+        (total + sum(module.losses)).backward()
+        return [*(each.grad for each in x), module.own.grad, len(module.losses)]
+
+    assert_transparent(scenario, run)
+
+
+def test_other_threads_and_loops_may_change_what_the_region_leaves_alone() -> None:
+    """Contents that the region has not changed are as they are, in a rerun and after it."""
+    module = Keeps("list")
+    module.log = []  # type: ignore[assignment]
+    out = rerun(module, leaf(4, 4))
+    module.log.append("step")  # type: ignore[operator]
+    out.sum().backward()
+    assert module.log == ["step"]
+
+
+def test_a_module_that_changes_nothing_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Any] = []
+    make = Contents.__init__
+    monkeypatch.setattr(
+        Contents, "__init__", lambda self, each: (looked.append(1), make(self, each))[1]
+    )
+    for module, times in (Logs(), 3), (Idle(), 1):
+        looked.clear()
+        for _ in range(3):
+            rerun(module, leaf(4, 4))
+        assert len(looked) == times
+
+
+class Idle(nn.Module):
+    """Reads a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.config = nn.Parameter(torch.rand(4)), {"rate": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.own).tanh() * self.config["rate"]
