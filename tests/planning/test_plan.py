@@ -240,7 +240,7 @@ def test_two_plans_are_compared(
     same = plan.compare(plan)
     assert not same.changes
     assert "the same" in str(same)
-    with pytest.raises(TypeError, match="other should be a Plan, but got str"):
+    with pytest.raises(TypeError, match=r"other should be a Plan, but got 'plan.json'.*Plan.load"):
         plan.compare("plan.json")
 
 

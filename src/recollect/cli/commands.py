@@ -188,7 +188,10 @@ def _load(path: str, name: str) -> Plan:
             f"{name}: {path} is {what}, and not a plan. Write a plan:  "
             "recollect plan MODULE:FUNCTION --budget ... --save plan.json"
         )
-    return Plan.load(path)
+    try:
+        return Plan.load(path)
+    except ValueError as error:
+        raise UsageError(f"{name}: {str(error).removeprefix('path: ')}") from error
 
 
 def _is_frontier(path: str) -> bool:
