@@ -266,12 +266,8 @@ def test_files_that_are_no_plan(capsys, folder):
     assert "--save plan.json" in error
     (folder / "other.json").write_text("{}")
     error = refused(capsys, "explain", "other.json")
-    assert "error: PLAN.json: other.json is not a plan" in error
-    assert "job.py is a Python file, and not a plan" in refused(
-        capsys, "compare", "job.py", "job.py"
-    )
-    (folder / "points.json").write_text('{"points": []}')
-    assert "points.json is a saved frontier" in refused(capsys, "explain", "points.json")
+    assert "error: PLAN.json: other.json is not a saved plan" in error
+    assert "A: job.py is not a saved plan" in refused(capsys, "compare", "job.py", "job.py")
     said = refused(capsys, "plan", "some/Llama-3-8B", "--budget=0.5")
     assert "name its config: transformers:LlamaConfig" in said
 

@@ -136,10 +136,9 @@ def _watched_by(watcher: Watcher) -> Iterator[None]:
 
 # --- the ops and regions of the forward -----------------------------------------------------------
 
-_REGIONS: dict[str, Callable[[str, Any], Region]] = {
-    "replay": ReplayRegion,
-    "reentrant": ReentrantRegion,
-    "rerun": RerunRegion,
+#: By engine.
+_REGIONS: dict[str, Any] = {
+    each.engine: each for each in (ReplayRegion, ReentrantRegion, RerunRegion)
 }
 
 #: Makes a tensor from Python numbers: its argument is as new as its result.
