@@ -117,7 +117,12 @@ def _bytes_cell(count: int) -> str:
 def table(report: PlanReport) -> str:
     """A plan: its figures, the parts of its peak, and the fates of its modules."""
     notes = map(wrapped, report.notes)
-    parts = [_head(report), _parts(report), modules_table(report.rows), *notes]
+    parts = [
+        head_text(heading(report), figures(report)),
+        _parts(report),
+        modules_table(report.rows),
+        *notes,
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -129,11 +134,8 @@ def frontier_table(report: PlanReport) -> str:
     ]
     header = ("", "peak", "of plain", "step", "vs plain", "")
     text = columns(header, lines, left=("",)) if lines else "There is no plan."
-    return "\n\n".join([_head(report), text, *map(wrapped, report.notes)])
-
-
-def _head(report: PlanReport) -> str:
-    return head_text(heading(report), figures(report))
+    head = head_text(heading(report), figures(report))
+    return "\n\n".join([head, text, *map(wrapped, report.notes)])
 
 
 def head_text(title: str, found: Sequence[Figure]) -> str:
