@@ -160,7 +160,7 @@ def _checkpointed(target: Any, options: Options) -> Any:
     if not callable(target) or isinstance(target, type):
         raise TypeError(
             "function_or_module should be a function or an nn.Module, but got "
-            f"{argument_text(target)}"
+            f"{argument_text(target)}. Wrap it before it is called: checkpointed(module)(x)"
         )
     if inspect.isgeneratorfunction(target):
         raise TypeError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from recollect._torch.dynamo import tag_in_trace
+from recollect.report.units import argument_text
 
 #: Called with a tensor and its name.
 Listener = Callable[[torch.Tensor, str], None]
@@ -32,7 +33,7 @@ def tag(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
         raise TypeError(
             "tag() takes a tensor and its name, such as recollect.tag(x, 'queries'), but got "
-            f"{type(tensor).__name__} and {name!r}"
+            f"{argument_text(tensor)} and {argument_text(name)}"
         )
     if torch.compiler.is_dynamo_compiling():
         return tag_in_trace(tensor, name)

@@ -19,6 +19,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
     torch_checkpoint,
 )
+from recollect.checks.place import hide_own_frames
 from recollect.observer import observing
 from recollect.options import Options, noop_context_fn
 from recollect.replay.engine import LeftToRerun, replay_region
@@ -56,17 +57,21 @@ def run_region(
     if dynamo_callback() is not None:
         # After a graph break, eager code makes this call.
         return run_without_dynamo(run_region, function, args, kwargs, options, read_once=read_once)
-    if options.reentrant:
-        return _run_reentrant(function, args, kwargs, options)
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if options.replay:
-        batch, inputs = OffloadBatch(options.store), options.offload_inputs
-        result = replay_region(function, args, kwargs, options.policy, batch, inputs)
-        if type(result) is not LeftToRerun:
-            return result
-    with enter_region(function, args, kwargs, options, read_once):
-        return function(*args, **kwargs)
+    try:
+        if options.reentrant:
+            return _run_reentrant(function, args, kwargs, options)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if options.replay:
+            batch, inputs = OffloadBatch(options.store), options.offload_inputs
+            result = replay_region(function, args, kwargs, options.policy, batch, inputs)
+            if type(result) is not LeftToRerun:
+                return result
+        with enter_region(function, args, kwargs, options, read_once):
+            return function(*args, **kwargs)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
 
 
 @hide_from_dynamo

@@ -207,6 +207,32 @@ def test_two_plans_are_shown_side_by_side(show, width, scheme):
     assert not_wider_than_the_window(opened, width)
 
 
+def test_on_a_phone_no_word_is_broken_and_no_amount_is_torn_from_its_unit(show):
+    opened = show(COMPARED._page(), 390)
+    lines = (
+        "return [...document.querySelectorAll(arguments[0])].map(e => {"
+        "const range = document.createRange(); range.selectNodeContents(e);"
+        "return [e.textContent, range.getClientRects().length]; })"
+    )
+    names = dict(opened.run(lines, "[aria-labelledby=compared-title] tbody th"))
+    assert names["recomputed"] == 1
+    assert {count for _, count in opened.run(lines, "table.words tbody td")} == {1}
+    opened = show(HELD._page(), 390)
+    total = "#modules tr.total td.sum"
+    assert opened.run(
+        "return [...document.querySelectorAll(arguments[0])]"
+        ".every(e => e.scrollWidth <= e.clientWidth)",
+        total,
+    )
+
+
+def test_the_label_of_the_higher_peak_is_above(show):
+    low = replace(PICTURE, after=tuple((time, nbytes * 9 // 10) for time, nbytes in PICTURE.after))
+    opened = show(Comparison(low, PICTURE, ("less", "more"))._page(), 390)
+    below, above = (opened.boxes(f"#memory text.halo.{kind}")[0] for kind in ("first", "second"))
+    assert above["bottom"] <= below["top"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_what_a_forward_holds_is_shown(show, width, scheme):

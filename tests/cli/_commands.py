@@ -87,6 +87,7 @@ def constant():
     return make_model(), lambda n: torch.randn(4, 16)
 
 
+model = make_model()
 number = 3
 """
 

@@ -43,6 +43,7 @@ def test_an_unknown_command(capsys):
 def test_an_option_of_another_command_is_not_taken_for_one_that_merely_looks_alike(capsys):
     error = refused(capsys, "frontier", "job:pair", "--budget", "0.5")
     assert error.endswith("error: there is no option --budget.\n")
+    assert "no option --versoin. Did you mean --version?" in refused(capsys, "--versoin")
 
 
 def test_a_batch_that_cannot_be_used_is_a_sentence(capsys, folder):
@@ -264,13 +265,9 @@ def test_files_that_are_no_plan(capsys, folder):
     assert "there is no file plan.json" in error
     assert "--save plan.json" in error
     (folder / "other.json").write_text("{}")
-    error = refused(capsys, "explain", "other.json", code=1)
-    assert "other.json is not a plan" in error
-    assert "job.py is a Python file, and not a plan" in refused(
-        capsys, "compare", "job.py", "job.py"
-    )
-    (folder / "points.json").write_text('{"points": []}')
-    assert "points.json is a saved frontier" in refused(capsys, "explain", "points.json")
+    error = refused(capsys, "explain", "other.json")
+    assert "error: PLAN.json: other.json is not a saved plan" in error
+    assert "A: job.py is not a saved plan" in refused(capsys, "compare", "job.py", "job.py")
     said = refused(capsys, "plan", "some/Llama-3-8B", "--budget=0.5")
     assert "name its config: transformers:LlamaConfig" in said
 

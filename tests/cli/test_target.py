@@ -35,6 +35,7 @@ def test_a_file_finds_its_neighbours_and_takes_the_place_of_no_module(capsys, fo
         ("jobs.py:pair", "MODULE: there is no file jobs.py"),
         ("job:pairs", "FUNCTION: there is no pairs in job. Did you mean pair? It has make_model"),
         ("job:number", "FUNCTION: number in job should be a function, but is of type int"),
+        ("job:model", "FUNCTION: model in job should be a function, but is of type Sequential"),
         ("job:needs", "needs width. Give them defaults"),
         (
             "job:triple",

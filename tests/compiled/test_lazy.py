@@ -278,7 +278,9 @@ def test_gradients_that_accumulate_are_counted():
 def test_a_budget_that_cannot_be_met_is_told():
     compiled = Compiled("decoder", as_it_is)
     recollect.fit(compiled.model, budget=0.1)
-    with pytest.warns(recollect.PlanWarning, match="Training goes on with the least"):
+    with pytest.warns(
+        recollect.PlanWarning, match="Training goes on under the plan of the least peak"
+    ):
         train(compiled, 3)
     assert fit_of(compiled).plan is not None
 

@@ -638,7 +638,9 @@ def test_a_remark_about_inputs():
     explanation = recollect.explain(decoder({"preserve_rng_state": False}, depth=12), tokens())
     (remark,) = explanation.remarks
     assert "Inputs of regions are 48.00 KiB" in remark
-    assert remark in str(explanation)
+    *_, shown = str(explanation).split("\n\n")
+    assert shown.split() == remark.split()
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_remark_about_what_is_outside():

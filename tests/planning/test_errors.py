@@ -42,6 +42,16 @@ def test_a_budget_in_the_place_of_the_batch() -> None:
         recollect.fit(_model(), "22GiB")
 
 
+def test_a_model_without_a_forward() -> None:
+    class Lightning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(48, 48)
+
+    with pytest.raises(TypeError, match=r"model: this Lightning has no forward.*lightning\.Fit"):
+        recollect.plan(Lightning(), X, 0.5)
+
+
 def test_a_batch_without_a_tensor() -> None:
     with pytest.raises(TypeError, match="batch: there is no tensor in this list"):
         recollect.plan(_model(), [1, 2, 3], 0.5)

@@ -172,7 +172,7 @@ def test_its_rows_name_modules_of_the_model(plan: recollect.Plan, model: Decoder
     names = {name for name, _ in model.named_modules()}
     assert {row.path for row in rows} <= names
     assert {row.fate for row in rows} == {"kept", "recomputed"}
-    assert all(row.op.startswith("aten::") for row in rows)
+    assert all(row.op.startswith("aten.") for row in rows)
     assert all(row.bytes > 0 and row.seconds >= 0 for row in rows)
     kept = sum(row.bytes for row in rows if row.fate == "kept")
     assert 0 < kept < plan.plain_peak
@@ -240,7 +240,7 @@ def test_two_plans_are_compared(
     same = plan.compare(plan)
     assert not same.changes
     assert "the same" in str(same)
-    with pytest.raises(TypeError, match="other should be a Plan, but got str"):
+    with pytest.raises(TypeError, match=r"other should be a Plan, but got 'plan.json'.*Plan.load"):
         plan.compare("plan.json")
 
 

@@ -7,10 +7,12 @@ same op is in ``Decoder: layers.3.mlp`` in forward and in ``Block: mlp`` when re
 from __future__ import annotations
 
 import contextlib
+import dis
+import os
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +29,9 @@ Stack = tuple[tuple[str, int, str], ...]
 #: The name of each child in a parent. Kept for one run.
 Names = WeakKeyDictionary[nn.Module, "WeakKeyDictionary[nn.Module, str | None]"]
 
-_HIDDEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+#: Folders, with the separator: the frames of torchvision are a user's.
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_HIDDEN = (_OWN, str(Path(torch.__file__).parent) + os.sep)
 _MODULE_FILE = torch.nn.modules.module.__file__
 #: Libraries that move parameters in hooks of modules.
 _LIBRARIES = (str(Path(torch.__file__).parent / "distributed" / "fsdp"), "/deepspeed/runtime/")
@@ -88,6 +92,32 @@ def source_line(frame: FrameType | None, caller: str) -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Take the frames of this library out of the traceback of an error, below the caller's.
+
+    Call it where an error of the user's code, or of an op, leaves the library. The traceback of an
+    error that the library itself raised stays whole.
+    """
+    entry = last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or (_is_own(last) and not _calls_op(last)):
+        return
+    while entry is not None:
+        while entry.tb_next is not None and _is_own(entry.tb_next):
+            entry.tb_next = entry.tb_next.tb_next
+        entry = entry.tb_next
+
+
+def _is_own(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_OWN)
+
+
+def _calls_op(entry: TracebackType) -> bool:
+    """Whether the frame was calling a function with ``*args``, as modes call ops."""
+    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["CALL_FUNCTION_EX"]
 
 
 def warn_user(message: str, category: type[Warning] = RecollectWarning) -> None:

@@ -177,27 +177,15 @@ _COMMANDS: dict[str, Callable[[Namespace], _Result | int]] = {
 
 
 def _load(path: str, name: str) -> Plan:
-    if not Path(path).is_file():
-        raise UsageError(
-            f"{name}: there is no file {path}. Write one:  "
-            f"recollect plan MODULE:FUNCTION --budget ... --save {path}"
-        )
-    what = "a Python file" if path.endswith(".py") else _is_frontier(path) and "a saved frontier"
-    if what:
-        raise UsageError(
-            f"{name}: {path} is {what}, and not a plan. Write a plan:  "
-            "recollect plan MODULE:FUNCTION --budget ... --save plan.json"
-        )
-    return Plan.load(path)
-
-
-def _is_frontier(path: str) -> bool:
-    """Whether a file is what ``recollect frontier --save`` writes."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(found, dict) and "points" in found and "schedule" not in found
+        return Plan.load(path)
+    except (OSError, ValueError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        what = f"there is no file {path}" if is_missing else f"{path} is not a saved plan"
+        raise UsageError(
+            f"{name}: {what}. Write one:  "
+            "recollect plan MODULE:FUNCTION --budget ... --save plan.json"
+        ) from error
 
 
 def _show(result: _Result, arguments: Namespace) -> int:

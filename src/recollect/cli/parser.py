@@ -9,6 +9,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -125,9 +126,10 @@ class _Parser(ArgumentParser):
         args = sys.argv[1:] if args is None else args
         # Before argparse misses a required option that was only misspelt.
         known = [*self._option_string_actions]
-        for name in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-            is_known = any(option.startswith(name) for option in known)
-            if not is_known and not self._subparsers:
+        # Those after a command are for its own parser.
+        own = takewhile(lambda arg: arg.startswith("-"), args) if self._subparsers else args
+        for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
+            if not any(option.startswith(name) for option in known):
                 self.error(f"there is no option {name}.{closest(name, known)}")
         return super().parse_known_args(args, namespace)
 

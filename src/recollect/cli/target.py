@@ -157,7 +157,7 @@ def _function(module: ModuleType, module_name: str, name: str, second: str) -> C
         raise UsageError(
             f"FUNCTION: there is no {name} in {module_name}.{closest(name, there)} {listed}"
         )
-    if not callable(function):
+    if not callable(function) or isinstance(function, nn.Module):
         raise UsageError(
             f"FUNCTION: {name} in {module_name} should be a function, but is of type "
             f"{type(function).__name__}. "

@@ -18,7 +18,7 @@ from recollect._torch.modes import DispatchMode
 from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
 from recollect.checks.names import module_of, name_in
-from recollect.checks.place import Names, Place
+from recollect.checks.place import Names, Place, hide_own_frames
 from recollect.explaining.regions import (
     ReentrantRegion,
     Region,
@@ -75,11 +75,17 @@ def explain(function_or_module: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"function_or_module should be callable, but got {type(function_or_module).__name__}. "
             "Pass the model, or a function such as lambda: loss(model(x), y)"
         )
-    with recordings_preserved():
-        watcher, rows = _forward(function_or_module, args, kwargs)
-        if any(isinstance(each, ReplayRegion) and each.is_rehearsal for each in watcher.regions):
-            # A region was recorded for the first time: later calls hold other tensors.
+    try:
+        with recordings_preserved():
             watcher, rows = _forward(function_or_module, args, kwargs)
+            if any(
+                isinstance(each, ReplayRegion) and each.is_rehearsal for each in watcher.regions
+            ):
+                # A region was recorded for the first time: later calls hold other tensors.
+                watcher, rows = _forward(function_or_module, args, kwargs)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
     calls = [RegionCall(each.name, each.engine, tuple(each.notes)) for each in watcher.regions]
     return Explanation(rows, tuple(calls))
 
@@ -130,10 +136,9 @@ def _watched_by(watcher: Watcher) -> Iterator[None]:
 
 # --- the ops and regions of the forward -----------------------------------------------------------
 
-_REGIONS: dict[str, Callable[[str, Any], Region]] = {
-    "replay": ReplayRegion,
-    "reentrant": ReentrantRegion,
-    "rerun": RerunRegion,
+#: By engine.
+_REGIONS: dict[str, Any] = {
+    each.engine: each for each in (ReplayRegion, ReentrantRegion, RerunRegion)
 }
 
 #: Makes a tensor from Python numbers: its argument is as new as its result.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import is_shared
+from recollect.checks.place import hide_own_frames
 from recollect.compiled.lazy import LazyFit
 from recollect.compiled.planner import CompiledPlanner, check_not_offloaded
 from recollect.compiled.sites import is_compiled_throughout
@@ -85,9 +86,13 @@ def plan(
 
 def _make_plan(request: Request, budget: float | str, progress: Progress = silent) -> Plan:
     """The plan for a model, which all ranks make together if it is not compiled."""
-    if _is_compiled(request.model):
-        return CompiledPlanner.of_compiled(request, progress).plan_for(budget)
-    return make_plan(request, budget, progress)
+    try:
+        if _is_compiled(request.model):
+            return CompiledPlanner.of_compiled(request, progress).plan_for(budget)
+        return make_plan(request, budget, progress)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
 
 
 def _is_compiled(model: Any) -> bool:
@@ -206,7 +211,11 @@ def frontier(
         )
     make = CompiledPlanner.of_compiled if _is_compiled(model) else Planner.of
     request = Request(model, batch, loss, optimizer, offload, holds_output)
-    return Frontier(make(request, reporter(progress)))
+    try:
+        return Frontier(make(request, reporter(progress)))
+    except Exception as error:
+        hide_own_frames(error)
+        raise
 
 
 class Frontier(HasPage):

@@ -106,7 +106,7 @@ def marks_of(graph: Graph, outcome: Outcome) -> tuple[Mark, ...]:
         if op < 0 and marks and marks[-1].is_backward == is_backward:
             continue
         path, name = ("", "") if op < 0 else (graph.ops[op].path, graph.ops[op].name)
-        mark = Mark(float(f"{drawn(start):.7g}"), path, name, is_backward)
+        mark = Mark(float(f"{drawn(start):.7g}"), path, name.replace("::", "."), is_backward)
         if not marks or marks[-1][1:] != mark[1:]:
             marks.append(mark)
     return tuple(marks)
@@ -232,7 +232,8 @@ def list_rows(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
             if number in schedule.kept or op.forced:
                 fate = "kept"
             reason = "must not run again" if op.forced else ""
-            rows.append(Row(op.path, op.name, fate, nbytes, op.seconds, reason, source=op.source))
+            name = op.name.replace("::", ".")
+            rows.append(Row(op.path, name, fate, nbytes, op.seconds, reason, source=op.source))
     return tuple(rows)
 
 

@@ -30,7 +30,7 @@ from recollect.report.page import HasPage, page
 from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
 from recollect.report.rows import Row
 from recollect.report.table import table
-from recollect.report.units import bytes_text, percent_text
+from recollect.report.units import argument_text, bytes_text, percent_text
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -190,7 +190,10 @@ class Plan(PlannedStep, HasPage):
         The columns are called by the budgets. ``to_html`` of the result writes a page.
         """
         if not isinstance(other, Plan):
-            raise TypeError(f"other should be a Plan, but got {type(other).__name__}")
+            raise TypeError(
+                f"other should be a Plan, but got {argument_text(other)}. Read a file by "
+                "recollect.Plan.load(path)"
+            )
         first, second = bytes_text(self.budget), bytes_text(other.budget)
         names = (first, second) if first != second else ("this plan", "the other")
         return Comparison(self.report, other.report, names)

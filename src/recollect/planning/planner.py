@@ -238,7 +238,7 @@ class Planner:
             return self.plan_for(budget)
         except InfeasibleBudget as error:
             is_useless = self.least_budget() >= self.plain_peak
-            how = "plain" if is_useless else "with the least"
+            how = "plain" if is_useless else "under the plan of the least peak"
             self._warnings.warn("infeasible", f"{error}. Training goes on {how}")
             return (self.plain_plan if is_useless else self.least_plan)(error.budget)
 

@@ -28,6 +28,7 @@ from recollect.policy.rules import (
     checked_ops,
     written,
 )
+from recollect.report.units import argument_text
 
 __all__ = [
     "Policy",
@@ -127,7 +128,9 @@ def _pattern_policy(
         raise TypeError(f"{name}() needs at least one pattern, such as {example!r}")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise TypeError(f"{name}() takes patterns such as {example!r}, but got {pattern!r}")
+            raise TypeError(
+                f"{name}() takes patterns such as {example!r}, but got {argument_text(pattern)}"
+            )
     return Policy(kind(written(name, patterns), decision, patterns))
 
 

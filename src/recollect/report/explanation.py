@@ -8,7 +8,7 @@ from functools import cached_property
 from recollect.report.page import HasPage, explanation_page
 from recollect.report.plan_report import Figure
 from recollect.report.rows import RegionCall, Row, Totals, lists_by, pattern
-from recollect.report.table import columns, counted, modules_table, rows_table
+from recollect.report.table import columns, counted, modules_table, rows_table, wrapped
 from recollect.report.units import bytes_text
 
 #: Reasons for memory that no region holds.
@@ -90,7 +90,7 @@ class Explanation(HasPage):
         tables = (_rows(self.rows), _calls(self.calls), modules_table(needed, _MODULES))
         held, inputs = self.held_bytes, self.totals.by_fate["input"]
         total = f"held after forward: {bytes_text(held)}, inputs of regions: {bytes_text(inputs)}"
-        return "\n\n".join(filter(None, (*tables, total, *self.remarks)))
+        return "\n\n".join(filter(None, (*tables, total, *map(wrapped, self.remarks))))
 
     def _page(self) -> str:
         sums = self.totals.by_fate

@@ -26,6 +26,7 @@ from recollect.report.page_data import (
     rows_data,
     shown_points,
     sizes_data,
+    steps_of,
 )
 from recollect.report.plan_report import (
     Figure,
@@ -231,19 +232,14 @@ def _tile(figure: Figure) -> str:
 
 
 def _memory(report: PlanReport) -> _Fields:
-    if not (report.before or report.after):
+    keys = [(kind, "line", name, bool(curve)) for name, kind, curve, *_ in steps_of(report)]
+    if not any(is_shown for *_, is_shown in keys):
         return None
-    keys = [
-        ("before", "line", "plain", bool(report.before)),
-        ("after", "line", "with the plan", bool(report.after)),
-        ("budget", "dash", "budget", report.budget is not None),
-    ]
-    return {"legend": _legend(keys)}
+    return {"legend": _legend([*keys, ("budget", "dash", "budget", report.budget is not None)])}
 
 
 def _stack(report: PlanReport) -> _Fields:
-    stacks = {"plain": report.before_stack, "with the plan": report.after_stack}
-    names = [name for name, stack in stacks.items() if stack.bands]
+    names = [name for name, *_, stack in steps_of(report) if stack.bands]
     buttons = "".join(
         f'<button type="button" aria-pressed="{"true" if name == names[-1] else "false"}">'
         f"{name}</button>"

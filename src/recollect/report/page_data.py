@@ -20,6 +20,7 @@ HELD = ("kept", "input", "recomputed", "offloaded")
 _BUCKETS = 1000
 
 _Curve = Sequence[tuple[float, int]]
+_Step = tuple[str, str, _Curve, Sequence[Mark], Stack]
 
 
 def as_json(data: dict[str, Any]) -> str:
@@ -53,23 +54,25 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         "plain_time": report.plain_time,
         "curves": [
             _curve(name, kind, curve, marks)
-            for name, kind, curve, marks in (
-                ("plain", "before", report.before, report.before_marks),
-                ("with the plan", "after", report.after, report.after_marks),
-            )
+            for name, kind, curve, marks, _ in steps_of(report)
             if curve
         ],
         "stacks": [
             _stack(name, stack, marks)
-            for name, stack, marks in (
-                ("plain", report.before_stack, report.before_marks),
-                ("with the plan", report.after_stack, report.after_marks),
-            )
+            for name, _, _, marks, stack in steps_of(report)
             if stack.bands
         ],
         "points": [vars(point) for point in shown_points(report)],
         **rows_data(report.rows, PLANNED),
     }
+
+
+def steps_of(report: PlanReport) -> tuple[_Step, ...]:
+    """The plain step and the planned one: name, kind, curve, marks and stack."""
+    return (
+        ("plain", "before", report.before, report.before_marks, report.before_stack),
+        ("with the plan", "after", report.after, report.after_marks, report.after_stack),
+    )
 
 
 def rows_data(rows: Sequence[Row], fates: Sequence[str]) -> dict[str, Any]:

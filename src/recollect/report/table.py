@@ -116,7 +116,13 @@ def _bytes_cell(count: int) -> str:
 
 def table(report: PlanReport) -> str:
     """A plan: its figures, the parts of its peak, and the fates of its modules."""
-    parts = [_head(report), _parts(report), modules_table(report.rows), *_notes(report)]
+    notes = map(wrapped, report.notes)
+    parts = [
+        head_text(heading(report), figures(report)),
+        _parts(report),
+        modules_table(report.rows),
+        *notes,
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -128,11 +134,8 @@ def frontier_table(report: PlanReport) -> str:
     ]
     header = ("", "peak", "of plain", "step", "vs plain", "")
     text = columns(header, lines, left=("",)) if lines else "There is no plan."
-    return "\n\n".join([_head(report), text, *_notes(report)])
-
-
-def _head(report: PlanReport) -> str:
-    return head_text(heading(report), figures(report))
+    head = head_text(heading(report), figures(report))
+    return "\n\n".join([head, text, *map(wrapped, report.notes)])
 
 
 def head_text(title: str, found: Sequence[Figure]) -> str:
@@ -156,8 +159,9 @@ def _parts(report: PlanReport) -> str:
     return columns(header, lines, left=header[:1]) if lines else ""
 
 
-def _notes(report: PlanReport) -> list[str]:
-    return [textwrap.fill(note, _WIDTH) for note in report.notes]
+def wrapped(note: str) -> str:
+    """A note in lines that fit a terminal."""
+    return textwrap.fill(note, _WIDTH)
 
 
 def _fitted(path: str, width: int) -> str:

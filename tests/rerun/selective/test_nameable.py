@@ -112,8 +112,9 @@ def test_only_tensors_have_names(bad):
 
 @pytest.mark.parametrize("bad", [3, None, b"name", torch.ones(1)])
 def test_a_name_is_a_string(bad):
-    with pytest.raises(TypeError, match="takes a tensor and its name"):
+    with pytest.raises(TypeError, match="takes a tensor and its name") as caught:
         tag(torch.ones(1), bad)
+    assert "tensor([" not in str(caught.value)  # which may be long
 
 
 def test_without_grad_nothing_is_kept():

@@ -24,6 +24,7 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
+from recollect.checks.place import hide_own_frames
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
@@ -160,9 +161,13 @@ class Runner:
         self._end_trace(model)
         if self._runs_plain(model):
             return function(*args, **kwargs)
-        if self._kinds is not None:
-            return self._run(self._kinds, model, function, args, kwargs)
-        return self._run_first(model, function, args, kwargs)
+        try:
+            if self._kinds is not None:
+                return self._run(self._kinds, model, function, args, kwargs)
+            return self._run_first(model, function, args, kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def _runs_plain(self, model: Any) -> bool:
         """Whether there can be no plan, or none that can be in effect now."""

@@ -122,7 +122,8 @@ def make_traced_plan(
             if received.predicted_peak > received.budget:
                 warn_user(
                     f"budget: no plan brings the step of this {type(model).__name__} down to "
-                    f"{bytes_text(received.budget)} on every rank. Training goes on with the least",
+                    f"{bytes_text(received.budget)} on every rank. Training goes on under "
+                    "the plan of the least peak",
                     PlanWarning,
                 )
             return received

@@ -183,6 +183,14 @@ class TrainingStep:
                     "recollect.plan(model, (x, ...), budget)"
                 ) from error
             raise
+        except NotImplementedError as error:
+            if getattr(self.model.forward, "__func__", None) is not nn.Module.forward:
+                raise
+            raise TypeError(
+                f"model: this {type(self.model).__name__} has no forward. Pass the module that the "
+                "loop calls. A LightningModule is fitted by its Trainer: "
+                "callbacks=[recollect.integrations.lightning.Fit(budget)]"
+            ) from error
         except RuntimeError as error:
             given = tensors_of_batch(self.args, self.kwargs)
             if (fault := inference_fault(error, given)) is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recollect._torch.fsdp import is_shared
+from recollect.checks.place import hide_own_frames
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, Request, check_unplanned
@@ -158,7 +159,11 @@ def largest_batch(
             "process. recollect.plan(model, batch, budget) on every rank says whether a size fits"
         )
     limit = resolve_budget(budget, 0, device_of(model))
-    found = LargestSearch(steps, limit, time, int(multiple_of), int(most), report).run()
+    try:
+        found = LargestSearch(steps, limit, time, int(multiple_of), int(most), report).run()
+    except Exception as error:
+        hide_own_frames(error)
+        raise
     return LargestBatch(
         size=found.size,
         plan=found.plan,

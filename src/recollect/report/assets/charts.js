@@ -276,7 +276,8 @@ function memoryChart(place, curves, budget) {
       draw(self.svg, "circle", { class: `mark peak ${curve.kind}`, cx: x(time), cy: y(bytes), r: 5 });
       taken.push(around(x(time), y(bytes), 6));
     }
-    for (const curve of curves) {
+    // The highest first, whose label is then above the others.
+    for (const curve of [...curves].sort((one, other) => other.peak[1] - one.peak[1])) {
       const [time, bytes] = curve.peak;
       put(curve.kind, `peak ${bytesText(bytes)}`, x(time), y(bytes));
     }

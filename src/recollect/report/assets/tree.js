@@ -99,7 +99,8 @@ class Tree {
     this.rows = rows;
     this.fates = fates;
     this.isTimed = rows.some(({ seconds }) => seconds > 0);
-    place.style.setProperty("--fates", fates.length);
+    // On a phone four amounts have no room side by side.
+    place.style.setProperty("--columns", fates.length > 3 ? 2 : fates.length);
     this.body = place.querySelector("tbody");
     this.status = document.getElementById("matches");
     this.filter = document.getElementById("filter");

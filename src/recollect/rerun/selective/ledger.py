@@ -40,6 +40,12 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
 
 
+def same_results(a: Any, b: Any) -> bool:
+    """Whether two results of an op are the same, bit for bit."""
+    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
+    return all(same_values(x, y) for x, y in pairs if isinstance(x, torch.Tensor))
+
+
 def is_exposed(tensor: torch.Tensor) -> bool:
     """Whether the memory of ``tensor`` is not torch's alone."""
     return is_plain_tensor(tensor) and not tensor.untyped_storage().resizable()
@@ -105,20 +111,21 @@ class KeptCall:
         #: The fingerprint of each result, if the op itself returned memory that is not torch's.
         self.fingerprints: list[torch.Tensor] = []
 
-    def before_write(self, memory: int) -> bool:
-        """Prepare for a write to ``memory``: whether a result is in there."""
+    def _places(self) -> list[Any]:
         places: list[Any] = []
         map_only(_PLACES, places.append, self.results)
-        written = [place for place in places if place.memory == memory]
+        return places
+
+    def before_write(self, memory: int) -> bool:
+        """Prepare for a write to ``memory``: whether a result is in there."""
+        written = [place for place in self._places() if place.memory == memory]
         for place in written:
             place.before_write()
         return bool(written)
 
     def is_exposed(self) -> bool:
         """Whether others may have written to a result unseen."""
-        places: list[Any] = []
-        map_only(_PLACES, places.append, self.results)
-        if not any(place.is_exposed for place in places):
+        if not any(place.is_exposed for place in self._places()):
             return False
         # What an op makes of an array is mostly its own, and nobody writes to it.
         return not self.fingerprints or not self.equals(self.read())
@@ -127,8 +134,7 @@ class KeptCall:
         """Whether ``out`` is what the op returned, bit for bit."""
         if self.fingerprints:  # the results may have been written to since
             return compare(self.fingerprints, [*map(fingerprint, tensors_of(out))]) is None
-        pairs = zip(tree_leaves(self.read()), tree_leaves(out), strict=True)
-        return all(same_values(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+        return same_results(self.read(), out)
 
     def read(self) -> Any:
         return map_only(_PLACES, lambda place: place.get(), self.results)

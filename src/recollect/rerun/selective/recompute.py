@@ -19,15 +19,14 @@ import torch
 from recollect._torch.autograd import current_graph_task, is_weight
 from recollect._torch.fsdp import HookRanges
 from recollect._torch.modes import DispatchMode
-from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.pytree import tree_map_only
 from recollect._torch.tensors import version_of
 from recollect.checks.place import Place
 from recollect.errors import KeptTensorError
 from recollect.policy.op_info import OpInfo, known_ops, op_info
 from recollect.rerun.selective.labels import Labels, differ
-from recollect.rerun.selective.ledger import KeptCall, Ledger
+from recollect.rerun.selective.ledger import KeptCall, Ledger, same_results
 from recollect.state.rng import write_rng
-from recollect.state.tensors import same_values
 
 _Tensor = torch.Tensor
 _Args = tuple[Any, ...]
@@ -273,13 +272,7 @@ def _holds(info: OpInfo, call: Any) -> bool:
         args, kwargs, out = tree_map_only(_Weak, _Weak.get, call)
     except ReferenceError:
         return False
-    return _same(info.call(*args, **kwargs), out)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two results of an op are the same, bit for bit."""
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(same_values(x, y) for x, y in pairs if isinstance(x, _Tensor))
+    return same_results(info.call(*args, **kwargs), out)
 
 
 def _where() -> str:
