@@ -261,7 +261,7 @@ def _checkpoint_without_reentrant_generator(
     if not torch.is_grad_enabled():
         yield
         return
-    with enter_region(fn, args, kwargs, options, True):
+    with enter_region(fn, args, kwargs, options, True, counters="live"):
         yield
 
 

@@ -15,6 +15,7 @@ from recollect.policy.rules import Policy, as_policy
 from recollect.rerun.frame import Contexts
 from recollect.rerun.selective import create_selective_checkpoint_contexts, selective_contexts
 from recollect.settings import checked_switch
+from recollect.state.variables import Counters
 from recollect.store import check_store
 
 Engine = Literal["rerun", "reentrant", "replay"]
@@ -46,8 +47,8 @@ class Options:
     Immutable. A plain class, because a frozen dataclass costs several microseconds per call.
     """
 
-    #: Whether counters of calls count reruns, as in torch.
-    counts_reruns = True
+    #: What a rerun does with counters of calls.
+    counters: Counters = "counted"
 
     def __init__(
         self,

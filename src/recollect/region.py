@@ -29,6 +29,7 @@ from recollect.rerun.frame import Contexts, make_contexts
 from recollect.rerun.reentrant import CheckpointFunction
 from recollect.rerun.selective import RecordMode
 from recollect.settings import resolve_debug, resolve_early_stop
+from recollect.state.variables import Counters
 from recollect.store.offload_batch import OffloadBatch
 
 #: A function of a sequential model.
@@ -81,8 +82,12 @@ def enter_region(
     kwargs: dict[str, Any],
     options: Options,
     read_once: bool,
+    counters: Counters | None = None,
 ) -> AbstractContextManager[None]:
-    """A context of the rerun engine, inside which the caller runs the function's forward."""
+    """A context of the rerun engine, inside which the caller runs the function's forward.
+
+    ``counters``: instead of that of ``options``.
+    """
     contexts = None if options.make_contexts is None else make_contexts(options.make_contexts)
     frame = Frame(
         function,
@@ -94,7 +99,7 @@ def enter_region(
         resolve_early_stop(options.early_stop),
         resolve_debug(options.debug),
         read_once,
-        options.counts_reruns,
+        counters or options.counters,
         _offload_batch(contexts, options) if options.offload_inputs else None,
     )
     return frame if observing.observer is None else _observed(frame, args, kwargs)

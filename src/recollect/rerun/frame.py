@@ -31,6 +31,7 @@ from recollect.rerun.selective import RecomputeMode, RecordMode
 from recollect.settings import version_guard_enabled
 from recollect.state.inputs import Inputs
 from recollect.state.region_state import RegionState
+from recollect.state.variables import Counters
 from recollect.store.offload_batch import OffloadBatch
 
 #: Stands in the graph for a saved tensor: its number, and its description by the check.
@@ -111,7 +112,7 @@ class ForwardFrame:
         early_stop: bool,
         debug: bool,
         read_once: bool,
-        counts_reruns: bool,
+        counters: Counters,
         offloaded: OffloadBatch | None = None,
     ) -> None:
         self.function = function
@@ -119,7 +120,7 @@ class ForwardFrame:
         self.offloaded = offloaded
         self.inputs = Inputs(args, kwargs, version_guard_enabled(), offloaded)
         self.region_state = RegionState(
-            function, self.inputs, preserve_rng_state, counts_reruns=counts_reruns
+            function, self.inputs, preserve_rng_state, counters=counters
         )
         self.contexts = contexts
         self.entered: AbstractContextManager[Any] | None = None

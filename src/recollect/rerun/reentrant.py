@@ -77,7 +77,7 @@ class CheckpointFunction(torch.autograd.Function):
         check_backward_validity(args)
         ctx.run_function = run_function
         state = ctx.region_state = RegionState(
-            run_function, inputs, preserve_rng_state, counts_reruns=True
+            run_function, inputs, preserve_rng_state, counters="counted"
         )
         ctx.tensor_indices = indices
         ctx.save_for_backward(*[args[index] for index in indices])

@@ -4,7 +4,7 @@
 would change what a rerun computes. So an attribute has the value of the call during the rerun.
 So has one that the region itself assigns, such as a hidden state, a table and the length for which
 it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
-An integer that the region counts up by one counts the rerun, too, if it is to do as torch does.
+An integer that the region counts up by one counts the rerun, too, except under a plan.
 
 Constants, functions and tensors without a gradient are restored, and tuples and lists of them, such
 as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the form
@@ -32,7 +32,7 @@ from recollect.state.forgotten import (
 )
 from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
 from recollect.state.restorers import ATOMS, UNSET, VARIABLES, Entry
-from recollect.state.variables import Slot, Variables
+from recollect.state.variables import Counters, Slot, Variables
 
 _Tensor = torch.Tensor
 
@@ -112,12 +112,12 @@ class ModuleSettings:
         """The ``id`` of each tensor that is not held during the call."""
         return [number for _, each in self._unheld for number in each.numbers]
 
-    def settle(self, *, counts_reruns: bool) -> list[int]:
+    def settle(self, *, counters: Counters) -> list[int]:
         """After the call: note what it has assigned. Returns what is not to be held, by ``id``."""
         if self.is_present():
             return []
         variables, unheld = self._as_variables(), self._unheld
-        numbers = variables.settle(counts_reruns=counts_reruns, added=self._added())
+        numbers = variables.settle(counters=counters, added=self._added())
         self._unheld = []
         for slot, each in unheld:
             now = slot.read()

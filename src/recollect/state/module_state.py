@@ -26,6 +26,7 @@ from recollect.state.module_hooks import hooks_of, restore_hooks
 from recollect.state.module_index import Attributes, ModuleIndex
 from recollect.state.module_settings import ModuleSettings, Place
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
+from recollect.state.variables import Counters
 
 _get = dict.get
 _FORWARD, _TRAINING, _NOTHING = repeat("forward"), repeat("training"), repeat(None)
@@ -78,12 +79,12 @@ class ModuleState:
         """The ``id`` of each tensor in a plain attribute that is not held during the call."""
         return self._settings.unheld()
 
-    def settle(self, *, counts_reruns: bool) -> list[int]:
+    def settle(self, *, counters: Counters) -> list[int]:
         """After the call: note what it has assigned to plain attributes.
 
         Returns the ``id`` of each tensor that is not to be held.
         """
-        return self._settings.settle(counts_reruns=counts_reruns)
+        return self._settings.settle(counters=counters)
 
     def is_present(self) -> bool:
         """Whether all of it is as it was; almost always."""

@@ -37,7 +37,7 @@ from recollect.state.rng import (
     settle_streams,
     write_streams,
 )
-from recollect.state.variables import Variables
+from recollect.state.variables import Counters, Variables
 
 
 class RegionState:
@@ -48,7 +48,7 @@ class RegionState:
             "_ambient",
             "_buffers",
             "_contents",
-            "_counts_reruns",
+            "_counters",
             "_guards",
             "_inputs",
             "_modules",
@@ -64,10 +64,10 @@ class RegionState:
         inputs: Inputs,
         preserve_rng_state: bool,
         *,
-        counts_reruns: bool = False,
+        counters: Counters = "restored",
     ) -> None:
-        """``counts_reruns``: whether counters of calls count reruns, as in torch."""
-        self._counts_reruns = counts_reruns
+        """``counters``: what a rerun does with counters of calls."""
+        self._counters = counters
         found = Reachable(function, inputs.reachable())
         self._inputs = inputs
         self._streams: Streams | None = None
@@ -95,9 +95,9 @@ class RegionState:
         """After the call: note what it has changed."""
         if self._streams is not None:
             self._streams = settle_streams(self._streams)
-        unheld = self._modules.settle(counts_reruns=self._counts_reruns)
+        unheld = self._modules.settle(counters=self._counters)
         if self._variables is not None:
-            unheld += self._variables.settle(counts_reruns=self._counts_reruns)
+            unheld += self._variables.settle(counters=self._counters)
         if self._contents is not None:
             unheld += self._contents.settle()
         if self._buffers is not None:

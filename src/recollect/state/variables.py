@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from recollect.state.forgotten import (
     Where,
@@ -53,6 +53,12 @@ def _where(slot: Slot) -> Where:
     return Where("a variable of an enclosing function" if slot.name is None else f"{slot.name!r}")
 
 
+#: What a rerun does with an integer that the region counts up by one: it finds forward's value and
+#: counts itself, as in torch; or leaves all as it was before; or finds what is there by then, for
+#: torch's composable checkpoint, where modules may tell a rerun by it.
+Counters = Literal["counted", "restored", "live"]
+
+
 class Variables:
     """Some variables, as they were at the call."""
 
@@ -67,15 +73,16 @@ class Variables:
         self._counters: list[tuple[Slot, int]] = []
         self._where = where
 
-    def settle(self, *, counts_reruns: bool, added: Iterable[Slot] = ()) -> list[int]:
+    def settle(self, *, counters: Counters, added: Iterable[Slot] = ()) -> list[int]:
         """After the call: note what it has assigned, and ``added``.
 
         Returns the ``id`` of each tensor that is not to be held.
         """
         unheld: list[int] = []
         for slot, then in (*self._split(), *((slot, UNSET) for slot in added)):
-            if counts_reruns and type(then) is int and _is_next(then, slot.read()):
-                self._counters.append((slot, then))
+            if counters != "restored" and type(then) is int and _is_next(then, slot.read()):
+                if counters == "counted":
+                    self._counters.append((slot, then))
             elif then is UNSET or is_held(then):
                 self.assign(slot, then)
             elif has_tensors(then):

@@ -27,7 +27,7 @@ from recollect.region import run_region
 class _OfPlan(Options):
     """Under a plan, what a module counts is what it counts in the plain step."""
 
-    counts_reruns = False
+    counters = "restored"
 
 
 #: The engines that can run a module as a whole, and the options of a region for each.
