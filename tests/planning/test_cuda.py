@@ -297,7 +297,7 @@ def test_a_workspace_is_that_of_later_runs(name: str, *, is_first: bool) -> None
     out = []
     peak, left = allocated_by(lambda: out.append(op(*args)), device)
     assert price is not None
-    assert price.workspace == peak - left
+    assert abs(price.workspace - (peak - left)) < 1 << 20  # a block may be as much larger
 
 
 # --- steps that are not the planned one -----------------------------------------------------------

@@ -28,7 +28,7 @@ from recollect.planning.recording.workspaces import (
     likely_workspace,
     workspace_of,
 )
-from recollect.policy.op_info import MATMULS, OpInfo, op_info
+from recollect.policy.op_info import OpInfo, op_info
 
 _Tensor = torch.Tensor
 #: On a device: how often work is issued before its times are read, and the quantile that counts.
@@ -282,8 +282,7 @@ class Prices:
 
     def _can_run_once(self, price: OpPrice, func: Any) -> bool:
         """Whether an op that takes long may have a workspace, and there is time to find it."""
-        packet = getattr(func, "overloadpacket", None)
-        has_none = packet in MATMULS or torch.Tag.pointwise in getattr(func, "tags", ())
+        has_none = torch.Tag.pointwise in getattr(func, "tags", ())
         if has_none or price.moved > _ROOM or price.seconds > self._time_left:
             return False
         self._time_left -= price.seconds
