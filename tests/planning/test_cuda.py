@@ -17,6 +17,7 @@ from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning import ways
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
+from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.prices import Prices
 from tests.planning._models import (
     Case,
@@ -257,6 +258,46 @@ def test_a_larger_batch_keeps_the_budget_bit_for_bit(name: str) -> None:
             peak(twin)  # which counts as many batches in its buffers
     for ours, theirs in zip(state_after(case), state_after(twin), strict=True):
         assert torch.equal(ours, theirs)
+
+
+# --- the workspace of ops that must not run twice -------------------------------------------------
+
+
+def _ops() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    image = torch.randn(8, 32, 64, 64, device="cuda")
+    weight, matrix = torch.randn(32, 32, 3, 3, device="cuda"), torch.randn(512, 512, device="cuda")
+    conv = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    looks = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    aten = torch.ops.aten
+    return {
+        "conv": (aten.convolution.default, (image, weight, None, *conv)),
+        "conv_backward": (
+            aten.convolution_backward.default,
+            (image, image, weight, [32], *conv, [True, True, True]),
+        ),
+        "mm": (aten.mm.default, (matrix, matrix)),
+        "sort": (aten.sort.default, (matrix,)),
+        "attention": (aten._scaled_dot_product_flash_attention.default, (looks, looks, looks)),
+    }
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", ["conv", "conv_backward", "mm", "sort", "attention"])
+def test_a_workspace_is_that_of_later_runs(name: str, *, is_first: bool) -> None:
+    op, args = _ops()[name]
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not is_first:
+        op(*args)
+    highest = torch.cuda.max_memory_allocated()
+    found = Prices(device, once=True)
+    with torch.no_grad():
+        price, *_ = [found.run(op, args, {})[0] for _ in range(3)]
+    found.settle()
+    assert torch.cuda.max_memory_allocated() >= highest  # the peak is the user's to reset
+    out = []
+    peak, left = allocated_by(lambda: out.append(op(*args)), device)
+    assert price is not None
+    assert abs(price.workspace - (peak - left)) < 1 << 20  # a block may be as much larger
 
 
 # --- steps that are not the planned one -----------------------------------------------------------

@@ -31,7 +31,7 @@ from recollect.modules import OPTIONS
 from recollect.planning.planner import Planner
 from recollect.planning.recording import prices
 from tests._support import assert_identical, gradients, measure
-from tests.planning._models import squares, static_bytes
+from tests.planning._models import ConvNet, squares, static_bytes
 
 pytestmark = pytest.mark.usefixtures("no_bound")
 
@@ -161,6 +161,17 @@ def test_the_first_step_is_planned_and_the_loop_goes_on(part: float, dropout: fl
     if not dropout:  # whose generator states count
         assert 0 <= plan.predicted_peak - loop.peaks[-1] <= 8 * 50
     assert loop.model.calls == 5  # nothing runs twice
+
+
+def test_the_workspaces_of_a_step_beside_the_users_profiler() -> None:
+    torch.manual_seed(0)
+    model = ConvNet(4, 16).to(memory_format=torch.channels_last)
+    images = torch.randn(4, 3, 32, 32)
+    loop = Loop(model, 0.7, torch.optim.SGD)
+    loop.run(lambda model, _: squares(model(images)))  # each of them is measured by a profiler
+    loop.assert_kept()
+    assert loop.plan is not None
+    assert loop.plan.predicted_peak == loop.peaks[-1]
 
 
 def test_the_plan_is_that_of_the_same_step_planned_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recollect
-from recollect.planning.loop.updates import FirstCall, StateWatch, Updates, _watching
+from recollect.planning.loop.updates import (
+    FirstCall,
+    StateWatch,
+    Updates,
+    _state_of,
+    _watching,
+)
 
 
 @pytest.fixture
@@ -43,6 +50,32 @@ def test_state_that_grows_within_a_step_is_counted() -> None:
     later = seen[first:]
     assert later == sorted(later)
     assert later[-1] >= later[0] + 2 * 2 * parameter.nbytes
+
+
+def test_what_a_step_holds_beside_its_state_is_counted() -> None:
+    parameter, other = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(50))
+    optimizer = torch.optim.LBFGS([parameter, other], max_iter=4, history_size=2)
+    watch, seen, held = StateWatch(), [], []
+
+    def closure() -> torch.Tensor:
+        seen.append(watch.nbytes([parameter]))
+        held.append(allocated())
+        optimizer.zero_grad()
+        loss = parameter.cos().cumsum(0).square().sum() + other.sin().sum()
+        loss.backward()
+        return loss
+
+    def allocated() -> int:
+        flat = [e for e in gc.get_objects() if type(e) is torch.Tensor and e.shape == (150,)]
+        return len({each.data_ptr() for each in flat}) * 150 * 4
+
+    for _ in range(4):
+        optimizer.step(closure)
+    first = len(seen) - 4
+    assert held[-1] > sum(each.nbytes for each in _state_of(optimizer) if each.dim())
+    # Of a step's first closure more is counted than is held: one schedule serves them all.
+    assert [n // 600 for n in seen[first + 1 :]] == [n // 600 for n in held[first + 1 :]]
+    assert seen[first] > held[first]
 
 
 @pytest.mark.parametrize("foreach", [True, False])

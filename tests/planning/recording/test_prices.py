@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from recollect._torch.devices import stderr_hushed
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
-from recollect.planning.recording import prices, sampling
+from recollect.planning.recording import prices, sampling, workspaces
 from recollect.planning.recording.prices import OpPrice, Prices
 from recollect.planning.recording.record import profile_step
 from recollect.planning.recording.sampling import Timing
@@ -151,25 +152,24 @@ def test_each_run_of_an_op_that_must_not_run_twice_is_a_sample(clock: Clock) -> 
     assert price.seconds == pytest.approx(MS)
 
 
-def test_no_profiler_runs_beside_collectives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # They end in another thread, which writes to the profiler that saw them begin.
-    profiled = []
-    measure = prices.allocated_by
-    monkeypatch.setattr(prices, "allocated_by", lambda *a: profiled.append(1) or measure(*a))
+def test_no_profiler_sees_a_collective(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # It ends in another thread, which would write to the profiler that saw it begin. Others have
+    # their workspace in such a process too.
+    measured = []
+    measure = prices.workspace_of
+    monkeypatch.setattr(
+        prices, "workspace_of", lambda run, device: measured.append(1) or measure(run, device)
+    )
     store, x = f"file://{tmp_path}/store", torch.ones(3)
     distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         with TraceMode(Prices(torch.device("cpu"), once=True)):
             distributed.all_reduce(x)
+            assert measured == []
             x.exp()
-        assert profiled == []
+        assert measured == [1]
     finally:
         distributed.destroy_process_group()
-    with TraceMode(Prices(torch.device("cpu"), once=True)):
-        x.exp()
-    assert profiled == [1]
 
 
 def test_a_trace_that_has_ended_does_not_change_gradients() -> None:
@@ -205,6 +205,75 @@ def test_absurd_prices_are_measured_again(clock: Clock, monkeypatch: pytest.Monk
     assert profile.untimed is not None
     assert max(op.seconds for op in profile.untimed.ops) == pytest.approx(1e-6)
     assert all(call.seconds < 1 for call in prices._known.values())
+
+
+# --- the workspace of ops that must not run twice -------------------------------------------------
+
+
+def _convolved() -> OpPrice:
+    """The price of a convolution, which makes columns of its input, in a step of a loop."""
+    x, w = torch.ones(2, 4, 6, 6), torch.ones(4, 4, 3, 3)
+    args = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    found = Prices(torch.device("cpu"), once=True)
+    price, _ = found.run(torch.ops.aten.convolution.default, args, {})
+    found.settle()
+    return price
+
+
+def test_a_step_beside_the_users_profiler_has_its_workspaces() -> None:
+    alone = _convolved()
+    assert alone.workspace > 0
+    with torch.profiler.profile(profile_memory=True) as profiler, stderr_hushed():
+        torch.empty(999)
+        beside = _convolved()
+    assert beside.workspace == alone.workspace
+    # The op ran once more, for this, in a thread that the user's profiler does not see.
+    events = [event.name() for event in profiler.profiler.kineto_results.events()]
+    assert events.count("aten::convolution") == 1
+
+
+def test_beside_the_users_profiler_an_op_that_must_not_run_twice_has_a_likely_workspace() -> None:
+    with (
+        torch.library._scoped_library("recollect_once", "DEF") as library,
+        torch.profiler.profile(),
+        stderr_hushed(),
+    ):
+        calls = []
+        library.define("odd(Tensor x) -> Tensor")
+        library.impl("odd", lambda x: calls.append(1) or x + 1, "CPU")
+        found = Prices(torch.device("cpu"), once=True)
+        price, _ = found.run(torch.ops.recollect_once.odd.default, (torch.ones(3),), {})
+        found.settle()
+    assert (len(calls), price.workspace) == (1, 0)
+
+
+def test_what_a_library_allocates_once_is_no_workspace() -> None:
+    kept = []
+
+    def run(first: bool) -> None:
+        kept.append(torch.empty(10))
+        if first:  # it stays, and what was tried is gone
+            kept.append(torch.empty(1000))
+            torch.empty(4000)
+        torch.empty(100)
+
+    assert workspaces.workspace_of(lambda: run(False), torch.device("cpu")) == 400
+    assert workspaces.workspace_of(lambda: run(True), torch.device("cpu")) == 16_000
+    # The second run in a step tells what all later ones take.
+    with torch.library._scoped_library("recollect_first", "DEF") as library:
+        seen = []
+        library.define("odd(Tensor x) -> Tensor")
+        library.impl("odd", lambda x: (x + 1, run(not seen), seen.append(1))[0], "CPU")
+        found = Prices(torch.device("cpu"), once=True)
+        op = torch.ops.recollect_first.odd.default
+        price, *_ = [found.run(op, (torch.ones(3),), {})[0] for _ in range(3)]
+        found.settle()
+    assert price.workspace == 400
+
+
+def test_arguments_that_were_expanded_are_made_again() -> None:
+    wide = torch.empty((), device="meta").expand(3, 4)
+    assert prices._real(wide, torch.device("cpu")).tolist() == [[0.5] * 4] * 3
 
 
 # --- ops that ran once ----------------------------------------------------------------------------

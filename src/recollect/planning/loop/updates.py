@@ -164,6 +164,8 @@ class StateWatch:
         self._seen = -1
         self._ids: frozenset[int] = frozenset()
         self._nbytes = 0
+        #: What steps hold that run a closure, beside the state; and how often that was looked for.
+        self._held = self._looked = 0
 
     def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """The bytes of the state of those that have made a step with one of ``parameters``."""
@@ -173,7 +175,18 @@ class StateWatch:
             self._seen, self._ids = -1 if running else _changes.count, ids
             mine = [each for each in {*_changes.lengths, *running} if _has_any(each, ids)]
             self._nbytes = sum(local_bytes(_state_of(each)) for each in mine)
+            if running:
+                self._nbytes += self._held_by(running)
         return self._nbytes
+
+    def _held_by(self, running: Sequence[Optimizer]) -> int:
+        """The most bytes that their steps hold as they run a closure."""
+        if not all(each in _changes.lengths for each in running):
+            return sum(map(_flat_bytes, running))  # of the first step: it has no state yet
+        if self._looked < _LOOKS:
+            self._looked += 1
+            self._held = max(self._held, sum(map(_flat_bytes, running)))
+        return self._held
 
 
 class OwnState:
@@ -210,6 +223,20 @@ class OwnState:
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter) is nn.Parameter and not parameter.is_inference()
+
+
+def _flat_bytes(optimizer: Optimizer) -> int:
+    """The bytes of flat tensors of all parameters, beside those that are in its state.
+
+    As directions and gradients of LBFGS. Nothing but the garbage collector knows of them.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    shape = torch.Size([sum(each.numel() for each in parameters)])
+    known = {storage_key(each) for each in parameters}
+    known |= {storage_key(each.grad) for each in parameters if each.grad is not None}
+    known |= {storage_key(each) for each in _state_of(optimizer)}
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return local_bytes(e for e in found if e.shape == shape and storage_key(e) not in known)
 
 
 def _bytes_like(parameters: Iterable[torch.Tensor]) -> int:

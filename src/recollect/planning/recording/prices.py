@@ -8,8 +8,6 @@ simple ops need to move as many bytes.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,11 +19,16 @@ from recollect._torch.devices import keep_device_busy, profiler_is_on
 from recollect._torch.modes import no_dispatch_modes
 from recollect._torch.ops import OpOverload, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
-from recollect._torch.tensors import storage_key
 from recollect.planning.recording.estimate import flops_of
-from recollect.planning.recording.memory_events import allocated_by, may_communicate
+from recollect.planning.recording.memory_events import allocated_by
 from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
-from recollect.policy.op_info import MATMULS, OpInfo, op_info
+from recollect.planning.recording.workspaces import (
+    allocated_beside_results,
+    apart_from_profilers,
+    likely_workspace,
+    workspace_of,
+)
+from recollect.policy.op_info import OpInfo, op_info
 
 _Tensor = torch.Tensor
 #: On a device: how often work is issued before its times are read, and the quantile that counts.
@@ -51,6 +54,9 @@ _ANY_OP = 20e-6
 #: those others move.
 _OUTLIER = 4.0
 _LARGE = 1 << 20
+#: In how many of its runs the workspace of such an op is measured: the last of them counts. In the
+#: first, libraries try what is fast, and allocate what they need once.
+_MEASURED = 2
 
 
 @dataclass(slots=True)
@@ -73,10 +79,11 @@ class OpPrice:
         return self.timing is not None and self.timing.is_good
 
 
+#: What an op raises that does not run on such values, or for which there is no room.
+_CANNOT_RUN = (RuntimeError, ValueError, IndexError, TypeError)
+
 #: The prices of this process.
 _known: dict[Any, OpPrice] = {}
-#: Held by a thread that profiles single ops of the user's loop.
-_profiling = threading.Lock()
 
 
 class Prices:
@@ -108,6 +115,8 @@ class Prices:
         #: The price of each kind of call, and of each call.
         self._prices: dict[Any, OpPrice] = {}
         self._ran: list[OpPrice] = []
+        #: What ran beside the user's profiler, each with a call on tensors like its arguments.
+        self._unmeasured: list[tuple[OpPrice, Callable[[], int | None]]] = []
 
     @property
     def spread(self) -> float:
@@ -130,7 +139,7 @@ class Prices:
             result = info.call(*args, **kwargs)
         else:
             with no_dispatch_modes():
-                result = self._timed_run(price, info.call, args, kwargs)
+                result = self._timed_run(price, info, func, args, kwargs)
         self._ran.append(price)
         return price, result
 
@@ -169,6 +178,7 @@ class Prices:
         """The step is over: price what must not run twice, and remember all prices."""
         if self._on_cuda:
             torch.accelerator.synchronize(self.device)
+        self._measure_workspaces()
         single: list[OpPrice] = []
         for key, price in self._prices.items():
             if price.runs:
@@ -191,34 +201,38 @@ class Prices:
 
     # --- measuring --------------------------------------------------------------------------------
 
+    def _measure_workspaces(self) -> None:
+        """Run what ran beside the user's profiler once more, in a thread without one."""
+        unmeasured, self._unmeasured = self._unmeasured, []
+        for price, again in unmeasured:
+            found = apart_from_profilers(again)
+            price.workspace = likely_workspace(price, _known.values()) if found is None else found
+
     def _timed_run(
-        self, price: OpPrice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, price: OpPrice, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         runs = price.runs
         assert runs is not None
-        if not self._once or runs:
-            return self._time_run(runs, func, args, kwargs)
-        # The first run of its kind: measure its memory as well.
+        run = partial(self._time_run, runs, info.call, args, kwargs)
+        # A collective goes on in a thread of its own.
+        if not self._once or info.communicates or len(runs) >= _MEASURED:
+            return run()
         out: list[Any] = []
-        run = partial(self._time_run, runs, func, args, kwargs)
-        if self._on_cuda:  # without a reset of the peak, which is the user's to reset
-            before = _total_allocated(self.device)
+
+        def keep() -> Any:
             out.append(run())
-            left = _bytes_of(_new_tensors(out, (args, kwargs)))
-            peak = _total_allocated(self.device) - before
-        elif may_communicate() or profiler_is_on() or not _profiling.acquire(False):
-            # A collective goes on in a thread of its own, and writes to the profiler that saw it
-            # begin, though that may be gone: memory was corrupted, and sharded models got wrong
-            # parameters. And there can be only one profiler: it may be the user's, or another
-            # thread's.
-            out.append(run())
-            peak, left = _likely_workspace(price, _known.values()), 0
+            return out[0]
+
+        if not profiler_is_on():
+            price.workspace = workspace_of(keep, self.device)
+        elif self._on_cuda:
+            price.workspace = allocated_beside_results(keep, (args, kwargs), self.device)
         else:
-            try:
-                peak, left = allocated_by(lambda: out.append(run()), self.device)
-            finally:
-                _profiling.release()
-        price.workspace = max(0, peak - max(left, 0))
+            keep()
+            if len(runs) == 1:
+                alike = tree_map_only(_Tensor, _likeness, (args, kwargs))
+                again = partial(_workspace_on_others, info, func, alike, self.device)
+                self._unmeasured.append((price, again))
         return out[0]
 
     def _time_run(
@@ -248,7 +262,7 @@ class Prices:
             raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
         is_long = self._estimates and self._estimate(price, func, args, kwargs)
         if is_long and not self._can_run_once(price, func):
-            price.workspace = _likely_workspace(price, self._prices.values())
+            price.workspace = likely_workspace(price, self._prices.values())
             return
         make = partial(_real, device=self.device)
         try:
@@ -261,15 +275,14 @@ class Prices:
                 repeat()
                 self._measure(price, repeat)
                 return
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            pass  # it does not run on such values, or there is no room for it
+        except _CANNOT_RUN:
+            pass
         if not is_long:
             price.seconds = price.moved / self._bandwidth
 
     def _can_run_once(self, price: OpPrice, func: Any) -> bool:
         """Whether an op that takes long may have a workspace, and there is time to find it."""
-        packet = getattr(func, "overloadpacket", None)
-        has_none = packet in MATMULS or torch.Tag.pointwise in getattr(func, "tags", ())
+        has_none = torch.Tag.pointwise in getattr(func, "tags", ())
         if has_none or price.moved > _ROOM or price.seconds > self._time_left:
             return False
         self._time_left -= price.seconds
@@ -336,7 +349,13 @@ class Prices:
     def _workspace(self, run: Callable[[], Any]) -> int:
         """The most bytes that ``run`` allocates beside its results."""
         out: list[Any] = []
-        peak, left = allocated_by(lambda: out.append(run()), self.device)
+
+        def keep() -> None:
+            out.append(run())
+
+        if not self._on_cuda:
+            return apart_from_profilers(lambda: workspace_of(keep, self.device))
+        peak, left = allocated_by(keep, self.device)
         return peak - max(left, 0)
 
 
@@ -354,15 +373,6 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
             rate = sum(each.seconds for each in alike) / sum(each.moved for each in alike)
             most = _OUTLIER * (_ANY_OP + price.moved * rate)
             price.seconds = min(price.seconds, most)
-
-
-def _likely_workspace(price: OpPrice, others: Iterable[OpPrice]) -> int:
-    """Estimate the workspace of an op from the same op on other arguments."""
-    known = [each for each in others if each.name == price.name and each.moved]
-    if not known or not price.moved:
-        return 0
-    nearest = min(known, key=lambda each: abs(math.log(each.moved / price.moved)))
-    return math.ceil(nearest.workspace * max(1.0, price.moved / nearest.moved))
 
 
 def _timing_events() -> tuple[Any, Any]:
@@ -419,27 +429,39 @@ def _repeatable(
     return None if info.generator(args, kwargs) is not None else draw
 
 
+def _likeness(tensor: _Tensor) -> _Tensor:
+    """A tensor like another one, without memory; one of no use if that is not strided."""
+    if tensor.layout is not torch.strided:
+        return torch.empty(0, device="meta")
+    size, stride = tuple(tensor.shape), tensor.stride()
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+
+
+def _workspace_on_others(
+    info: OpInfo, func: Any, alike: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
+) -> int | None:
+    """The workspace of an op, run once more on tensors like its arguments; None if it cannot."""
+    out: list[Any] = []
+    try:
+        args, kwargs = tree_map_only(_Tensor, partial(_real, device=device), alike)
+        repeat = _repeatable(info, func, args, kwargs)
+        return None if repeat is None else workspace_of(lambda: out.append(repeat()), device)
+    except _CANNOT_RUN:
+        return None
+
+
 def _real(fake: _Tensor, device: torch.device) -> _Tensor:
     """A real tensor like a fake one."""
     where = device if fake.device.type == "meta" else fake.device
     size, stride = tuple(fake.shape), fake.stride()
     tensor = torch.empty_strided(size, stride, dtype=fake.dtype, device=where)
-    # Zeros are values that most ops can take, as indices among others.
-    return tensor.fill_(0.5) if fake.dtype.is_floating_point else tensor.zero_()
-
-
-def _total_allocated(device: torch.device) -> int:
-    """The bytes of all allocations on a CUDA device so far."""
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    total: int = stats["allocated_bytes"]["all"]["allocated"]
-    return total
-
-
-def _new_tensors(result: Any, values: Any) -> list[_Tensor]:
-    """The tensors of a result, each storage once, that are not on a storage of ``values``."""
-    known = {storage_key(leaf) for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)}
-    made = {storage_key(each): each for each in tree_leaves(result) if isinstance(each, _Tensor)}
-    return [tensor for key, tensor in made.items() if key not in known]
+    # All of its memory, since elements that were expanded share theirs. Zeros are values that most
+    # ops can take, as indices among others.
+    nbytes = tensor.untyped_storage().nbytes()
+    tensor.as_strided((nbytes // tensor.dtype.itemsize,), (1,)).fill_(
+        0.5 if fake.dtype.is_floating_point else 0
+    )
+    return tensor
 
 
 def _bytes_of(values: Any) -> int:
