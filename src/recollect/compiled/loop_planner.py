@@ -56,6 +56,10 @@ class LoopTrials(CompiledTrials):
         self.excess_bytes = peak - simulate(self.graph, schedule).peak
         self.forget_simulated()
 
+    def measured(self, schedule: Schedule) -> Peaks | None:
+        """What a step of the loop under a schedule has taken, if one has run."""
+        return self._peaks.get(schedule)
+
     def forget_simulated(self) -> None:
         """Know nothing but what steps of the loop have taken."""
         self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
@@ -95,6 +99,9 @@ class LoopPlanner(CompiledPlanner):
 
     def make_plan(self, budget: int, candidate: Candidate) -> Plan:
         """Make the plan that compiles the step as ``candidate`` does."""
+        is_torchs = candidate.schedule == self.trials.observed.torch_schedule
+        if candidate.peaks is None and not is_torchs:
+            candidate = replace(candidate, peaks=self.trials.measured(candidate.schedule))
         self.last = candidate
         plan = super().make_plan(budget, candidate)
         if candidate.peaks is not None:
