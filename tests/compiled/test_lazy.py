@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.compiled import loop_planner
+from recollect.compiled.applied import Applied
 from recollect.compiled.lazy import LazyFit
+from recollect.compiled.timeline import Timeline
 from recollect.graph.schedule import Schedule
 from recollect.modules import OPTIONS
 from tests._support import assert_identical, measure
@@ -278,11 +281,14 @@ def test_gradients_that_accumulate_are_counted():
 def test_a_budget_that_cannot_be_met_is_told():
     compiled = Compiled("decoder", as_it_is)
     recollect.fit(compiled.model, budget=0.1)
-    with pytest.warns(
-        recollect.PlanWarning, match="Training goes on under the plan of the least peak"
+    with (
+        pytest.warns(recollect.PlanWarning, match="Training goes on under the plan of the least"),
+        pytest.warns(recollect.PlanWarning, match="more than the budget .* is the least of the"),
     ):
-        train(compiled, 3)
-    assert fit_of(compiled).plan is not None
+        train(compiled)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert plan.measured_peak == plan.predicted_peak > plan.budget
 
 
 def test_a_step_that_takes_more_than_simulated_is_told_and_mended(
@@ -371,3 +377,28 @@ def test_the_log_says_what_was_predicted_and_what_was_measured(
     found = [each for each in lines if "for the compiled step" in each]
     assert "(predicted)" in found[0]
     assert "(measured)" in found[-1]
+
+
+def test_what_takes_the_least_stays_if_no_plan_keeps_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = Compiled("decoder", as_it_is)
+    took: list[int] = []
+    judge = LazyFit._judge
+
+    def judge_more(self: LazyFit, model: nn.Module, applied: Applied, timeline: Timeline) -> None:
+        base = self._steps.updates.base_bytes(model, self._steps.gradients)
+        took.append(applied.plan.budget + 50_000 + 1000 * len(took))
+        judge(self, model, applied, replace(timeline, peak=took[-1] - base))
+
+    monkeypatch.setattr(LazyFit, "_judge", judge_more)
+    recollect.fit(compiled.model, budget=0.8)
+    with (
+        pytest.warns(recollect.PlanWarning, match="Those that follow save less"),
+        pytest.warns(recollect.PlanWarning, match="the least of the plans that were compiled"),
+    ):
+        train(compiled, SETTLED)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    assert len(took) == 3
+    assert plan.measured_peak == plan.predicted_peak == min(took)

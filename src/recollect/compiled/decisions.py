@@ -89,17 +89,9 @@ class CompiledStep:
 
     def to_json(self) -> dict[str, Any]:
         """What is written to a file."""
-        return {
-            "graphs": [asdict(each) for each in self.graphs],
-            "sites": self.sites,
-            "backend": self.backend,
-            "target": self.target,
-            "base": self.base,
-            "around": self.around,
-            "returned": self.returned,
-            "forwards": self.forwards,
-            "made": self.made,
-        }
+        content = {**self.__getstate__(), "graphs": [asdict(each) for each in self.graphs]}
+        del content["code"]
+        return content
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> CompiledStep:

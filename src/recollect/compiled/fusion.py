@@ -12,16 +12,13 @@ result in memory. That is decided by rules which are not ours to know; this is w
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from recollect._torch.inductor import fuses
 from recollect._torch.ops import op_name
-from recollect._torch.pytree import tree_leaves
-from recollect.compiled.joint import Joint, is_view, nbytes_of
+from recollect.compiled.joint import Joint, is_maker, nbytes_of
 
 #: Beside those that the partitioner knows of: ops that Inductor computes by loops.
 _LOOPS = frozenset(
@@ -46,11 +43,7 @@ def kernel_test() -> Callable[[fx.Node], bool]:
     is_fused = fuses()
 
     def is_kernel(node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target is operator.getitem or is_view(node):
-            return False
-        leaves = tree_leaves(node.meta.get("val"))
-        has_result = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        return has_result and op_name(node.target) not in _LOOPS and not is_fused(node)
+        return is_maker(node) and op_name(node.target) not in _LOOPS and not is_fused(node)
 
     return is_kernel
 
@@ -60,14 +53,14 @@ def in_memory(joint: Joint) -> tuple[set[fx.Node], set[fx.Node]]:
     kernels = set(filter(kernel_test(), joint.makers))
     depth = _depths(joint, kernels)
     found: set[fx.Node] = set()
-    sources: dict[fx.Node, frozenset[fx.Node]] = {}
+    reads: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.makers:
-        sources[node] = _sources(joint, node, found, sources)
+        reads[node] = find_reads(joint, node, found, reads)
         readers = joint.readers(node)
         side = node in joint.forward
         results = joint.results(node)
         size = sum(map(nbytes_of, results))
-        given = sum(nbytes_of(each) for each in sources[node] if each.op != "placeholder")
+        given = sum(nbytes_of(each) for each in reads[node] if each.op != "placeholder")
         if (
             node in kernels
             or any(each in joint.returned for each in results)
@@ -91,19 +84,22 @@ def _depths(joint: Joint, kernels: set[fx.Node]) -> dict[fx.Node, int]:
     return depth
 
 
-def _sources(
+def find_reads(
     joint: Joint,
     node: fx.Node,
-    found: set[fx.Node],
-    sources: dict[fx.Node, frozenset[fx.Node]],
-) -> frozenset[fx.Node]:
-    """The results in memory that a node is computed from."""
-    own: set[fx.Node] = set()
+    in_memory: Collection[fx.Node],
+    reads: Mapping[fx.Node, Sequence[fx.Node]],
+) -> list[fx.Node]:
+    """The results and inputs that a maker reads, through makers whose results have no memory.
+
+    ``reads``: those of the makers before it.
+    """
+    found: dict[fx.Node, None] = {}
     for given in node.all_input_nodes:
         base = joint.base(given)
         maker = joint.maker(base)
-        if base.op == "placeholder" or maker in found:
-            own.add(base)
+        if base.op == "placeholder" or maker in in_memory:
+            found[base] = None
         else:
-            own |= sources.get(maker, frozenset())
-    return frozenset(own)
+            found |= dict.fromkeys(reads.get(maker, ()))
+    return list(found)

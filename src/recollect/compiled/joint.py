@@ -126,13 +126,7 @@ class Joint:
     @cached_property
     def makers(self) -> list[fx.Node]:
         """The nodes that run kernels, in the order of the graph."""
-        return [node for node in self.nodes if self._is_maker(node)]
-
-    def _is_maker(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or self.is_view(node) or node.target is operator.getitem:
-            return False
-        leaves = tree_leaves(node.meta.get("val"))
-        return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return [node for node in self.nodes if is_maker(node)]
 
     def results(self, maker: fx.Node) -> list[fx.Node]:
         """The results of a maker that are used."""
@@ -200,8 +194,7 @@ class Joint:
     @staticmethod
     def device(maker: fx.Node) -> torch.device | None:
         """The device of the first result of a maker."""
-        leaves = tree_leaves(maker.meta.get("val"))
-        return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        return next((each.device for each in tensors_of(maker)), None)
 
     @staticmethod
     def must_not_run_again(node: fx.Node) -> bool:
@@ -229,6 +222,18 @@ def is_view(node: fx.Node) -> bool:
         return False
     info = op_info(target)
     return (info.is_alias and not info.writes) or info.name in _LIKE_VIEWS
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node returns, as fakes."""
+    leaves = tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def is_maker(node: fx.Node) -> bool:
+    """Whether a node runs a kernel that makes tensors."""
+    is_op = node.op == "call_function" and node.target is not operator.getitem
+    return is_op and not is_view(node) and bool(tensors_of(node))
 
 
 def _nodes_in(values: Iterable[Any]) -> list[tuple[int, fx.Node]]:

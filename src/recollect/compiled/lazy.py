@@ -332,7 +332,9 @@ class LazyFit(Installed):
         peak = self._steps.updates.base_bytes(model, self._steps.gradients) + timeline.peak
         planner.note(peak, applied.code)
         better = planner.better_plan(plan, peak)
-        is_last = planner.is_measured or self._compiles >= _COMPILES
+        is_last = planner.is_measured
+        if not is_last and self._compiles >= _COMPILES:
+            better, is_last = planner.best_known(plan.budget), True
         if peak > plan.budget >= better.predicted_peak and not planner.is_measured:
             self._warnings.warn(
                 "measured",
@@ -340,9 +342,6 @@ class LazyFit(Installed):
                 f"{bytes_text(plan.budget)}: the compiler has put more into memory than was "
                 "simulated. Those that follow save less",
             )
-        if peak <= plan.budget and is_last and not planner.is_measured:
-            self._finish()  # as it is: it fits, and enough was compiled
-            return
         self._apply(model, better, peak)
         if is_last:
             self._finish()
@@ -351,6 +350,14 @@ class LazyFit(Installed):
         """The plan stays as it is."""
         self._steps.end()
         assert self._applied is not None
+        plan = self._applied.plan
+        if plan.predicted_peak > plan.budget:
+            self._warnings.warn(
+                "over",
+                f"steps take {bytes_text(plan.predicted_peak)}, more than the budget of "
+                f"{bytes_text(plan.budget)}: that is the least of the plans that were compiled. "
+                "Raise the budget, or use a smaller batch",
+            )
         self._applied.code.notes.calls = self._notes.calls = None
         self._planner = None
         self._calls = []

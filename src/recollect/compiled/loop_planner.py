@@ -54,6 +54,14 @@ class LoopTrials(CompiledTrials):
         self._peaks[schedule] = Peaks.of_one(peak)
         self.code[schedule] = code
         self.excess_bytes = peak - simulate(self.graph, schedule).peak
+        self.forget_simulated()
+
+    def measured(self, schedule: Schedule) -> Peaks | None:
+        """What a step of the loop under a schedule has taken, if one has run."""
+        return self._peaks.get(schedule)
+
+    def forget_simulated(self) -> None:
+        """Know nothing but what steps of the loop have taken."""
         self.expected = {each: peaks.expected for each, peaks in self._peaks.items()}
 
 
@@ -91,6 +99,9 @@ class LoopPlanner(CompiledPlanner):
 
     def make_plan(self, budget: int, candidate: Candidate) -> Plan:
         """Make the plan that compiles the step as ``candidate`` does."""
+        is_torchs = candidate.schedule == self.trials.observed.torch_schedule
+        if candidate.peaks is None and not is_torchs:
+            candidate = replace(candidate, peaks=self.trials.measured(candidate.schedule))
         self.last = candidate
         plan = super().make_plan(budget, candidate)
         if candidate.peaks is not None:
@@ -118,6 +129,15 @@ class LoopPlanner(CompiledPlanner):
         if peak <= budget and (is_close or gain < WORTH * plan.plain_time):
             return self.make_plan(budget, replace(last, peak=peak, peaks=Peaks.of_one(peak)))
         return found
+
+    def best_known(self, budget: int) -> Plan:
+        """The plan to stay with: of those that steps ran by, or of torch's split if none fits."""
+        trials = self.trials
+        trials.forget_simulated()
+        fitting = trials.tried_within(budget)
+        if not fitting:
+            trials.consider(trials.observed.torch_schedule)
+        return self.make_plan(budget, trials.fastest(fitting[:1] or [trials.least_tried()]))
 
     @property
     def is_measured(self) -> bool:

@@ -211,7 +211,8 @@ class _Merger:
 
     def merged(self) -> Merged:
         saved = self._saved()
-        forced = self._read_elsewhere()
+        # What another graph reads it cannot recompute.
+        forced = {value for given in self.given for value in given.values()}
         graph = Graph(
             ops=self._ops(forced),
             values=self._values(),
@@ -279,10 +280,6 @@ class _Merger:
                 else:  # whoever gets it holds it until the next graph has read it, or to the end
                     dies.append(read.get(self.first_value[call] + number, self.end))
         return dies
-
-    def _read_elsewhere(self) -> set[int]:
-        """The values that another graph reads: it cannot recompute them."""
-        return {value for given in self.given for value in given.values()}
 
     def _saved(self) -> list[tuple[int, int, int]]:
         """What backward reads: the value, the event of forward that makes it, and that event."""

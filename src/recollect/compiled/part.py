@@ -15,7 +15,7 @@ from torch import fx
 
 from recollect._torch.ops import op_name
 from recollect.compiled.costs import NodeCosts
-from recollect.compiled.fusion import in_memory
+from recollect.compiled.fusion import find_reads, in_memory
 from recollect.compiled.joint import Joint, is_dense, nbytes_of
 from recollect.graph.graph import Event, Op, Value
 
@@ -83,7 +83,7 @@ class _Maker:
             self.heavy = self.kernels = set(joint.makers)
         self.reads: dict[fx.Node, list[fx.Node]] = {}
         for node in joint.makers:
-            self.reads[node] = self._find_reads(node)
+            self.reads[node] = find_reads(joint, node, self.heavy, self.reads)
         self.ours = [node for node in joint.makers if node in self.heavy and node in joint.forward]
         self.theirs = [node for node in joint.backward if node in self.heavy]
         self.place = {node: number for number, node in enumerate(joint.placeholders)}
@@ -93,18 +93,6 @@ class _Maker:
             for result in joint.results(node):
                 self.number[result] = len(self.values)
                 self.values.append(Value(nbytes_of(result), at, len(self.values)))
-
-    def _find_reads(self, node: fx.Node) -> list[fx.Node]:
-        """The results and inputs that a kernel reads, through those that have no memory."""
-        found: dict[fx.Node, None] = {}
-        for given in node.all_input_nodes:
-            base = self.joint.base(given)
-            maker = self.joint.maker(base)
-            if base.op == "placeholder" or maker in self.heavy:
-                found[base] = None
-            else:
-                found |= dict.fromkeys(self.reads.get(maker, ()))
-        return list(found)
 
     def make(self) -> Part:
         joint = self.joint

@@ -32,10 +32,12 @@ from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 
-#: How often a schedule is compiled for a budget.
-_COMPILES = 4
+#: How often a schedule is compiled for a budget: if one fits, and if none does yet.
+_COMPILES, _COMPILES_IN_NEED = 3, 5
 #: The part of a budget that may stay unused.
 _CLOSE = 0.03
+#: The part that the first try leaves free in fused code, whose memory is known by rules of thumb.
+_MARGIN = 0.01
 #: A faster schedule is not compiled for less than this part of a step's time.
 WORTH = 0.01
 
@@ -104,8 +106,8 @@ class CompiledPlanner(Planner):
         return TiedSolver(solver, observed.merged, observed.site_of)
 
     def _fastest_schedule(self, room: int, solve: Solve) -> Schedule | None:
-        target, offloads = room - self._known_excess(), None
-        for _ in range(_COMPILES):
+        target, offloads = self._first_target(room), None
+        for count in range(_COMPILES_IN_NEED):
             solution = solve(target)
             if solution is None:
                 break
@@ -113,23 +115,32 @@ class CompiledPlanner(Planner):
             offloads = bool(schedule.offloaded)
             if schedule in self.trials.tried_within(room):
                 break
+            if count >= _COMPILES and self.trials.tried_within(room):
+                break
             peak = self.trials.peak(schedule)
-            simulated = solution.outcome.peak
             if 0 <= room - peak <= _CLOSE * room:
                 break
-            before, target = target, room - (peak - simulated)
+            simulated = solution.outcome.peak
             if peak > room:
-                target = min(target, before - 1, simulated - (peak - room))
-            elif not self._pays(solve(target), schedule):
-                break
+                target = min(target - 1, simulated - (peak - room))
+            else:
+                target = room - (peak - simulated)
+                if not self._pays(solve(target), schedule):
+                    break
         fitting = self.trials.tried_within(room)
         alike = (each for each in fitting if offloads in (None, bool(each.offloaded)))
         return next(alike, None)
 
-    def _known_excess(self) -> int:
-        """The bytes by which all that was tried took more than simulated."""
+    def _first_target(self, room: int) -> int:
+        """What to solve for first, by what is known to take more, or less, than simulated."""
         tried = self.trials.expected.items()
-        return max(0, min((p - simulate(self.graph, s).peak for s, p in tried), default=0))
+        if tried:
+            return room - max(0, min(p - simulate(self.graph, s).peak for s, p in tried))
+        less = self.trials.plain_outcome().peak - self.plain_peak
+        if less > 0:  # schedules that save less are off by less
+            return room + less // 2
+        is_fused = self.trials.observed.sites[0].compiler.is_fused
+        return int(room * (1 - _MARGIN)) if is_fused else room
 
     def _trimmed(self, schedule: Schedule) -> Schedule:
         """The schedule without results that backward does not need, if calls may differ so."""

@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from recollect._torch.dynamo import tag_recompute_nodes
 from recollect._torch.inductor import Split, copied, min_cut, simplify
-from recollect._torch.pytree import tree_leaves
 from recollect.compiled.decisions import Away, GraphDecision
-from recollect.compiled.joint import Joint, key_of, returned_by
+from recollect.compiled.joint import Joint, key_of, returned_by, tensors_of
 from recollect.compiled.offload import offload
 from recollect.errors import CheckpointError
 
@@ -175,12 +173,7 @@ def tag(joint: Joint, kept: Collection[str]) -> None:
             recomputed[node] = None
             pending += node.all_input_nodes
     tag_recompute_nodes(list(saved), "MUST_SAVE", None)
-    tag_recompute_nodes([n for n in recomputed if _is_tensor(n)], "MUST_RECOMPUTE", None)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    leaves = tree_leaves(node.meta.get("val"))
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    tag_recompute_nodes([n for n in recomputed if tensors_of(n)], "MUST_RECOMPUTE", None)
 
 
 def _saved(joint: Joint, forward: fx.GraphModule, outputs: int) -> list[fx.Node]:

@@ -82,7 +82,8 @@ class Watch:
             peak = self._begin() if number == 0 else None
             before = notes.runs
             result = function(*args, **kwargs)
-            self._called(number, notes.runs - before)
+            self._graphs.ran(number, notes.runs - before)
+            self._bypass.called(number)
             if number == 0:
                 self._waiting.append(Waiting(result))
             if peak is not None:
@@ -137,13 +138,6 @@ class Watch:
                 "Its graphs are split for the same budget by simulation, but what the loss and the "
                 f"rest of the step take is not known. Plan for it: {'; '.join(found.cures)}",
             )
-
-    # --- steps without the code of the plan -------------------------------------------------------
-
-    def _called(self, number: int, ran: int) -> None:
-        """A module was called for training, and so many graphs have run."""
-        self._graphs.ran(number, ran)
-        self._bypass.called(number)
 
 
 class Graphs:
