@@ -24,6 +24,7 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
+from recollect._torch.fsdp import is_shared
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
@@ -264,7 +265,10 @@ class Runner:
         if self._forwards.live is None and (compiled := ModelState.of(model).compiled):
             if self._hand_over_if_compiled(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
-            notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
+            shared = is_shared(model)
+            notices.of_compiled_parts(
+                self._warnings, compiled[0], self._unplanned, is_shared=shared
+            )
             self._make_plan = None
             return function(*args, **kwargs)
         blocks, forwards = find_blocks(model), self._forwards
