@@ -329,3 +329,25 @@ def test_the_generator_surrounds_a_forward_that_the_caller_runs():
         next(region)
     (plain,) = torch.autograd.grad(x.sin().exp().sum(), x)
     assert torch.equal(*torch.autograd.grad(out.sum(), x), plain)
+
+
+def test_a_counter_tells_a_rerun_under_torchs_composable_checkpoint():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.layer = 0, torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            seen.append(self.calls)
+            self.calls += 1
+            return self.layer(x).sin()
+
+    composable = pytest.importorskip("torch.distributed._composable")
+    seen, module = [], Counting()
+    recollect.install()
+    try:
+        composable.checkpoint(module)
+        module(torch.randn(3, 2)).sum().backward()
+    finally:
+        recollect.uninstall()
+    assert (seen, module.calls) == ([0, 1], 2)

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from recollect._torch.groups import MESSAGES, collectives_begun, has_peers, is_in_stage
+from recollect._torch.groups import (
+    MESSAGES,
+    collectives_begun,
+    has_peers,
+    is_in_stage,
+    stages_beside,
+)
 from recollect._torch.ops import op_name
 
 
@@ -43,6 +49,18 @@ def test_models_of_stages_are_known(alone: None) -> None:
     assert is_in_stage(model[0])
     assert not is_in_stage(other)
     del stage
+
+
+def test_stages_of_one_schedule_are_beside_each_other(alone: None) -> None:
+    first, second, other = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    stages = [PipelineStage(m, n, 2, torch.device("cpu")) for n, m in enumerate((first, second))]
+    earlier = PipelineStage(other, 0, 1, torch.device("cpu"))
+    assert stages_beside(first) == []
+    schedule = ScheduleInterleaved1F1B([*stages], 2)
+    assert stages_beside(first) == [second]
+    assert stages_beside(second[0]) == [first]
+    assert stages_beside(other) == []
+    del schedule, earlier
 
 
 def test_messages_are_ops_of_torch() -> None:

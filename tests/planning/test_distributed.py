@@ -73,6 +73,26 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("batch", [None, torch.randn(4, 8)], ids=["loop", "batch"])
+def test_a_model_that_is_compiled_and_sharded_is_refused(alone: None, batch: Any) -> None:
+    with pytest.raises(ValueError, match="it is compiled, and its parameters are distributed"):
+        recollect.fit(_compiled_and_sharded(nn.Sequential(nn.Linear(8, 8))), batch, 0.9)
+
+
+def test_a_model_that_was_compiled_and_sharded_since_it_was_fitted(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    recollect.fit(model, budget=0.9)
+    with pytest.warns(recollect.PlanWarning, match="is compiled, and its parameters") as caught:
+        _compiled_and_sharded(model)(torch.randn(4, 8)).sum().backward()
+    assert "Pass the batch" not in str(caught[0].message)  # that is refused
+
+
+def _compiled_and_sharded(model: nn.Sequential) -> nn.Module:
+    for block in model:
+        block.compile(backend="aot_eager")
+    return fully_shard(model)
+
+
 def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 

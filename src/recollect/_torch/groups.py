@@ -36,12 +36,29 @@ def collectives_begun() -> int:
 
 def is_in_stage(model: nn.Module) -> bool:
     """Whether ``model`` is run by a stage of ``torch.distributed.pipelining``, or part of one."""
-    kind = known_class("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    return any(_has(stage.submod, model) for stage in _objects_of("stage", "_PipelineStageBase"))
+
+
+def stages_beside(model: nn.Module) -> list[nn.Module]:
+    """The other stages that the schedule of ``model`` runs in this process, if it is in a stage."""
+    for schedule in _objects_of("schedules", "PipelineScheduleMulti"):
+        stages = [stage.submod for stage in schedule._stages]
+        others = [each for each in stages if not _has(each, model)]
+        if len(others) < len(stages):
+            return others
+    return []
+
+
+def _objects_of(module: str, name: str) -> list[Any]:
+    """All objects of a class of ``torch.distributed.pipelining``. Models do not refer to them."""
+    kind = known_class(f"torch.distributed.pipelining.{module}", name)
     if kind is None:
-        return False
-    # It does not refer to the stage.
-    stages: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return any(module is model for stage in stages for module in stage.submod.modules())
+        return []
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _has(stage: nn.Module, model: nn.Module) -> bool:
+    return any(module is model for module in stage.modules())
 
 
 def default_store() -> Any:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from torch import nn
+
+from recollect._torch.fsdp import is_shared
 from recollect.checks.place import warn_user
 from recollect.compiled.backend import Compiler
 from recollect.compiled.decisions import CompiledStep
@@ -51,6 +54,16 @@ def check_not_offloaded(offload: Offload) -> None:
         )
 
 
+def check_not_shared(model: nn.Module) -> None:
+    """Refuse a compiled model that is distributed over processes."""
+    if is_shared(model):
+        raise ValueError(
+            "model: it is compiled, and its parameters are distributed by fully_shard or as "
+            "DTensor: what compiled code saves of them is not planned. Leave torch.compile "
+            "out, or checkpoint blocks in place of a plan: recollect.checkpointed(block)"
+        )
+
+
 class CompiledPlanner(Planner):
     """Makes plans for one compiled step."""
 
@@ -61,12 +74,7 @@ class CompiledPlanner(Planner):
     def of_compiled(cls, request: Request, progress: Progress = silent) -> CompiledPlanner:
         """A planner for the step of a request, which is observed."""
         step = prepare_step(request)
-        if step.is_shared:
-            raise ValueError(
-                "model: it is compiled, and its parameters are distributed by fully_shard or as "
-                "DTensor: what compiled code saves of them is not planned. Leave torch.compile "
-                "out, or checkpoint blocks in place of a plan: recollect.checkpointed(block)"
-            )
+        check_not_shared(step.model)
         sites = find_sites(request.model)
         link = _link_for(step, sites, request.offload)
         if step.on_cuda:

@@ -140,11 +140,12 @@ def of_compiler(warnings: WarnOnce, unplanned: str) -> None:
     )
 
 
-def of_compiled_parts(warnings: WarnOnce, name: str, unplanned: str) -> None:
+def of_compiled_parts(warnings: WarnOnce, name: str, unplanned: str, *, is_shared: bool) -> None:
     """A part of the model is compiled, so its steps cannot be traced."""
+    fix = "" if is_shared else " Pass the batch: recollect.fit(model, batch, budget)."
     warnings.warn(
         "compiled parts",
         f"parts of the model are compiled ({name}), and recollect cannot trace compiled code "
-        "in the loop's own steps: there is no plan, and steps may exceed the budget. Pass the "
-        "batch: recollect.fit(model, batch, budget)." + unplanned,
+        f"in the loop's own steps: there is no plan, and steps may exceed the budget.{fix}"
+        + unplanned,
     )

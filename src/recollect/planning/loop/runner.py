@@ -24,6 +24,7 @@ from recollect._torch.dynamo import (
     never_traced,
     run_without_dynamo,
 )
+from recollect._torch.fsdp import is_shared
 from recollect.checks.place import hide_own_frames
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
@@ -288,7 +289,10 @@ class Runner:
     def _is_refused(self, model: nn.Module) -> bool:
         """Whether there can be no plan for the model as it is now, which a warning says."""
         if compiled := ModelState.of(model).compiled:
-            notices.of_compiled_parts(self._warnings, compiled[0], self._unplanned)
+            shared = is_shared(model)
+            notices.of_compiled_parts(
+                self._warnings, compiled[0], self._unplanned, is_shared=shared
+            )
             return True
         if self._make_plan is not None:
             self._make_plan.check(model)

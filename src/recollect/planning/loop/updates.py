@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from recollect._torch.dtensors import count_writes
+from recollect._torch.groups import stages_beside
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import local_tensors, storage_key
 from recollect.planning.recording.model_state import gradients_of, parameters_of
@@ -97,7 +98,16 @@ class Updates:
         self._compare_versions(parameters)
         self.own_bytes = _bytes_like(parameters) if self._updates_itself else 0
         held = local_bytes([*parameters, *model.buffers()])
-        return held + self.state_bytes() + self.own_bytes + gradients
+        beside = self._bytes_of(stages_beside(model))
+        return held + self.state_bytes() + self.own_bytes + gradients + beside
+
+    def _bytes_of(self, others: Sequence[nn.Module]) -> int:
+        """The bytes of other models, and of the state of optimizers that update them alone."""
+        held = [each for other in others for each in (*other.parameters(), *other.buffers())]
+        ids = {*map(id, held)}
+        optimizers = (each for each in [*_changes.lengths] if _has_any(each, ids))
+        states = [_state_of(each) for each in optimizers if each not in self._optimizers]
+        return local_bytes([*held, *(leaf for state in states for leaf in state)])
 
     def _compare_versions(self, parameters: Iterable[torch.Tensor]) -> None:
         if _changes.steps == self._steps:

@@ -116,20 +116,31 @@ def make_traced_plan(
     if not _may_plan(next((each.obstacle for each in found if each.obstacle), None)):
         return None
     with team.failing_together():
-        step = TrainingStep.of_loop(model, local.gradients)
-        if not team.leads:
-            received = follow(team, Follower(step, local, profile.plain_peak))
-            if received.predicted_peak > received.budget:
-                warn_user(
-                    f"budget: no plan brings the step of this {type(model).__name__} down to "
-                    f"{bytes_text(received.budget)} on every rank. Training goes on under "
-                    "the plan of the least peak",
-                    PlanWarning,
-                )
-            return received
+        return _plan_in_loop(model, team, profile, local, plan)
+
+
+def _plan_in_loop(
+    model: nn.Module,
+    team: Team,
+    profile: Profile,
+    local: Local,
+    plan: Callable[[Profile, Bench | None], Plan],
+) -> Plan:
+    """The plan for a traced step: made by the leader, received by the others."""
+    step = TrainingStep.of_loop(model, local.gradients)
+    if team.leads:
         leader = Leader(step, profile.made, team)
         highest = leader.largest_plain_peak(profile.plain_peak)
         return leader.finish(plan(replace(profile, plain_peak=highest), leader))
+    received = follow(team, Follower(step, local, profile.plain_peak))
+    if received.predicted_peak > received.budget:
+        warn_user(
+            f"budget: no plan brings the step of this {type(model).__name__} down to "
+            f"{bytes_text(received.budget)} on every rank. Training goes on under "
+            "the plan of the least peak",
+            PlanWarning,
+        )
+    return received
 
 
 def _may_plan(talks: str | None) -> bool:
@@ -154,7 +165,7 @@ class Meeting:
     model: str
     tensors: tuple[tuple[str, str, bool], ...]
     budget: str
-    is_sharded: bool
+    is_shared: bool
     #: How many forwards a step has.
     forwards: int = 1
     #: Why there can be no plan, if so.
@@ -179,7 +190,7 @@ def meet(team: Team, about: Meeting, call: str) -> tuple[Team, list[Meeting]]:
     """Wait for all ranks. Returns the team of those that plan for the same model, and what for."""
     found: Mapping[int, Meeting] = team.meet(about, call)
     same = [rank for rank, each in found.items() if each.tensors == about.tensors]
-    if len(same) < len(found) and about.is_sharded:
+    if len(same) < len(found) and about.is_shared:
         other = next(rank for rank in found if rank not in same)
         raise ValueError(
             f"model: this {about.model} is distributed over the ranks {list(found)}, and rank "
