@@ -136,7 +136,7 @@ class LoopPlanner(CompiledPlanner):
         trials.forget_simulated()
         fitting = trials.tried_within(budget)
         if not fitting:
-            trials.consider(trials.observed.torch_schedule)
+            trials.peak(trials.observed.torch_schedule)
         return self.make_plan(budget, trials.fastest(fitting[:1] or [trials.least_tried()]))
 
     @property
