@@ -59,22 +59,17 @@ class Moe(nn.Module):
         super().__init__()
         self.gate = nn.Linear(8, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        #: Of a list that a rerun does not restore, as it would one in an attribute.
-        self.note = [].append
+        self.routes = []
 
     def forward(self, x):
         scores = shaken(self.gate(x).softmax(-1).detach()) + 0 * self.gate(x)
         weights, chosen = scores.topk(2, -1)
-        self.note(chosen.tolist())
+        self.routes.append(chosen.tolist())
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             tokens, slot = (chosen == number).nonzero(as_tuple=True)
             out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, slot, None])
         return out
-
-    @property
-    def routes(self):
-        return self.note.__self__
 
 
 @pytest.mark.parametrize("given", [policy.matmuls(), policy.nothing(), [aten.addmm]], ids=repr)

@@ -292,7 +292,7 @@ def test_a_workspace_is_that_of_later_runs(name: str, *, is_first: bool) -> None
     found = Prices(device, once=True)
     with torch.no_grad():
         price, *_ = [found.run(op, args, {})[0] for _ in range(3)]
-    found.settle()
+    found.finish()
     assert torch.cuda.max_memory_allocated() >= highest  # the peak is the user's to reset
     out = []
     peak, left = allocated_by(lambda: out.append(op(*args)), device)

@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from recollect import CheckpointError
+from recollect import CheckpointError, is_recomputing
 from recollect.state.contents import Contents
-from tests._support import ALL, RERUNS, Run, assert_transparent, collector_off, leaf, rerun
+from tests._support import (
+    ALL,
+    RERUNS,
+    Run,
+    assert_transparent,
+    collector_off,
+    leaf,
+    plain,
+    rerun,
+)
 
 #: Of a tensor that is too large to be held.
 WIDE = 8192
@@ -95,7 +103,10 @@ class Caches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.cache = nn.Parameter(torch.rand(4)), DynamicCache()
+        self.own, self.cache = (
+            nn.Parameter(torch.rand(4)),
+            pytest.importorskip("transformers").DynamicCache(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         keys = (x * self.own)[None, None]
@@ -173,6 +184,31 @@ def test_other_threads_and_loops_may_change_what_the_region_leaves_alone() -> No
     module.log.append("step")  # type: ignore[operator]
     out.sum().backward()
     assert module.log == ["step"]
+
+
+class Notes(nn.Module):
+    """Notes words at each call, and computes with how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = ["made"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * len(self.notes)).tanh()
+        self.notes.append((is_recomputing(), "called"))
+        return out.sin()
+
+
+@RERUNS
+def test_a_log_has_what_a_rerun_adds_and_is_not_computed_with(run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        x = leaf(4, 4)
+        run(modules[run], x).sum().backward()
+        return x.grad
+
+    modules = {run: Notes(), plain: Notes()}
+    assert_transparent(scenario, run)
+    assert modules[run].notes == ["made", (False, "called"), (True, "called")]
 
 
 def test_a_module_that_changes_nothing_is_not_looked_at_again(

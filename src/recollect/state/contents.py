@@ -4,18 +4,22 @@ A rerun finds what forward found, and its own changes do not show. Only what the
 changed is restored: other code may use the rest meanwhile. Most regions change nothing there, so a
 module whose first calls have left it alone is not looked at again (`ModuleIndex.looks_left`).
 
+A list to which the rerun has added numbers or words is a log, and has them afterwards, as in torch;
+but for a plan, as with counters of calls.
+
 As with arguments, a list or an object that comes to hold a result of the region, with its graph, is
 held by that graph until backward frees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from recollect.state.forgotten import (
     Where,
+    can_be_held,
     has_tensors,
     is_held,
     numbers_of,
@@ -26,6 +30,7 @@ from recollect.state.iterators import with_exchanged
 from recollect.state.module_index import ModuleIndex
 from recollect.state.restorers import ARRAY, ARRAY_COPY, ATOMS, Entry, restorers_of
 from recollect.state.tensors import LARGE
+from recollect.state.variables import Counters
 
 #: How many objects are visited, and of how many items at most.
 _OBJECTS = 300
@@ -38,14 +43,16 @@ _FRAMEWORKS = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightn
 class Contents:
     """What the attributes of some modules hold at the call."""
 
-    __slots__ = ("_entries", "_indexes")
+    __slots__ = ("_entries", "_indexes", "_logs")
 
     def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
         """``found``: the values of attributes, by the index of the modules."""
         self._indexes = [index for index, _ in found]
         self._entries = _entries_of(value for _, values in found for value in values)
+        #: Lists to which the call has added.
+        self._logs: list[list[Any]] = []
 
-    def settle(self) -> list[int]:
+    def settle(self, *, counters: Counters) -> list[int]:
         """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
         changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
         self._entries, unheld = [], []
@@ -53,6 +60,8 @@ class Contents:
             index.contents_change |= bool(changed)
         for thing, restorer, held in changed:
             present = {*map(id, restorer.items(restorer.take(thing)))}
+            if type(thing) is list and len(thing) > len(held) and counters != "restored":
+                self._logs.append(thing)
             gone = [each for each in restorer.items(held) if _is_unheld(each, present)]
             unheld += [number for each in gone for number in numbers_of(each)]
             where = Where(f"a {type(thing).__name__} of a module")
@@ -66,7 +75,25 @@ class Contents:
 
     def swapped(self) -> AbstractContextManager[None]:
         """A context in which changed contents are as at the call."""
-        return swapped_contents(self._entries, lambda thing: f"a {type(thing).__name__}")
+        swapped = swapped_contents(self._entries, lambda thing: f"a {type(thing).__name__}")
+        return _logged(swapped, self._logs) if self._logs else swapped
+
+
+@contextmanager
+def _logged(swapped: AbstractContextManager[None], logs: list[list[Any]]) -> Iterator[None]:
+    """``swapped``, after which ``logs`` have what was added to them inside."""
+    added: list[list[Any]] = []
+    try:
+        with swapped:
+            lengths = [*map(len, logs)]
+            try:
+                yield
+            finally:
+                added = [log[length:] for log, length in zip(logs, lengths, strict=True)]
+    finally:
+        for log, more in zip(logs, added, strict=False):
+            if all(can_be_held(each) and not has_tensors(each) for each in more):
+                log.extend(more)
 
 
 def _is_unheld(value: Any, present: set[int]) -> bool:

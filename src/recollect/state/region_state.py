@@ -99,7 +99,7 @@ class RegionState:
         if self._variables is not None:
             unheld += self._variables.settle(counters=self._counters)
         if self._contents is not None:
-            unheld += self._contents.settle()
+            unheld += self._contents.settle(counters=self._counters)
         if self._buffers is not None:
             unchanged = self._buffers.settle()
             if self._guards is not None:

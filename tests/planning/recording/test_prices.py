@@ -216,7 +216,7 @@ def _convolved() -> OpPrice:
     args = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     found = Prices(torch.device("cpu"), once=True)
     price, _ = found.run(torch.ops.aten.convolution.default, args, {})
-    found.settle()
+    found.finish()
     return price
 
 
@@ -243,7 +243,7 @@ def test_beside_the_users_profiler_an_op_that_must_not_run_twice_has_a_likely_wo
         library.impl("odd", lambda x: calls.append(1) or x + 1, "CPU")
         found = Prices(torch.device("cpu"), once=True)
         price, _ = found.run(torch.ops.recollect_once.odd.default, (torch.ones(3),), {})
-        found.settle()
+        found.finish()
     assert (len(calls), price.workspace) == (1, 0)
 
 
@@ -267,7 +267,7 @@ def test_what_a_library_allocates_once_is_no_workspace() -> None:
         found = Prices(torch.device("cpu"), once=True)
         op = torch.ops.recollect_first.odd.default
         price, *_ = [found.run(op, (torch.ones(3),), {})[0] for _ in range(3)]
-        found.settle()
+        found.finish()
     assert price.workspace == 400
 
 
