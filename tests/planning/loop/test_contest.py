@@ -78,7 +78,8 @@ def test_the_log_says_what_is_different(
     monkeypatch.setattr(contest._log, "info", lambda form, *given: lines.append(form % given))
     while held.winner() is None:
         clock.step(held, dict(zip(schedules, (2.0, 1.0), strict=True)))
-    assert lines == [f"recollect: steps with {text} take 50% less time"]
+    took = "1000 ms from forward to the end of backward"
+    assert lines == [f"recollect: steps with {text} take 50% less time: {took}"]
 
 
 def test_what_others_have_pinned_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,12 @@ class Contest:
         best = min(self._entries, key=lambda each: each.seconds)
         if best.seconds > (1 - _FASTER) * first.seconds:
             best = first
+            found = "the schedule that was expected to be the fastest is"
         else:
             less = 100 * (1 - best.seconds / first.seconds)
-            _log.info("recollect: steps with %s take %.0f%% less time", _text(best, first), less)
+            found = f"steps with {_text(best, first)} take {less:.0f}% less time"
+        took = f"{1e3 * best.seconds:.0f} ms from forward to the end of backward"
+        _log.info("recollect: %s: %s", found, took)
         for each in self._entries:
             store = each.schedule.store
             if each is not best and store is not None:
