@@ -168,6 +168,9 @@ is_nonstrict_tracing: Callable[[], bool] = getattr(
 _is_scripting: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
+# Where dynamo traces it, torch.compiler.is_exporting() is True always (torch 2.11).
+@hide_from_dynamo
+@called_while_traced
 def is_exporting() -> bool:
     """Whether `torch.export` or `torch.jit.trace` makes a program of what runs."""
     return torch.compiler.is_exporting() or _is_scripting()
