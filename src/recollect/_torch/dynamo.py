@@ -115,7 +115,7 @@ def know_checkpoint(function: Callable[..., Any]) -> None:
         sys.meta_path.insert(0, _Known.finder)
         return
     names = vars(sys.modules[_BUILDER])
-    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 and 2.13
+    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 to 2.15
         _Known.test = staticmethod(names["is_utils_checkpoint"])
         _Known.checkpoint = staticmethod(function)
         names["is_utils_checkpoint"] = lambda obj: obj is function
