@@ -56,6 +56,15 @@ FUNCTIONS = [
 ]
 
 
+def of_torch_2_15(name):
+    """The parameters that a function has since torch 2.15."""
+    if name == "checkpoint":
+        return {"preserve_rng_state", "respect_saved_tensors_hooks"}
+    if name == "_checkpoint_without_reentrant_generator":
+        return {"respect_saved_tensors_hooks"}
+    return set()
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_are_those_of_torch(name):
     if name == "SelectiveCheckpointContext" and torch.__version__ < "2.12":
@@ -67,6 +76,10 @@ def test_signatures_are_those_of_torch(name):
     # torch names the gradients `args`: they are passed by position.
     skip = 1 if name == "CheckpointFunction.backward" else None
     mine, yours = parameters(find(ours)), parameters(find(theirs))
+    if torch.__version__ < "2.15":
+        mine = [each for each in mine if each[0] not in of_torch_2_15(name)]
+        if name == "checkpoint":  # without a function, it returns a decorator
+            mine[0] = ("function", mine[0][1], "_empty")
     assert mine[:skip] == yours[:skip]
     assert [kind for _, kind, _ in mine] == [kind for _, kind, _ in yours]
 
@@ -110,7 +123,7 @@ def test_reentrant_without_an_input_that_requires_grad_warns(module):
 
 # --- errors ---------------------------------------------------------------------------------------
 
-REENTRANT_ONLY = "`context_fn` or `debug` is only supported when use_reentrant=False"
+REENTRANT_ONLY = "is only supported when use_reentrant=False"
 
 BAD_CALLS = {
     "kwargs when reentrant": (
@@ -316,6 +329,83 @@ def test_device_states_of_cpu_tensors_are_none():
     assert ours.get_device_states(torch.ones(1)) == theirs.get_device_states(torch.ones(1))
     assert ours.get_device_states() == ([], [])
     ours.set_device_states([], [])
+
+
+# --- what came with torch 2.15 --------------------------------------------------------------------
+
+
+def since_2_15(module):
+    if module is theirs and torch.__version__ < "2.15":
+        pytest.skip("this torch has no such thing")
+
+
+@BOTH
+def test_a_call_without_a_function_is_a_decorator(module):
+    since_2_15(module)
+    runs = []
+
+    class Owner:
+        scale = 3
+
+        @module.checkpoint(use_reentrant=False, preserve_rng_state=False)
+        def scaled(self, x, *, debug):
+            """Scales."""
+            runs.append(debug)
+            return x.sin() * self.scale
+
+    x = leaf()
+    out = Owner().scaled(x, debug=2)
+    assert torch.equal(*torch.autograd.grad(out.sum(), x), 3 * x.detach().cos())
+    assert runs == [2, 2]
+    assert Owner.scaled.__doc__ == "Scales."
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
+        module.checkpoint(use_reentrant=False, scale=2)
+
+
+def test_a_decorated_function_in_compiled_code():
+    decorated = ours.checkpoint(use_reentrant=False)(torch.exp)
+    x = leaf()
+    out = torch.compile(lambda x: decorated(x.sin()), backend="aot_eager", fullgraph=True)(x)
+    (plain,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert torch.equal(*torch.autograd.grad(out.sum(), x), plain)
+
+
+@BOTH
+@pytest.mark.parametrize("respects", [True, False])
+def test_hooks_of_the_user_without_a_policy(module, respects):
+    since_2_15(module)
+    with pytest.raises(ValueError, match=r"`respect_saved_tensors_hooks` is only supported when"):
+        module.checkpoint(
+            torch.sin, leaf(), use_reentrant=True, respect_saved_tensors_hooks=respects
+        )
+    with torch.autograd.graph.save_on_cpu():
+        out = module.checkpoint(
+            torch.sin, x := leaf(), use_reentrant=False, respect_saved_tensors_hooks=respects
+        )
+    assert torch.equal(*torch.autograd.grad(out.sum(), x), x.detach().cos())
+
+
+def test_a_policy_that_is_to_respect_hooks_is_refused():
+    def keep():
+        return ours.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    def call(respects):
+        return ours.checkpoint(
+            torch.sin,
+            leaf(),
+            use_reentrant=False,
+            context_fn=keep,
+            respect_saved_tensors_hooks=respects,
+        )
+
+    with pytest.raises(ValueError, match="respect_saved_tensors_hooks=True is not supported"):
+        call(True)
+    call(False).sum().backward()
+    with (
+        recollect.installed(policy=recollect.policy.matmuls()),
+        pytest.raises(ValueError, match="respect_saved_tensors_hooks=True is not supported"),
+    ):
+        theirs.checkpoint(torch.sin, leaf(), respect_saved_tensors_hooks=True)
 
 
 def test_the_generator_surrounds_a_forward_that_the_caller_runs():

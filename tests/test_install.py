@@ -18,6 +18,8 @@ from recollect.rerun import selective
 from tests._support import sampled
 
 NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]
+if torch.__version__ >= "2.15":
+    NAMES.append("_checkpoint_without_reentrant_generator_impl")
 THEIRS = {name: getattr(torch_checkpoint, name) for name in NAMES}
 
 FROM_TORCH = """

@@ -78,52 +78,81 @@ _REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
     context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: DeterminismCheck = _DEFAULT_DETERMINISM_MODE,
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)``, recomputing its activations in backward.
 
-    The drop-in for ``torch.utils.checkpoint.checkpoint``: pass ``use_reentrant``;
-    ``preserve_rng_state`` is taken from ``kwargs``. See ``recollect.checkpoint`` for the options.
+    The drop-in for ``torch.utils.checkpoint.checkpoint``: pass ``use_reentrant``. Without a
+    function it returns a decorator. See ``recollect.checkpoint`` for the options.
     """
-    if torch.compiler.is_dynamo_compiling():
-        kwargs.pop("preserve_rng_state", None)
-        if installed_options.is_active and not use_reentrant and context_fn is noop_context_fn:
-            return _run_compiled(function, args, kwargs)
-        return run_compiled(function, args, kwargs, context_fn)
-    own = _take_own(function, kwargs) if installed_options.is_active else {}
-    options = _options(
-        "torch.utils.checkpoint",
+    hooks = respect_saved_tensors_hooks
+    given = (
         use_reentrant,
-        kwargs.pop("preserve_rng_state", True),
+        preserve_rng_state,
         context_fn,
         determinism_check,
         debug,
         early_stop,
-        own,
+        hooks,
     )
+    if function is None and not args:
+        return _decorator(kwargs, given)
+    assert function is not None
+    own = _take_own(function, kwargs) if installed_options.is_active else {}
+    if torch.compiler.is_dynamo_compiling():
+        return _leave_to_compiler(function, args, kwargs, use_reentrant, context_fn, own)
+    options = _options("torch.utils.checkpoint", *given, own)
     return run_region(function, args, kwargs, options, read_once=True)
 
 
-def _run_compiled(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _decorator(
+    own: dict[str, Any], given: tuple[Any, Any, Any, Any, Any, Any, Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    unknown = [name for name in own if name not in _OWN or not installed_options.is_active]
+    if unknown:
+        raise ValueError(f"Unexpected keyword arguments: {','.join(unknown)}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return _leave_to_compiler(function, args, kwargs, given[0], given[2], own)
+            options = _options("torch.utils.checkpoint", *given, own)
+            return run_region(function, args, kwargs, options, read_once=True)
+
+        return hide_from_dynamo(checkpointed)
+
+    return decorate
+
+
+def _leave_to_compiler(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool | None,
+    context_fn: Callable[[], Contexts],
+    own: dict[str, Any],
 ) -> Any:
     """Leave a region to the compiler, by the options of the call and of `install`."""
-    own = _take_own(function, kwargs)
+    if not installed_options.is_active or use_reentrant or context_fn is not noop_context_fn:
+        return run_compiled(function, args, kwargs | own, context_fn)
     installed = installed_options.options
-    context_fn = installed.context_fn
+    contexts = installed.context_fn
     if own.get("policy") is not None:
-        context_fn = functools.partial(unlimited_contexts, own["policy"])
+        contexts = functools.partial(unlimited_contexts, own["policy"])
     is_held = own.get("offload_inputs") or own.get("store") is not None
     if is_held or installed.offload_inputs or installed.store is not None:
         warn_of_idle()
-    return run_compiled(function, args, kwargs, context_fn)
+    return run_compiled(function, args, kwargs, contexts)
 
 
 def _take_own(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +180,7 @@ def _options(
     determinism_check: Any = _DEFAULT_DETERMINISM_MODE,
     debug: Any = False,
     early_stop: Any = True,
+    respect_saved_tensors_hooks: Any = None,
     own: dict[str, Any] | None = None,
 ) -> Options:
     """The options of a call: torch's, our ``own``, and those of `install` that it does not set."""
@@ -173,11 +203,20 @@ def _options(
                 RecollectWarning,
                 stacklevel=3,
             )
-        if context_fn is not noop_context_fn or debug is not False:
+        of_rerun = (context_fn is noop_context_fn, debug is False)
+        if not all((*of_rerun, respect_saved_tensors_hooks is None)):
             raise ValueError(
-                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
+                "when use_reentrant=False."
             )
         return _REENTRANT if preserve_rng_state else _REENTRANT_NO_RNG
+    is_selective = context_fn is not noop_context_fn or "policy" in {**installed, **own}
+    if respect_saved_tensors_hooks and is_selective:
+        raise ValueError(
+            "respect_saved_tensors_hooks=True is not supported: recollect passes what a policy "
+            "keeps to no hooks. Leave it out. To keep in host memory: offload rules of "
+            "recollect.policy, or CheckpointPolicy.MUST_CPU_OFFLOAD"
+        )
     # Arguments of the call override `install`.
     loses: Collection[str] = ()
     if context_fn is not noop_context_fn or own.get("engine") == "reentrant":
@@ -248,15 +287,43 @@ def _checkpoint_without_reentrant_generator(
     debug: bool = False,
     early_stop: bool = True,
     *args: Any,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Generator[None, None, None]:
     """A region around a forward that the caller runs between two steps of this generator.
 
     torch's composable checkpoint enters and leaves regions from module hooks with it.
     """
+    return _checkpoint_without_reentrant_generator_impl(
+        fn,
+        args,
+        kwargs,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
+
+
+def _checkpoint_without_reentrant_generator_impl(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: DeterminismCheck = _DEFAULT_DETERMINISM_MODE,
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Generator[None, None, None]:
+    """The same; composable checkpoint of torch 2.15 calls this one."""
     # Always the rerun engine, because the caller runs the forward. The policy of `install` applies.
     options = _options(
-        "", False, preserve_rng_state, context_fn, determinism_check, debug, early_stop
+        *("", False, preserve_rng_state, context_fn, determinism_check),
+        *(debug, early_stop, respect_saved_tensors_hooks),
     )
     if not torch.is_grad_enabled():
         yield

@@ -24,9 +24,16 @@ from recollect.options import Engine, installed_options
 from recollect.rerun import selective
 
 #: The names that others import from torch's module: the public ones, and these.
-_NAMES = [*compat.__all__, "_infer_device_type", "_checkpoint_without_reentrant_generator"]
+_NAMES = [
+    *compat.__all__,
+    "_infer_device_type",
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",  # torch >= 2.15
+]
 
-_OURS: dict[str, Any] = {name: getattr(compat, name) for name in _NAMES} | {
+_OURS: dict[str, Any] = {
+    name: getattr(compat, name) for name in _NAMES if hasattr(torch_checkpoint, name)
+} | {
     "_CachingTorchDispatchMode": selective.RecordMode,
     "_CachedTorchDispatchMode": selective.RecomputeMode,
 }

@@ -1,7 +1,5 @@
 """Autograd: nodes, saved tensors and their hooks, backward, versions."""
 
-import sys
-
 import pytest
 import torch
 
@@ -157,15 +155,46 @@ def test_a_version_is_set():
 def test_a_custom_function_that_is_applied_is_seen():
     found = []
 
-    class Looks(torch.autograd.Function):
+    def look():
+        found.append(is_in_custom_function())
+
+    class WithContext(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            found.append(is_in_custom_function(sys._getframe()))
+            look()
             return x.clone()
 
-    Looks.apply(torch.ones(1))
-    assert found == [True]
-    assert not is_in_custom_function(sys._getframe())
+        @staticmethod
+        def backward(ctx, grad):
+            look()
+            return grad
+
+    class WithSetup(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            with torch.enable_grad():
+                look()
+            return WithContext.apply(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            look()
+
+        @staticmethod
+        def backward(ctx, grad):
+            look()
+            return grad
+
+    out = WithSetup.apply(torch.ones(1, requires_grad=True))
+    assert found == [True, True, True]
+    out.backward()
+    assert found[3:] == [False]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_no_mode_of_autograd_is_taken_for_a_custom_function(mode):
+    with mode():
+        assert not is_in_custom_function()
 
 
 def test_what_is_to_happen_after_each_backward():

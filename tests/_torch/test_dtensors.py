@@ -35,7 +35,7 @@ def mesh() -> Iterator[Any]:
 
 
 def test_a_dtensor_is_taken_apart_and_put_together(mesh: Any) -> None:
-    whole: Any = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    whole: Any = DTensor.from_local(torch.arange(2.0), mesh, [Shard(0)])
     local = local_tensor(whole)
     assert type(local) is torch.Tensor
     assert local.tolist() == [0.0, 1.0]

@@ -139,6 +139,38 @@ def test_gradients_that_wait_to_be_reduced_are_taken_and_put_back() -> None:
     assert model[0].bias.grad.to_local().tolist() == [2 * each for each in waiting[1].tolist()]
 
 
+class _OneOfTwo(nn.Bilinear):
+    """Uses its weight or its bias."""
+
+    def forward(self, x: Tensor, which: int) -> Any:
+        return (x * self.weight[0, 0]).sum() if which else (x[:, :2] * self.bias).sum()
+
+
+def test_gradients_that_other_ranks_have_not_added_are_put_back_where_they_were() -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        made = _OneOfTwo(4, 4, 2)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(made, mesh=mesh)
+
+    def steps(model: Any, *, between: bool) -> list[Any]:
+        x = torch.linspace(0, 1, 4).expand(2, 4)
+        model.set_requires_all_reduce(False)
+        model(x, 1).backward()
+        if between:
+            shards = shards_of(model)
+            assert shards is not None
+            taken = shards.take_gradients()
+            model(x, 0).backward()
+            shards.take_gradients()
+            put_gradients(taken)
+        model.set_requires_all_reduce(True)
+        model(x, 1).backward()
+        return [None if p.grad is None else p.grad.to_local().tolist() for p in model.parameters()]
+
+    assert steps(model(), between=True) == steps(model(), between=False)
+
+
 def test_what_plans_do_not_support_is_said() -> None:
     model = _model()
     shards = shards_of(model)

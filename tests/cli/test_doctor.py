@@ -35,6 +35,7 @@ def no_self_test(monkeypatch):
             0,
             "ok     torch          2.13.1+cu130, a version that recollect is tested on",
         ),
+        ("2.15.0", 0, "ok     torch          2.15.0, a version that recollect is tested on"),
         ("2.12.0", 0, "note   torch          2.12.0, which recollect is not tested on"),
         ("3.0.0a0+git1", 0, "note   torch "),
         ("2.9.1", 1, "pip install 'torch>=2.11'"),

@@ -57,6 +57,7 @@ def test_more_versions_than_the_compiler_makes(fitted: Compiled):
             fitted.step()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 goes on with all parts")
 def test_a_part_that_the_compiler_gives_up():
     def broken(model: nn.Module) -> nn.Module:
         model.layers[-1].register_forward_hook(_break)

@@ -182,7 +182,7 @@ def test_r14_debug_with_a_policy_and_nesting(policy: Any) -> None:
     assert_transparent(train, rerun)
 
 
-@pytest.mark.parametrize("policy", [None, [aten.mm]], ids=["all", "some"])
+@pytest.mark.parametrize("policy", [None, [aten.addmm]], ids=["all", "some"])
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 def test_r14_debug_leaves_nothing_behind(policy: Any, nested: bool) -> None:
     """R14: 300 steps with as many objects after as before (pt#130096, fairseq2#474)."""

@@ -359,6 +359,13 @@ def test_a_kept_result_and_its_kept_reader_are_held_once():
 # --- R34: collectives (torchtitan#2763, #1672) ----------------------------------------------------
 
 
+#: torch 2.11 has them under other names.
+all_gather = getattr(collectives, "all_gather_single", collectives.all_gather_tensor)
+all_gather_autograd = getattr(
+    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
+)
+
+
 @pytest.fixture
 def group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -374,7 +381,7 @@ def collective_ops(counter):
 def test_collectives_are_not_run_again(group, given):
     def function(x, w):
         h = collectives.all_reduce(x.sin() @ w, "sum", group)
-        g = collectives.all_gather_single(h.cos() @ w, 0, group)
+        g = all_gather(h.cos() @ w, 0, group)
         return (g.exp() @ w).sin()
 
     inputs = square()
@@ -394,7 +401,7 @@ def test_collectives_are_not_run_again(group, given):
 
 def test_collectives_with_gradients_are_right(group):
     def function(x, w):
-        h = collectives.all_gather_single_autograd(x @ w, 0, group)
+        h = all_gather_autograd(x @ w, 0, group)
         return (h.sin() @ w).cos()
 
     def flat(x, w):

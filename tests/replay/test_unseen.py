@@ -434,7 +434,7 @@ def triple(h: Tensor) -> None:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")
     write_by_script = torch.jit.script(triple)
 
 

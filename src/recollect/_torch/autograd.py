@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from sys import getrefcount
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ current_operation: Callable[[], int] = _autograd._get_sequence_nr
 
 #: In backward: whether it leaves the graph as it is, as with ``retain_graph`` or ``create_graph``.
 backward_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
+_is_forward_ad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 get_graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 
@@ -253,19 +254,14 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def is_in_custom_function(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is called by a ``torch.autograd.Function`` that is being applied.
+def is_in_custom_function() -> bool:
+    """Whether a ``torch.autograd.Function`` is being applied in this thread.
 
     Such a function bumps the versions of the tensors that it marks as dirty when it is over.
     """
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
+    # Its call has no frame (torch 2.15), but switches forward-mode AD off. So does inference mode,
+    # and nothing public else. In inference mode, versions are better compared than taken as seen.
+    return not _is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
 
 
 #: The tensor that a tensor is a view of, if autograd knows one.

@@ -115,7 +115,7 @@ def know_checkpoint(function: Callable[..., Any]) -> None:
         sys.meta_path.insert(0, _Known.finder)
         return
     names = vars(sys.modules[_BUILDER])
-    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 and 2.13
+    if _Known.test is None and "is_utils_checkpoint" in names:  # torch 2.11 to 2.15
         _Known.test = staticmethod(names["is_utils_checkpoint"])
         _Known.checkpoint = staticmethod(function)
         names["is_utils_checkpoint"] = lambda obj: obj is function
@@ -168,6 +168,9 @@ is_nonstrict_tracing: Callable[[], bool] = getattr(
 _is_scripting: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
+# Where dynamo traces it, torch.compiler.is_exporting() is True always (torch 2.11).
+@hide_from_dynamo
+@called_while_traced
 def is_exporting() -> bool:
     """Whether `torch.export` or `torch.jit.trace` makes a program of what runs."""
     return torch.compiler.is_exporting() or _is_scripting()

@@ -152,7 +152,8 @@ class Shards:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that wait to be reduced: of whole parameters, or of parts (HSDP)."""
-        found = [grad for each in self._parameters() for grad in _gradients_of(each)]
+        places = (place for each in self._parameters() for place in _grad_places(each))
+        found = [getattr(owner, name) for owner, name in places]
         found += [group._partial_reduce_output for group in self._groups()]
         return [grad for grad in found if grad is not None]
 
@@ -160,15 +161,16 @@ class Shards:
         """Remove these gradients. Returns what `put_gradients` takes to put them back."""
         taken: list[tuple[Any, str, Any]] = []
         for each in self._parameters():
-            whole = getattr(each, "_unsharded_param", None)
-            taken += [] if whole is None else [(whole, "grad", whole.grad)]
-            taken.append((each, "unsharded_accumulated_grad", each.unsharded_accumulated_grad))
+            taken += [(owner, name, getattr(owner, name)) for owner, name in _grad_places(each)]
         taken += [
             (group, "_partial_reduce_output", group._partial_reduce_output)
             for group in self._groups()
         ]
         put_gradients((owner, name, None) for owner, name, _ in taken)
-        return taken
+        # Where each is in those of groups (torch 2.15): a step with others changes it.
+        layout = "_partial_reduce_output_layout"
+        groups = [group for group in self._groups() if layout in vars(group)]
+        return taken + [(group, layout, dict(vars(group)[layout])) for group in groups]
 
     # --- what a plan does not support -------------------------------------------------------------
 
@@ -246,9 +248,14 @@ def put_gradients(taken: Iterable[tuple[Any, str, Any]]) -> None:
         setattr(owner, name, value)
 
 
-def _gradients_of(parameter: Any) -> list[torch.Tensor | None]:
+def _grad_places(parameter: Any) -> list[tuple[Any, str]]:
+    """Where a gradient of ``parameter`` may wait: objects and their attributes."""
     whole = getattr(parameter, "_unsharded_param", None)
-    return [None if whole is None else whole.grad, parameter.unsharded_accumulated_grad]
+    places = [] if whole is None else [(whole, "grad")]
+    # Since torch 2.15 this is no attribute, but another name of the gradient above.
+    if "unsharded_accumulated_grad" in vars(parameter):
+        places.append((parameter, "unsharded_accumulated_grad"))
+    return places
 
 
 def _buffer_bytes(parameter: Any) -> int:

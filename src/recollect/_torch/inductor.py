@@ -1,6 +1,7 @@
 """`torch.compile` from the outside: its compiled modules, its backends and its partitioner.
 
-Tried on torch 2.11 and 2.13. Everything is imported when it is used: most programs compile nothing.
+Tried on torch 2.11, 2.13 and 2.15. Everything is imported when it is used: most programs compile
+nothing.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from recollect.report.units import bytes_text
 from recollect.store.pool import memory_of_machine
 
 #: The versions of torch that the tests are run on.
-_TESTED = ("2.11", "2.13")
+_TESTED = ("2.11", "2.13", "2.15")
 
 _OK, _NOTE, _WRONG = "ok", "note", "WRONG"
 _REPORT = "This should not happen: please report it, with all that is printed here"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -443,7 +442,7 @@ class MemoryTracker:
                 held.count_version()
             self._uncounted.clear()
         if self.written:
-            is_inside = is_in_custom_function(sys._getframe(1))
+            is_inside = is_in_custom_function()
             for storage in self.written:
                 storage.counts_late = is_inside
                 self._count_versions(storage)
