@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import policy
-from recollect.checks.place import Place, source_line
+from recollect.checks.place import Place, hide_own_frames, source_line
 from tests._support import compat_rerun, reentrant, rerun
 
 
@@ -324,6 +324,17 @@ def test_an_error_that_the_library_raises_keeps_its_frames() -> None:
         recollect.checkpoint(forward, torch.ones(1, requires_grad=True), engine="replay")
     assert frames_of(caught.value)[-1] == "ours"
     assert len(frames_of(caught.value)) > 3
+
+
+def test_a_mistake_of_ours_that_torch_notices_keeps_its_frames() -> None:
+    """Else nobody could tell where in the library it was."""
+    spaces: dict[str, Any] = {"dropout": nn.functional.dropout}
+    file = Path(recollect.__file__).with_name("mistaken.py")
+    exec(compile("def mistake():\n    dropout(None, p=2.0)\n", file, "exec"), spaces)
+    with pytest.raises(ValueError, match="probability") as caught:
+        spaces["mistake"]()
+    hide_own_frames(caught.value)
+    assert "ours" in frames_of(caught.value)
 
 
 @pytest.mark.parametrize("way", ["checked", "first step", "planned"])
