@@ -322,3 +322,55 @@ def test_a_layer_that_the_region_puts_into_a_dict_gets_its_gradients() -> None:
 def test_long_lists_and_dicts_are_not_copied() -> None:
     found = Contents([(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])])
     assert [len(thing) for thing, _, _ in found._entries] == [1]
+
+
+class Assigns(nn.Module):
+    """What it holds is read, and then another object is there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.own, self.make = nn.Parameter(torch.rand(4)), _MAKERS[kind]
+        self.held = self.make(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        rate = held.rate if isinstance(held, SimpleNamespace) else next(iter(vars_of(held)))
+        self.held = self.make(rate * 1.5)
+        return ((x * self.own).tanh() * rate).tanh()
+
+
+def vars_of(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held
+
+
+_MAKERS: dict[str, Any] = {
+    "list": lambda rate: [rate],
+    "tuple": lambda rate: (rate, 1),
+    "dict": lambda rate: {"rate": rate},
+    "object": lambda rate: SimpleNamespace(rate=rate),
+}
+
+
+@ALL
+@pytest.mark.parametrize("kind", _MAKERS)
+def test_a_rerun_finds_the_attribute_of_the_call(kind: str, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module = Assigns(kind)
+        found, held = unroll(module, run)[:3], module.held
+        return [*found, held.rate if kind == "object" else [*vars_of(held)]]
+
+    assert_transparent(scenario, run)
+
+
+def test_to_note_the_same_size_again_is_no_change() -> None:
+    class Sized(Idle):
+        size = (1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.size = (int(x.shape[0]), int(x.shape[1]))
+            return super().forward(x)
+
+    module = Sized()
+    for _ in range(4):
+        rerun(module, leaf(4, 4))
+    assert not index_of(module).contents_change

@@ -1,9 +1,11 @@
 """The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
 
-A rerun finds what forward found, and its own changes do not show. Only what the region itself has
-changed is restored: other code may use the rest meanwhile. Most regions change nothing there, so a
-module whose first calls have left it alone is not looked at again (`ModuleIndex.looks_left`). An
-object with a lock or a thread is in use by other threads, and is left alone, with all it holds.
+A rerun finds what forward found, also where the region has put another list or object into the
+attribute (of tensors and constants: `module_settings`); its own changes do not show. Only what the
+region itself has changed is restored: other code may use the rest meanwhile. Most regions change
+nothing there, so a module whose first calls have left it alone is not looked at again
+(`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
+left alone, with all it holds.
 
 After the call none of it is held, but found again from the modules: a list that came to hold a
 result would, with its graph, hold itself, and that for ever if no backward comes.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -24,6 +26,7 @@ from recollect.state.forgotten import (
     ForgottenObject,
     Where,
     has_tensors,
+    in_attribute,
     is_held,
     numbers_of,
     stand_in,
@@ -31,16 +34,21 @@ from recollect.state.forgotten import (
 from recollect.state.inputs import swapped_contents
 from recollect.state.iterators import with_exchanged
 from recollect.state.module_index import ModuleIndex
+from recollect.state.module_settings import STANDARD_ATTRIBUTES
 from recollect.state.reachable import leading_values
 from recollect.state.restorers import (
     ARRAY,
     ARRAY_COPY,
     ATOMS,
+    CAPTURED_ELSEWHERE,
+    ITERATOR,
+    TENSOR,
     Entry,
     Restorer,
     restorers_of,
 )
 from recollect.state.tensors import LARGE
+from recollect.state.variables import Slot
 
 #: How many objects are visited, and of how many items at most.
 _OBJECTS = 300
@@ -48,6 +56,9 @@ _ITEMS = 1000
 
 #: How deep dicts and lists are made again without the graphs that they hold.
 _DEPTH = 3
+
+#: What says that an object has no contents that are restored here.
+_NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
 
 #: What has items. Whether there are too many is known without a copy of them.
 _WITH_ITEMS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
@@ -89,7 +100,7 @@ class _Unheld(NamedTuple):
 class Contents:
     """What the attributes of some modules hold at the call."""
 
-    __slots__ = ("_changed", "_entries", "_indexes", "_made")
+    __slots__ = ("_assigned", "_attributes", "_changed", "_entries", "_indexes", "_made")
 
     def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
         """``found``: the values of attributes, by the index of the modules."""
@@ -100,16 +111,22 @@ class Contents:
             for restorer, held in taken
             if restorer.mutable
         ]
+        #: Attributes that hold such things, and these; those that the call has assigned.
+        self._attributes = [pair for index in self._indexes for pair in _attributes_of(index)]
+        self._assigned: list[tuple[Slot, Any]] = []
         self._changed: list[_Changed] = []
         self._made: list[nn.Parameter] = []
 
     def settle(self) -> list[int]:
         """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
         changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
-        self._entries = []
+        assigned = [pair for pair in self._attributes if not _is_same(pair[1], pair[0].read())]
+        self._entries, self._attributes = [], []
         unheld: list[int] = []
         for index in self._indexes:
-            index.contents_change |= bool(changed)
+            index.contents_change |= bool(changed or assigned)
+        for slot, then in assigned:
+            self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
         for thing, restorer, held in changed:
             present = {*map(id, restorer.items(restorer.take(thing)))}
             where = Where(f"a {type(thing).__name__} of a module")
@@ -126,11 +143,18 @@ class Contents:
         return unheld
 
     def __bool__(self) -> bool:
-        return bool(self._changed)
+        return bool(self._changed or self._assigned)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which changed contents are as at the call."""
+        """A context in which changed contents, and attributes with others, are as at the call."""
+        with ExitStack() as stack:
+            for slot, then in self._assigned:
+                stack.callback(slot.write, slot.read())
+                slot.write(then)
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
         present = {id(value): value for value, _ in _visit(self._values_now())}
         entries = [
             (present[each.number], each.restorer, _found_again(each, present))
@@ -159,6 +183,30 @@ class Contents:
         roots = [(index, index.root()) for index in self._indexes]
         values = [leading_values(root.__dict__, index) for index, root in roots if root is not None]
         return [value for each in values for value in each]
+
+
+def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
+    """The attributes with contents, but for those that `ModuleSettings` restores."""
+    root = index.root()
+    spaces = [space for space, _ in index.user_modules]
+    if root is not None and index.is_user_module:
+        spaces.append(root.__dict__)
+    for space in spaces:
+        for name, value in [*space.items()]:
+            if type(value) in ATOMS or name in STANDARD_ATTRIBUTES or has_tensors(value):
+                continue
+            if restorers_of(type(value)) not in _NO_CONTENTS and not _is_left_alone(value):
+                yield Slot(space, name), value
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    """Whether it is the same, or a tuple of the same constants, as a size that is noted anew."""
+    if type(then) is tuple and type(now) is tuple and len(then) == len(now):
+        return all(
+            a is b or (type(a) is type(b) in ATOMS and a == b)
+            for a, b in zip(then, now, strict=True)
+        )
+    return then is now
 
 
 def _unheld(value: Any, where: Where) -> _Unheld:
