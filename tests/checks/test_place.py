@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.checks.place import Place, source_line
+from recollect import policy
+from recollect.checks.place import Place, hide_own_frames, source_line
 from tests._support import compat_rerun, reentrant, rerun
 
 
@@ -208,3 +212,136 @@ def test_the_source_line_is_the_users_and_not_beyond_the_caller(tmp_path):
     line = Inner.forward.__code__.co_firstlineno + 1
     assert seen == [f"{__file__}:{line}"]
     assert source_line(sys._getframe(), __file__) == ""
+
+
+def test_libraries_whose_name_begins_like_torchs_are_a_users() -> None:
+    stack = place_in(str(Path(torch.__file__).parent) + "vision/models/resnet.py").stack
+    assert stack[0][2] == "place"
+    assert place_in(str(Path(torch.__file__).parent) + "/nn/functional.py").stack[0][2] != "place"
+
+
+def place_in(file: str) -> Place:
+    return from_file(file, "import sys\ndef place(make): return make(sys._getframe())")["place"](
+        Place
+    )
+
+
+# --- the frames of errors -------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Fails on request, in its own code or in an op."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "own":
+            raise LookupError("mine") from KeyError("cause")
+        return x.view(3, -1) if self.how == "op" else x.relu()
+
+
+def failing_model() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)]
+    return nn.Sequential(*blocks, Failing())
+
+
+def run_first(model: nn.Module, x: Tensor) -> Any:
+    return recollect.fit(model, budget="1TiB")(x)
+
+
+def run_planned(model: nn.Module, x: Tensor) -> Any:
+    failing = model[-1]
+    how, failing.how = failing.how, ""
+    recollect.fit(model, x, budget="70%")
+    for _ in range(2):
+        model(x).sum().backward()
+    failing.how = how
+    return model(x)
+
+
+def run_checked(model: nn.Module, x: Tensor) -> Any:
+    failing = model[-1]
+    how, failing.how = failing.how, ""
+    for _ in range(3):
+        recollect.checkpoint(model, x, engine="replay").sum().backward()
+    failing.how = how
+    return recollect.checkpoint(model, x, engine="replay")
+
+
+#: Ways to run a model, and how many frames of the library come before the user's code.
+WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], int]] = {
+    "checkpoint": (recollect.checkpoint, 2),
+    "checkpointed": (lambda model, x: recollect.checkpointed(model)(x), 3),
+    "selective": (lambda model, x: recollect.checkpoint(model, x, policy=policy.matmuls()), 2),
+    "recorded": (lambda model, x: recollect.checkpoint(model, x, engine="replay"), 2),
+    "checked": (run_checked, 2),
+    "first step": (run_first, 3),
+    "planned": (run_planned, 3),
+    "plan": (lambda model, x: recollect.plan(model, x, "70%"), 2),
+    "frontier": (recollect.frontier, 1),
+    "largest_batch": (lambda model, x: recollect.largest_batch(model, lambda _: x, "1TiB"), 1),
+    "explain": (recollect.explain, 1),
+}
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The functions in the traceback, without those of modules and of this file's lambdas."""
+    own = str(Path(recollect.__file__).parent)
+    found = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(own):
+            found.append("ours")
+        elif file == __file__ and name == "forward":
+            found.append("the user's")
+    return found
+
+
+@pytest.mark.parametrize("how", ["own", "op"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_traceback_ends_in_the_users_line_with_few_frames_of_ours(way: str, how: str) -> None:
+    run, count = WAYS[way]
+    model, x = failing_model(), torch.randn(512, 8)
+    model[-1].how = how
+    with pytest.raises(LookupError if how == "own" else RuntimeError) as caught:
+        run(model, x)
+    assert frames_of(caught.value) == ["ours"] * count + ["the user's"]
+    assert isinstance(caught.value.__cause__, KeyError if how == "own" else type(None))
+
+
+def test_an_error_that_the_library_raises_keeps_its_frames() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return recollect.tag(x, 3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="tag") as caught:
+        recollect.checkpoint(forward, torch.ones(1, requires_grad=True), engine="replay")
+    assert frames_of(caught.value)[-1] == "ours"
+    assert len(frames_of(caught.value)) > 3
+
+
+def test_a_mistake_of_ours_that_torch_notices_keeps_its_frames() -> None:
+    """Else nobody could tell where in the library it was."""
+    spaces: dict[str, Any] = {"dropout": nn.functional.dropout}
+    file = Path(recollect.__file__).with_name("mistaken.py")
+    exec(compile("def mistake():\n    dropout(None, p=2.0)\n", file, "exec"), spaces)
+    with pytest.raises(ValueError, match="probability") as caught:
+        spaces["mistake"]()
+    hide_own_frames(caught.value)
+    assert "ours" in frames_of(caught.value)
+
+
+@pytest.mark.parametrize("way", ["checked", "first step", "planned"])
+def test_an_error_holds_no_activations_once_it_is_handled(way: str) -> None:
+    model, x = failing_model(), torch.randn(512, 8)
+    model[-1].how = "own"
+    seen: list[ref[Tensor]] = []
+    model[-2].register_forward_hook(lambda module, args, out: seen.append(ref(out)))
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            WAYS[way][0](model, x)
+        assert seen
+        assert seen[-1]() is None
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from recollect import CheckpointError, is_recomputing
+from recollect.errors import InputChanged
 from recollect.state.contents import Contents
+from recollect.state.module_index import index_of
 from tests._support import (
     ALL,
     RERUNS,
@@ -22,6 +25,7 @@ from tests._support import (
     collector_off,
     leaf,
     plain,
+    reentrant,
     rerun,
 )
 
@@ -235,3 +239,166 @@ class Idle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.own).tanh() * self.config["rate"]
+
+
+class Replaces(nn.Module):
+    """Its results, with their graphs, are in what it holds until others are there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.own, self.kind = nn.Parameter(torch.rand(4)), kind
+        self.held: Any = {
+            "list": list,
+            "deque": lambda: deque(maxlen=1),
+            "deque of dicts": lambda: deque(maxlen=1),
+            "dict of dicts": lambda: {"": {}},
+            "dict of objects": lambda: {"": None},
+            "object": SimpleNamespace,
+        }[kind]()
+        self.results: list[ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.own).tanh()
+        self.results.append(ref(out))
+        if self.kind in ("list", "deque"):
+            self.held.append(out)
+        elif self.kind == "deque of dicts":
+            self.held.append({"out": out})
+        elif self.kind == "object":
+            self.held.last = {"out": [out]}
+        else:
+            self.held[""] = {"out": out} if "dicts" in self.kind else SimpleNamespace(out=out)
+        return out.sin()
+
+
+@pytest.mark.parametrize(
+    "kind", ["list", "deque", "deque of dicts", "dict of dicts", "dict of objects", "object"]
+)
+@RERUNS
+def test_without_a_backward_no_results_gather(kind: str, run: Run) -> None:
+    module = Replaces(kind)
+    with collector_off():
+        for _ in range(4):
+            run(module, leaf(3, 4))
+            if kind == "list":
+                module.held = []
+    assert sum(result() is not None for result in module.results) <= 1
+
+
+class Reads(Replaces):
+    """Reads an object with its last result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.held[""]
+        return super().forward(x if last is None else x + last.out.detach().mean(0))
+
+
+@RERUNS
+def test_to_read_an_object_with_a_graph_that_is_gone_is_an_error(run: Run) -> None:
+    module = Reads("dict of objects")
+    run(module, leaf(3, 4))
+    out = run(module, leaf(3, 4))
+    with pytest.raises(CheckpointError, match="an object \\(SimpleNamespace\\) in a dict"):
+        out.sum().backward()
+
+
+class Fetches(nn.Module):
+    """Batches come from a thread, which its forward has nothing to do with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(4))
+        self.loader = SimpleNamespace(lock=threading.Lock(), batches=deque[int]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        # As the thread does meanwhile; in a rerun it is another one.
+        self.loader.batches.append(len(self.loader.batches))
+        return (x * self.own).tanh()
+
+
+@RERUNS
+def test_what_threads_share_is_left_alone(run: Run) -> None:
+    module = Fetches()
+    run(module, leaf(3, 4)).sum().backward()
+    assert [*module.loader.batches] == [0, 1]
+
+
+class Makes(nn.Module):
+    """Has a layer for each width, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.layers = nn.Parameter(torch.rand(4)), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] not in self.layers:
+            self.layers[x.shape[-1]] = nn.Linear(x.shape[-1], 2)
+        return self.layers[x.shape[-1]](x * self.own).tanh()
+
+
+def test_a_layer_that_the_region_puts_into_a_dict_gets_its_gradients() -> None:
+    def scenario(run: Run) -> Any:
+        module = Makes()
+        run(module, leaf(3, 4)).sum().backward()
+        return [module.own.grad, module.layers[4].weight.grad]
+
+    assert_transparent(scenario, rerun)
+    with pytest.raises(InputChanged, match="makes parameters"):
+        scenario(reentrant)
+
+
+def test_long_lists_and_dicts_are_not_copied() -> None:
+    found = Contents([(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])])
+    assert [len(thing) for thing, _, _ in found._entries] == [1]
+
+
+class Assigns(nn.Module):
+    """What it holds is read, and then another object is there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.own, self.make = nn.Parameter(torch.rand(4)), _MAKERS[kind]
+        self.held = self.make(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        rate = held.rate if isinstance(held, SimpleNamespace) else next(iter(vars_of(held)))
+        self.held = self.make(rate * 1.5)
+        return ((x * self.own).tanh() * rate).tanh()
+
+
+def vars_of(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held
+
+
+_MAKERS: dict[str, Any] = {
+    "list": lambda rate: [rate],
+    "tuple": lambda rate: (rate, 1),
+    "dict": lambda rate: {"rate": rate},
+    "object": lambda rate: SimpleNamespace(rate=rate),
+}
+
+
+@ALL
+@pytest.mark.parametrize("kind", _MAKERS)
+def test_a_rerun_finds_the_attribute_of_the_call(kind: str, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        module = Assigns(kind)
+        found, held = unroll(module, run)[:3], module.held
+        return [*found, held.rate if kind == "object" else [*vars_of(held)]]
+
+    assert_transparent(scenario, run)
+
+
+def test_to_note_the_same_size_again_is_no_change() -> None:
+    class Sized(Idle):
+        size = (1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.size = (int(x.shape[0]), int(x.shape[1]))
+            return super().forward(x)
+
+    module = Sized()
+    for _ in range(4):
+        rerun(module, leaf(4, 4))
+    assert not index_of(module).contents_change

@@ -100,10 +100,13 @@ def hide_own_frames(error: BaseException) -> None:
     Call it where an error of the user's code, or of an op, leaves the library. The traceback of an
     error that the library itself raised stays whole.
     """
-    entry = last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or (_is_own(last) and not _calls_op(last)):
+    entry = next_one = error.__traceback__
+    innermost = None  # of those that are not torch's, in which our own mistakes may end
+    while next_one is not None:
+        if _is_own(next_one) or not next_one.tb_frame.f_code.co_filename.startswith(_HIDDEN):
+            innermost = next_one
+        next_one = next_one.tb_next
+    if innermost is None or (_is_own(innermost) and not _calls_op(innermost)):
         return
     while entry is not None:
         while entry.tb_next is not None and _is_own(entry.tb_next):

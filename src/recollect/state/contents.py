@@ -1,26 +1,36 @@
 """The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
 
-A rerun finds what forward found, and its own changes do not show. Only what the region itself has
-changed is restored: other code may use the rest meanwhile. Most regions change nothing there, so a
-module whose first calls have left it alone is not looked at again (`ModuleIndex.looks_left`).
+A rerun finds what forward found, also where the region has put another list or object into the
+attribute (of tensors and constants: `module_settings`); its own changes do not show. Only what the
+region itself has changed is restored: other code may use the rest meanwhile. Most regions change
+nothing there, so a module whose first calls have left it alone is not looked at again
+(`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
+left alone, with all it holds.
 
 A list to which the rerun has added numbers or words is a log, and has them afterwards, as in torch;
 but for a plan, as with counters of calls.
 
-As with arguments, a list or an object that comes to hold a result of the region, with its graph, is
-held by that graph until backward frees it.
+After the call none of it is held, but found again from the modules: a list that came to hold a
+result would, with its graph, hold itself, and that for ever if no backward comes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
 
 from recollect.state.forgotten import (
+    ForgottenObject,
     Where,
     can_be_held,
     has_tensors,
+    in_attribute,
     is_held,
     numbers_of,
     stand_in,
@@ -28,55 +38,161 @@ from recollect.state.forgotten import (
 from recollect.state.inputs import swapped_contents
 from recollect.state.iterators import with_exchanged
 from recollect.state.module_index import ModuleIndex
-from recollect.state.restorers import ARRAY, ARRAY_COPY, ATOMS, Entry, restorers_of
+from recollect.state.module_settings import STANDARD_ATTRIBUTES
+from recollect.state.reachable import leading_values
+from recollect.state.restorers import (
+    ARRAY,
+    ARRAY_COPY,
+    ATOMS,
+    CAPTURED_ELSEWHERE,
+    ITERATOR,
+    TENSOR,
+    Entry,
+    Restorer,
+    restorers_of,
+)
 from recollect.state.tensors import LARGE
-from recollect.state.variables import Counters
+from recollect.state.variables import Counters, Slot
 
 #: How many objects are visited, and of how many items at most.
 _OBJECTS = 300
 _ITEMS = 1000
 
+#: How deep dicts and lists are made again without the graphs that they hold.
+_DEPTH = 3
+
+#: What says that an object has no contents that are restored here.
+_NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
+
+#: What has items. Whether there are too many is known without a copy of them.
+_WITH_ITEMS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
+
 #: Packages whose objects run the training around a module.
 _FRAMEWORKS = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "ray"})
+
+#: Packages of what an object has that several threads use.
+_OF_THREADS = frozenset({"_thread", "asyncio", "concurrent", "multiprocessing", "queue"})
+_OF_THREADS |= {"_queue", "threading"}
+
+
+class _Changed(NamedTuple):
+    """Something that the call has changed, and its contents at the call."""
+
+    number: int
+    kind: type
+    restorer: Restorer
+    held: Any
+
+
+class _Unheld(NamedTuple):
+    """An item with a graph: what finds it while others hold it, and else stands in for it."""
+
+    number: int
+    kind: type
+    tensor: ref[torch.Tensor] | None
+    stand_in: Any
+
+    def find(self, present: dict[int, Any]) -> Any:
+        """The item, if it is among ``present``, by ``id``."""
+        if self.tensor is not None:
+            found = self.tensor()
+            return self.stand_in if found is None else found
+        found = present.get(self.number)
+        return found if type(found) is self.kind else self.stand_in
 
 
 class Contents:
     """What the attributes of some modules hold at the call."""
 
-    __slots__ = ("_entries", "_indexes", "_logs")
+    __slots__ = ("_assigned", "_attributes", "_changed", "_entries", "_indexes", "_logs", "_made")
 
     def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
         """``found``: the values of attributes, by the index of the modules."""
         self._indexes = [index for index, _ in found]
-        self._entries = _entries_of(value for _, values in found for value in values)
-        #: Lists to which the call has added.
-        self._logs: list[list[Any]] = []
+        self._entries = [
+            (value, restorer, held)
+            for value, taken in _visit(value for _, values in found for value in values)
+            for restorer, held in taken
+            if restorer.mutable
+        ]
+        #: Attributes that hold such things, and these; those that the call has assigned.
+        self._attributes = [pair for index in self._indexes for pair in _attributes_of(index)]
+        self._assigned: list[tuple[Slot, Any]] = []
+        self._changed: list[_Changed] = []
+        self._made: list[nn.Parameter] = []
+        #: The lists to which the call has added, by ``id``.
+        self._logs: set[int] = set()
 
     def settle(self, *, counters: Counters) -> list[int]:
         """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
         changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
-        self._entries, unheld = [], []
+        assigned = [pair for pair in self._attributes if not _is_same(pair[1], pair[0].read())]
+        self._entries, self._attributes = [], []
+        unheld: list[int] = []
         for index in self._indexes:
-            index.contents_change |= bool(changed)
+            index.contents_change |= bool(changed or assigned)
+        for slot, then in assigned:
+            self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
         for thing, restorer, held in changed:
             present = {*map(id, restorer.items(restorer.take(thing)))}
             if type(thing) is list and len(thing) > len(held) and counters != "restored":
-                self._logs.append(thing)
-            gone = [each for each in restorer.items(held) if _is_unheld(each, present)]
-            unheld += [number for each in gone for number in numbers_of(each)]
+                self._logs.add(id(thing))
             where = Where(f"a {type(thing).__name__} of a module")
-            stand_ins = {id(each): stand_in(each, where) for each in gone}
-            left = with_exchanged(held, stand_ins) if stand_ins else held
-            self._entries.append((thing, restorer, left))
+            others: dict[int, Any] = {}
+            for each in restorer.items(held):
+                if id(each) in present:
+                    if _has_graph(each):
+                        others[id(each)] = _unheld(each, where)
+                elif (left := _without_graph(each, where)) is not each:
+                    others[id(each)] = left
+                    unheld += numbers_of(each)
+            found = with_exchanged(held, others) if others else held
+            self._changed.append(_Changed(id(thing), type(thing), restorer, found))
         return unheld
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return bool(self._changed or self._assigned)
 
-    def swapped(self) -> AbstractContextManager[None]:
-        """A context in which changed contents are as at the call."""
-        swapped = swapped_contents(self._entries, lambda thing: f"a {type(thing).__name__}")
-        return _logged(swapped, self._logs) if self._logs else swapped
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """A context in which changed contents, and attributes with others, are as at the call."""
+        with ExitStack() as stack:
+            for slot, then in self._assigned:
+                stack.callback(slot.write, slot.read())
+                slot.write(then)
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
+        present = {id(value): value for value, _ in _visit(self._values_now())}
+        entries = [
+            (present[each.number], each.restorer, _found_again(each, present))
+            for each in self._changed
+            if type(present.get(each.number)) is each.kind
+        ]
+        logs = [thing for thing, _, _ in entries if id(thing) in self._logs]
+        swapped = swapped_contents(entries, lambda thing: f"a {type(thing).__name__}")
+        with _logged(swapped, logs) if logs else swapped:
+            yield
+            self._note_made(entries, present)
+
+    def take_made(self) -> list[nn.Parameter]:
+        """The parameters that the last rerun has made, as modules in a dict that it fills."""
+        made, self._made = self._made, []
+        return made
+
+    def _note_made(self, entries: Iterable[Entry], present: dict[int, Any]) -> None:
+        now = [item for thing, kind, _ in entries for item in kind.items(kind.take(thing))]
+        new = [value for value, _ in _visit(now) if id(value) not in present]
+        of_modules = [p for each in new if isinstance(each, nn.Module) for p in each.parameters()]
+        made = [*of_modules, *(each for each in new if isinstance(each, nn.Parameter))]
+        roots = [root for index in self._indexes if (root := index.root()) is not None]
+        known = {id(p) for root in roots for p in root.parameters()} if made else set()
+        self._made = [each for each in made if id(each) not in known]
+
+    def _values_now(self) -> list[Any]:
+        roots = [(index, index.root()) for index in self._indexes]
+        values = [leading_values(root.__dict__, index) for index, root in roots if root is not None]
+        return [value for each in values for value in each]
 
 
 @contextmanager
@@ -96,13 +212,62 @@ def _logged(swapped: AbstractContextManager[None], logs: list[list[Any]]) -> Ite
                 log.extend(more)
 
 
-def _is_unheld(value: Any, present: set[int]) -> bool:
-    return id(value) not in present and not is_held(value) and has_tensors(value)
+def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
+    """The attributes with contents, but for those that `ModuleSettings` restores."""
+    root = index.root()
+    spaces = [space for space, _ in index.user_modules]
+    if root is not None and index.is_user_module:
+        spaces.append(root.__dict__)
+    for space in spaces:
+        for name, value in [*space.items()]:
+            if type(value) in ATOMS or name in STANDARD_ATTRIBUTES or has_tensors(value):
+                continue
+            if restorers_of(type(value)) not in _NO_CONTENTS and not _is_left_alone(value):
+                yield Slot(space, name), value
 
 
-def _entries_of(values: Iterable[Any]) -> list[Entry]:
-    """The contents of everything that can change among ``values`` and inside of them."""
-    entries: list[Entry] = []
+def _is_same(then: Any, now: Any) -> bool:
+    """Whether it is the same, or a tuple of the same constants, as a size that is noted anew."""
+    if type(then) is tuple and type(now) is tuple and len(then) == len(now):
+        return all(
+            a is b or (type(a) is type(b) in ATOMS and a == b)
+            for a, b in zip(then, now, strict=True)
+        )
+    return then is now
+
+
+def _unheld(value: Any, where: Where) -> _Unheld:
+    tensor = ref(value) if isinstance(value, torch.Tensor) else None
+    return _Unheld(id(value), type(value), tensor, _without_graph(value, where))
+
+
+def _without_graph(value: Any, where: Where, depth: int = _DEPTH) -> Any:
+    """``value``; or, if it leads to a graph or to large tensors, what stands in for it."""
+    if has_tensors(value):
+        return value if is_held(value) else stand_in(value, where)
+    if not _has_graph(value):
+        return value
+    if depth and type(value) is dict:
+        return {key: _without_graph(each, where, depth - 1) for key, each in value.items()}
+    if depth and type(value) in (list, tuple):
+        return type(value)(_without_graph(each, where, depth - 1) for each in value)
+    return ForgottenObject(type(value).__name__, where)
+
+
+def _found_again(changed: _Changed, present: dict[int, Any]) -> Any:
+    items = changed.restorer.items(changed.held)
+    others = {id(each): each.find(present) for each in items if type(each) is _Unheld}
+    return with_exchanged(changed.held, others) if others else changed.held
+
+
+def _has_graph(value: Any) -> bool:
+    """Whether ``value`` is, or leads to, a tensor with a graph."""
+    tensors = [each for each, _ in _visit([value]) if isinstance(each, torch.Tensor)]
+    return any(each.grad_fn is not None for each in tensors)
+
+
+def _visit(values: Iterable[Any]) -> Iterator[tuple[Any, list[tuple[Restorer, Any]]]]:
+    """Everything among ``values`` and inside of them that can change, and its contents."""
     found: dict[int, Any] = {}
     pending = [*values]
     for value in pending:  # which grows meanwhile
@@ -110,15 +275,34 @@ def _entries_of(values: Iterable[Any]) -> list[Entry]:
         if cls in ATOMS or id(value) in found or len(found) >= _OBJECTS:
             continue
         found[id(value)] = value
-        if str(cls.__module__).partition(".")[0] in _FRAMEWORKS:
-            continue
-        for usual in restorers_of(cls):
-            restorer = ARRAY_COPY if usual is ARRAY else usual
-            if usual is ARRAY and getattr(value, "nbytes", 0) > LARGE:
-                continue
-            held = restorer.take(value)
-            items = restorer.items(held)
-            if len(items) <= _ITEMS:
-                pending += items
-                entries += [(value, restorer, held)] if restorer.mutable else []
-    return entries
+        taken = [] if _is_left_alone(value) else [(r, r.take(value)) for r in _restorers(value)]
+        parts = [items for r, held in taken if len(items := r.items(held)) <= _ITEMS]
+        if len(parts) == len(taken) and not any(map(_is_of_threads, parts)):
+            pending += [item for items in parts for item in items]
+            yield value, taken
+        else:
+            yield value, []
+
+
+def _is_left_alone(value: Any) -> bool:
+    cls = type(value)
+    base = next((base for base in _WITH_ITEMS if issubclass(cls, base)), None)
+    if base is not None and base.__len__(value) > _ITEMS:
+        return True
+    return str(cls.__module__).partition(".")[0] in _FRAMEWORKS
+
+
+def _restorers(value: Any) -> list[Restorer]:
+    usual = restorers_of(type(value))
+    if ARRAY not in usual:
+        return [*usual]
+    is_large = getattr(value, "nbytes", 0) > LARGE
+    return [
+        ARRAY_COPY if each is ARRAY else each for each in usual if not (each is ARRAY and is_large)
+    ]
+
+
+def _is_of_threads(items: Iterable[Any]) -> bool:
+    return any(
+        str(kind.__module__).partition(".")[0] in _OF_THREADS for kind in {*map(type, items)}
+    )

@@ -113,6 +113,27 @@ class Forgotten(torch.Tensor):
         )
 
 
+class ForgottenObject:
+    """Stands in for an object or a container that holds a graph: to use it is an error."""
+
+    __slots__ = ("_kind", "_where")
+
+    def __init__(self, kind: str, where: Where) -> None:
+        """``kind``: the name of its class."""
+        self._kind = kind
+        self._where = where
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CheckpointError(
+            f"the region has replaced an object ({self._kind}) in {self._where.text} since "
+            "forward. It runs again for backward, and reads that of forward, which holds tensors "
+            "with a graph and is not held. Pass it to the region as an argument, and return the "
+            "new one"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
+
+
 _OUTSIDE_OF_BACKWARD = -1
 
 

@@ -11,7 +11,7 @@ Almost always nothing has changed, which a `ModuleIndex` finds out quickly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice, repeat
 from operator import is_
@@ -176,9 +176,12 @@ class ModuleState:
         self._made = [parameter for child in made for parameter in child.parameters()]
         self._made += [owner[name] for owner, name, _ in self._added()]
 
-    def check_gradients(self) -> None:
-        """After backward: raise if parameters that the rerun has made got the gradients."""
-        made, self._made = self._made, []
+    def check_gradients(self, others: Iterable[torch.Tensor]) -> None:
+        """After backward: raise if parameters that the rerun has made got the gradients.
+
+        ``others``: those that it has made outside of parameters and children of modules.
+        """
+        made, self._made = [*self._made, *others], []
         if any(each.grad is not None for each in made):
             raise InputChanged(_NEW_PARAMETERS)
 

@@ -212,7 +212,7 @@ class Reachable:
         for each, writes in index.with_buffers:
             self._add_buffers(each, writes)
         self.communicates |= index.communicates
-        leading = _leading_values(attributes, index)
+        leading = leading_values(attributes, index)
         if leading:
             self._add_contents(leading, index)
             for attached in _attached_to(leading, index):
@@ -353,7 +353,7 @@ def _lead_nowhere(values: Iterable[Any]) -> bool:
     return len(dull) == len(kinds)
 
 
-def _leading_values(attributes: Attributes, index: ModuleIndex) -> list[Any]:
+def leading_values(attributes: Attributes, index: ModuleIndex) -> list[Any]:
     """What attributes of user modules hold that may lead to something, but for modules.
 
     ``attributes``: those of the root of ``index``.

@@ -16,7 +16,7 @@ In a rerun:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from recollect._torch.dynamo import hide_from_dynamo
@@ -121,7 +121,8 @@ class RegionState:
 
     def check_gradients(self) -> None:
         """After a backward through the graph of a rerun: raise if gradients went astray."""
-        self._modules.check_gradients()
+        contents = self._contents
+        self._modules.check_gradients([] if contents is None else contents.take_made())
 
     @hide_from_dynamo
     def run(
@@ -129,12 +130,9 @@ class RegionState:
     ) -> Any:
         """Run ``function`` in the state of the call, with the arguments from `Inputs.recall`."""
         swapped = self._inputs.swapped()
-        if swapped is None and not self._contents:
+        if swapped is None:
             return self._run_restored(function, args, kwargs)
-        with (
-            swapped or nullcontext(),
-            self._contents.swapped() if self._contents else nullcontext(),
-        ):
+        with swapped:
             return self._run_restored(function, args, kwargs)
 
     @hide_from_dynamo
@@ -144,7 +142,7 @@ class RegionState:
         # Almost always nothing has changed, and this check is the only cost.
         same_modules, same_ambient = self._modules.is_present(), self._ambient.is_present()
         same_variables = self._variables is None or self._variables.is_present()
-        is_present = same_modules and same_ambient and same_variables
+        is_present = same_modules and same_ambient and same_variables and not self._contents
         if is_present and self._buffers is None and self.collectives is None:
             return self._run(function, args, kwargs)
         with ExitStack() as stack:
@@ -154,6 +152,8 @@ class RegionState:
                 stack.enter_context(CollectivePlayer(self.collectives))
             if not same_modules:
                 self._modules.restore(stack)
+            if self._contents:  # after the attributes, from which it is found
+                stack.enter_context(self._contents.swapped())
             if self._variables is not None:
                 self._variables.restore(stack)
             if not same_ambient:
