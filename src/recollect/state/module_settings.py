@@ -6,10 +6,11 @@ So has one that the region itself assigns, such as a hidden state, a table and t
 it was made, or a flag that says that there is one; afterwards each is as it was before the rerun.
 An integer that the region counts up by one counts the rerun, too, except under a plan.
 
-Constants, functions and tensors without a gradient are restored, and tuples and lists with tensors,
-such as a hidden state. Of large tensors that the region replaces, and of any with a graph, only the
-form is kept: a rerun that reads more is refused (`forgotten`). An attribute that the region adds is
-not there in its rerun. Other lists, dicts and objects, and their contents: `contents`.
+Constants, functions and tensors without a gradient are restored, and tuples and lists with
+tensors, such as a hidden state. Of large tensors that the region replaces, and of any with a graph,
+only the form is kept: a rerun that reads more is refused (`forgotten`). An attribute that the
+region adds is not there in its rerun. Other lists, dicts and objects, and what is in them:
+`contents`.
 """
 
 from __future__ import annotations

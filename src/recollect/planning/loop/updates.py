@@ -190,10 +190,11 @@ class StateWatch:
         return self._nbytes
 
     def _held_by(self, running: Sequence[Optimizer]) -> int:
-        """The most bytes that their steps hold as they run a closure."""
+        """The most bytes that steps of LBFGS hold as they run a closure; others hold nothing."""
+        running = [each for each in running if isinstance(each, torch.optim.LBFGS)]
         if not all(each in _changes.lengths for each in running):
             return sum(map(_flat_bytes, running))  # of the first step: it has no state yet
-        if self._looked < _LOOKS:
+        if running and self._looked < _LOOKS:
             self._looked += 1
             self._held = max(self._held, sum(map(_flat_bytes, running)))
         return self._held
