@@ -108,14 +108,16 @@ define run-with-cuda
 endef
 
 # Side by side where pytest-xdist is there: in turn they take a quarter of an hour, and most of it no
-# GPU. (pytest-benchmark, which we do not use, warns of xdist, and warnings are errors.)
+# GPU. (pytest-benchmark, which we do not use, warns of xdist, and warnings are errors.) Then those
+# that need the GPU for themselves. pytest's 5 says that ARGS leave none to run.
 SIDE_BY_SIDE = $$("$$found" -c 'import xdist' 2>/dev/null \
     && echo --numprocesses auto --maxprocesses 12 --dist worksteal -p no:benchmark || true)
 
 .PHONY: test-gpu
 test-gpu: NEEDS := pytest, torch
 test-gpu: ## Run the tests that need a GPU, but for slow ones, on PYTHON or else the virtual environment
-	$(run-with-cuda) -m pytest -m "gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
+	$(run-with-cuda) -m pytest -m "gpu and not slow and not alone" $(SIDE_BY_SIDE) $(ARGS) || [ $$? = 5 ]
+	$(run-with-cuda) -m pytest -m "gpu and not slow and alone" $(ARGS) || [ $$? = 5 ]
 
 .PHONY: bench-frontier
 bench-frontier: NEEDS := torch

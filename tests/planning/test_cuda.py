@@ -161,6 +161,7 @@ def test_gradients_and_buffers_are_those_of_plain(each: Made, offload: Any) -> N
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.alone
 def test_the_simulator_knows_what_offload_takes(dropout: Made) -> None:
     planner = Planner.of(Request(dropout.model, dropout.batch, squares))
     with planner.step.undone():
@@ -240,6 +241,7 @@ LARGER: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("no_bound", "reproducible")
 @pytest.mark.parametrize("name", LARGER)
 def test_a_larger_batch_keeps_the_budget_bit_for_bit(name: str) -> None:

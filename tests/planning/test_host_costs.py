@@ -93,6 +93,14 @@ def test_the_prediction_counts_what_the_host_needs() -> None:
     assert plan.graph.engine_cost == pytest.approx(30 * SLOW * len(plan.graph.ops))
 
 
+@pytest.mark.parametrize(("ahead", "expected"), [(0.0, 1.0), (0.1, 0.75), (0.4, 0.0), (1.0, 0.0)])
+def test_work_of_the_host_is_hidden_while_the_device_is_behind(
+    ahead: float, expected: float
+) -> None:
+    assert host_costs.exposed(0.4, ahead) == pytest.approx(expected)
+    assert host_costs.exposed(0.0, ahead) == 0.0
+
+
 def test_where_the_device_is_slower_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: 1e-12)
     loop = Loop(Torch(), "70%")

@@ -63,10 +63,18 @@ def with_host_costs(profile: Profile, model: nn.Module) -> Profile:
     modules = dict(model.named_modules())
     paths = {path for path in callable_paths(model) if may_run_twice(modules[path])}
     units = find_units(graph, paths - _with_changed_inputs(graph))
-    costs = {
-        (unit.path, "rerun"): max(unit.seconds, _IN_MODULE * small * unit.count) for unit in units
-    }
+    per_op = _IN_MODULE * small
+    per_op *= exposed(per_op * len(graph.ops), plain - host)
+    costs = {(unit.path, "rerun"): max(unit.seconds, per_op * unit.count) for unit in units}
     return replace(profile, graph=replace(graph, module_costs=costs))
+
+
+def exposed(seconds: float, ahead: float) -> float:
+    """The fraction of ``seconds`` of work on the host that takes time, not hidden by the device.
+
+    ``ahead``: by how much the host finishes a step before the device.
+    """
+    return max(0.0, 1 - ahead / seconds) if seconds else 0.0
 
 
 def is_launched_by_host(device: torch.device) -> bool:
