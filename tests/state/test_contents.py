@@ -215,6 +215,31 @@ def test_a_log_has_what_a_rerun_adds_and_is_not_computed_with(run: Run) -> None:
     assert modules[run].notes == ["made", (False, "called"), (True, "called")]
 
 
+@RERUNS
+@pytest.mark.parametrize("window", [True, False])
+def test_values_to_compute_with_are_not_taken_for_a_log(run: Run, *, window: bool) -> None:
+    class Recent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = [1, 2] if window else [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = (x * sum(self.seen)).tanh()
+            # Other items in the places of those before; or numbers that are no words.
+            self.seen[:] = [2, 3, 4] if window else [*self.seen, out.detach().sum().item()]
+            return out.sin()
+
+    modules = {run: Recent(), plain: Recent()}
+
+    def scenario(run: Run) -> Any:
+        x = leaf(4, 4)
+        for _ in range(2):
+            run(modules[run], x).sum().backward()
+        return x.grad, [*modules[run].seen]
+
+    assert_transparent(scenario, run)
+
+
 def test_a_module_that_changes_nothing_is_not_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,8 +7,8 @@ nothing there, so a module whose first calls have left it alone is not looked at
 (`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
 left alone, with all it holds.
 
-A list to which the rerun has added numbers or words is a log, and has them afterwards, as in torch;
-but for a plan, as with counters of calls.
+A list to which the rerun has added words, flags or integers is a log, and has them afterwards, as
+in torch; but for a plan, as with counters of calls.
 
 After the call none of it is held, but found again from the modules: a list that came to hold a
 result would, with its graph, hold itself, and that for ever if no backward comes.
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,7 +29,6 @@ from torch import nn
 from recollect.state.forgotten import (
     ForgottenObject,
     Where,
-    can_be_held,
     has_tensors,
     in_attribute,
     is_held,
@@ -67,6 +67,9 @@ _NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
 #: What has items. Whether there are too many is known without a copy of them.
 _WITH_ITEMS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
 
+#: What logs consist of, and lists of these. Floats are computed with.
+_WORDS = frozenset({bool, int, str, type(None)})
+
 #: Packages whose objects run the training around a module.
 _FRAMEWORKS = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "ray"})
 
@@ -104,7 +107,15 @@ class _Unheld(NamedTuple):
 class Contents:
     """What the attributes of some modules hold at the call."""
 
-    __slots__ = ("_assigned", "_attributes", "_changed", "_entries", "_indexes", "_logs", "_made")
+    __slots__ = (
+        "_assigned",
+        "_attributes",
+        "_changed",
+        "_entries",
+        "_indexes",
+        "_is_plan",
+        "_made",
+    )
 
     def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
         """``found``: the values of attributes, by the index of the modules."""
@@ -120,14 +131,15 @@ class Contents:
         self._assigned: list[tuple[Slot, Any]] = []
         self._changed: list[_Changed] = []
         self._made: list[nn.Parameter] = []
-        #: The lists to which the call has added, by ``id``.
-        self._logs: set[int] = set()
+        #: Whether a rerun leaves no trace at all.
+        self._is_plan = False
 
     def settle(self, *, counters: Counters) -> list[int]:
         """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
         changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
         assigned = [pair for pair in self._attributes if not _is_same(pair[1], pair[0].read())]
         self._entries, self._attributes = [], []
+        self._is_plan = counters == "restored"
         unheld: list[int] = []
         for index in self._indexes:
             index.contents_change |= bool(changed or assigned)
@@ -135,8 +147,6 @@ class Contents:
             self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
         for thing, restorer, held in changed:
             present = {*map(id, restorer.items(restorer.take(thing)))}
-            if type(thing) is list and len(thing) > len(held) and counters != "restored":
-                self._logs.add(id(thing))
             where = Where(f"a {type(thing).__name__} of a module")
             others: dict[int, Any] = {}
             for each in restorer.items(held):
@@ -169,9 +179,9 @@ class Contents:
             for each in self._changed
             if type(present.get(each.number)) is each.kind
         ]
-        logs = [thing for thing, _, _ in entries if id(thing) in self._logs]
+        lists = [] if self._is_plan else [each for each, _, _ in entries if type(each) is list]
         swapped = swapped_contents(entries, lambda thing: f"a {type(thing).__name__}")
-        with _logged(swapped, logs) if logs else swapped:
+        with _logged(swapped, lists) if lists else swapped:
             yield
             self._note_made(entries, present)
 
@@ -196,20 +206,30 @@ class Contents:
 
 
 @contextmanager
-def _logged(swapped: AbstractContextManager[None], logs: list[list[Any]]) -> Iterator[None]:
-    """``swapped``, after which ``logs`` have what was added to them inside."""
+def _logged(swapped: AbstractContextManager[None], lists: list[list[Any]]) -> Iterator[None]:
+    """``swapped``, after which those of ``lists`` that are logs have what was added inside."""
     added: list[list[Any]] = []
     try:
         with swapped:
-            lengths = [*map(len, logs)]
+            before = [[*each] for each in lists]
             try:
                 yield
             finally:
-                added = [log[length:] for log, length in zip(logs, lengths, strict=True)]
+                added = [*map(_added_words, before, lists)]
     finally:
-        for log, more in zip(logs, added, strict=False):
-            if all(can_be_held(each) and not has_tensors(each) for each in more):
-                log.extend(more)
+        for each, words in zip(lists, added, strict=False):  # none if there was an error before
+            each.extend(words)
+
+
+def _added_words(before: list[Any], now: list[Any]) -> list[Any]:
+    """What was added to a list, if that is all that has changed, and it is no value to compute."""
+    rest = now[len(before) :]
+    is_log = all(map(is_, before, now)) and len(now) >= len(before) and all(map(_is_word, rest))
+    return rest if is_log else []
+
+
+def _is_word(value: Any) -> bool:
+    return all(map(_is_word, value)) if type(value) in (list, tuple) else type(value) in _WORDS
 
 
 def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
