@@ -23,11 +23,11 @@ from recollect.planning.recording.step import device_of
 from recollect.planning.regions.module_regions import callable_paths, may_run_twice
 from recollect.planning.solving.modules import find_units, paths_around
 
-#: What the host needs, as multiples of a small op in a tight loop. Measured with transformers'
-#: Llama and GPT-2, where caches are cold and modules run Python code between the ops: for an event
-#: of the step; what replay adds to each op of forward, to each op that it runs again, and for each
-#: tensor that it offloads; and for each op of a module that is checkpointed as a whole.
-_EVENT, _CHECKED, _RERUN, _OFFLOADED, _IN_MODULE = 9, 30, 12, 40, 25
+#: What the host needs on a device, as multiples of a small op in a tight loop: for an event of the
+#: step; what replay adds for each saved tensor, for each op that it runs again, and for each tensor
+#: that it offloads; for each module that is checkpointed as a whole, and for each op in it. Found
+#: on an H200 with Llama and GPT-2 of transformers and an MLP, at sizes for which the device waits.
+_EVENT, _HELD, _RERUN, _OFFLOADED, _REGION, _IN_REGION = 2.7, 4.5, 0.3, 10, 45, 5.5
 #: The same on the CPU, where ops were timed on the host: what comes between two events, and what
 #: replay adds to each saved tensor. Measured with Llama, GPT-2, decoders, MLPs and convolutions.
 _BETWEEN, _SAVED = 3, 17
@@ -48,7 +48,7 @@ def with_host_costs(profile: Profile, model: nn.Module) -> Profile:
         return replace(profile, graph=graph, seconds=graph.plain_seconds)
     host = _EVENT * small * len(graph.events)
     plain = max(profile.seconds, host)
-    engine = host + _CHECKED * small * len(graph.ops) - plain
+    engine = host + _HELD * small * len(graph.saved) - plain
     if engine <= _LITTLE * plain:
         return profile
     graph = replace(
@@ -63,9 +63,11 @@ def with_host_costs(profile: Profile, model: nn.Module) -> Profile:
     modules = dict(model.named_modules())
     paths = {path for path in callable_paths(model) if may_run_twice(modules[path])}
     units = find_units(graph, paths - _with_changed_inputs(graph))
-    per_op = _IN_MODULE * small
-    per_op *= exposed(per_op * len(graph.ops), plain - host)
-    costs = {(unit.path, "rerun"): max(unit.seconds, per_op * unit.count) for unit in units}
+    share = small * exposed(_IN_REGION * small * len(graph.ops), plain - host)
+    costs = {
+        (unit.path, "rerun"): max(unit.seconds, share * (_REGION + _IN_REGION * unit.count))
+        for unit in units
+    }
     return replace(profile, graph=replace(graph, module_costs=costs))
 
 
@@ -98,8 +100,8 @@ def _with_changed_inputs(graph: Graph) -> set[str]:
 @cache
 def small_op_seconds(device: torch.device) -> float:
     """Seconds that the host needs for a small op and its backward, for each of the two."""
-    with torch.enable_grad(), torch.device(device):
-        start, factor = torch.ones(8, requires_grad=True), torch.ones(8)
+    start, factor = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
+    with torch.enable_grad():
         return min(_chain_seconds(start, factor) for _ in range(_SAMPLES))
 
 
