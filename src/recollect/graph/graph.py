@@ -30,125 +30,78 @@ Action = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage that ops of the region allocate in forward.
+    """A storage that ops of the region allocate in forward."""
 
-    Args:
-        nbytes: As the allocator counts it.
-        born: The event of the op that allocates it.
-        dies: The last event at which anything but autograd and the plan holds it.
-    """
-
-    nbytes: int
-    born: int
-    dies: int
+    nbytes: int  #: as the allocator counts it
+    born: int  #: the event of the op that allocates it
+    dies: int  #: the last event at which anything but autograd and the plan holds it
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The content of a storage from one write to the next. An op makes it.
+    """The content of a storage from one write to the next. An op makes it."""
 
-    Args:
-        nbytes: Of its storage.
-        op: The number of the op that makes it.
-        storage: The number of its storage in forward. Values made in place share one.
-    """
-
-    nbytes: int
-    op: int
+    nbytes: int  #: of its storage
+    op: int  #: the number of the op that makes it
+    #: The number of its storage in forward. Values made in place share one.
     storage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of the region, which may run again in backward.
+    """One op of the region, which may run again in backward."""
 
-    Args:
-        name: Such as ``aten::mm``.
-        path: The module that called it.
-        key: Its key in a plan: the same in every call of the model, whatever the shapes.
-        seconds: The time that it takes.
-        reads: The values of the region that it reads.
-        makes: The values that it makes on new storages.
-        places: The position of each of them among its results.
-        writes: The values that it makes in place: for each the value before (None if it does not
-            read that), and the value after.
-        workspace: The extra bytes that it allocates while it runs.
-        state: The bytes of generator state held for its rerun.
-        can_keep: Whether its results can be kept.
-        can_offload: Whether they can be offloaded.
-        forced: Whether every plan keeps them: it must not run again.
-        last: The number of the last op of its function, after which results are offloaded; -1:
-            this op itself is the last.
-        source: The line of the model that called it, as ``file:line``, if that is known.
-    """
-
-    name: str
-    path: str
-    key: str
-    seconds: float
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
+    name: str  #: such as ``aten::mm``
+    path: str  #: the module that called it
+    key: str  #: its key in a plan: the same in every call of the model, whatever the shapes
+    seconds: float  #: the time that it takes
+    reads: tuple[int, ...]  #: the values of the region that it reads
+    makes: tuple[int, ...]  #: the values that it makes on new storages
+    #: The values that it makes in place: for each the value before (None if it does not read that),
+    #: and the value after.
     writes: tuple[tuple[int | None, int], ...] = ()
-    places: tuple[int, ...] = ()
-    workspace: int = 0
-    state: int = 0
-    can_keep: bool = True
-    can_offload: bool = False
-    forced: bool = False
+    places: tuple[int, ...] = ()  #: the position of each of ``makes`` among its results
+    workspace: int = 0  #: the extra bytes that it allocates while it runs
+    state: int = 0  #: the bytes of generator state held for its rerun
+    can_keep: bool = True  #: whether its results can be kept
+    can_offload: bool = False  #: whether they can be offloaded
+    forced: bool = False  #: whether every plan keeps them: it must not run again
+    #: The number of the last op of its function, after which results are offloaded; -1: this op
+    #: itself is the last.
     last: int = -1
-    source: str = ""
+    source: str = ""  #: the line of the model that called it, as ``file:line``, if that is known
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that autograd saved, and unpacks once in backward.
+    """A tensor that autograd saved, and unpacks once in backward."""
 
-    Args:
-        value: Its value.
-        event: The event of forward at which it was saved.
-    """
-
-    value: int
-    event: int
+    value: int  #: its value
+    event: int  #: the event of forward at which it was saved
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An op that ran in the step.
+    """An op that ran in the step."""
 
-    Args:
-        seconds: The time that it took.
-        before: Fixed bytes that are allocated before it runs, in addition to `Graph.base`.
-        during: The peak of them while it runs.
-        op: Its number among the ops of the region; -1 if it is not one of them.
-        unpacks: The saved tensors that autograd unpacks before it.
-        frees: The saved tensors that autograd frees after it.
-        drops: Those that it does not free, since the graph is retained, but no longer uses: if they
-            were recomputed, they are gone.
-        backward: The number of the backward that it is part of, if a step has several.
-    """
-
-    seconds: float
-    before: int
-    during: int
-    op: int = -1
-    unpacks: tuple[int, ...] = ()
-    frees: tuple[int, ...] = ()
-    backward: int = 0
+    seconds: float  #: the time that it took
+    before: int  #: fixed bytes that are allocated before it runs, in addition to `Graph.base`
+    during: int  #: the peak of them while it runs
+    op: int = -1  #: its number among the ops of the region; -1 if it is not one of them
+    unpacks: tuple[int, ...] = ()  #: the saved tensors that autograd unpacks before it
+    frees: tuple[int, ...] = ()  #: the saved tensors that autograd frees after it
+    backward: int = 0  #: the number of the backward that it is part of, if a step has several
+    #: Those that autograd does not free, since the graph is retained, but no longer uses: if they
+    #: were recomputed, they are gone.
     drops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link between device and host.
+    """The link between device and host."""
 
-    Args:
-        out_rate: Bytes per second to the host.
-        in_rate: Bytes per second from the host.
-    """
-
-    out_rate: float
-    in_rate: float
+    out_rate: float  #: bytes per second to the host
+    in_rate: float  #: bytes per second from the host
 
     def slowed(self, share: float) -> Link:
         """The link with a part of its rates."""
@@ -157,50 +110,35 @@ class Link:
 
 @dataclass(frozen=True)
 class Graph:
-    """One training step.
+    """One training step."""
 
-    Args:
-        ops: Those of the region, in the order of forward.
-        values: The values that they make.
-        storages: The storages of these in forward.
-        saved: The saved tensors among them, in the order of forward.
-        events: The step: forward, backward from ``turn`` on, and what follows it.
-        turn: The number of the first event of backward after the last forward.
-        base: Bytes that are allocated throughout: parameters, buffers, optimizer state.
-        rerun_cost: Seconds that rerunning an op costs on top of its own time.
-        engine_cost: Seconds that the engine adds to a planned step, whatever the plan keeps.
-        offload_cost: Seconds that offloading a tensor adds, not counting waits for copies.
-        module_costs: Seconds that checkpointing a module adds, by its path and the engine. Empty:
-            no module is checkpointed as a whole.
-        spread: The relative error of op times, from the spread of the samples.
-        link: The link to the host, if there is one.
-        varies: Whether the memory of the next step may differ: shapes depend on data.
-        regions: The number of the first op of each region. A step that calls the model several
-            times has one for each call: what they hold is released apart from each other.
-        units: The paths of the modules that are recorded and run each by itself, with hooks of
-            others around them, as in a sharded model. Empty: a forward is recorded as a whole.
-        fixed: The storages that are in ``before`` and ``during`` of the events, if that is known.
-        block: The allocator hands out multiples of this many bytes.
-    """
-
-    ops: Sequence[Op]
-    values: Sequence[Value]
-    storages: Sequence[Storage]
-    saved: Sequence[SavedTensor]
-    events: Sequence[Event]
-    turn: int
-    base: int = 0
-    rerun_cost: float = 0.0
+    ops: Sequence[Op]  #: those of the region, in the order of forward
+    values: Sequence[Value]  #: the values that they make
+    storages: Sequence[Storage]  #: the storages of these in forward
+    saved: Sequence[SavedTensor]  #: the saved tensors among them, in the order of forward
+    events: Sequence[Event]  #: the step: forward, backward from ``turn`` on, and what follows it
+    turn: int  #: the number of the first event of backward after the last forward
+    base: int = 0  #: bytes that are allocated throughout: parameters, buffers, optimizer state
+    rerun_cost: float = 0.0  #: seconds that rerunning an op costs on top of its own time
+    #: Seconds that the engine adds to a planned step, whatever the plan keeps.
     engine_cost: float = 0.0
+    #: Seconds that offloading a tensor adds, not counting waits for copies.
     offload_cost: float = 0.0
+    #: Seconds that checkpointing a module adds, by its path and the engine. Empty: no module is
+    #: checkpointed as a whole.
     module_costs: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    spread: float = 0.0
-    link: Link | None = None
-    varies: bool = False
+    spread: float = 0.0  #: the relative error of op times, from the spread of the samples
+    link: Link | None = None  #: the link to the host, if there is one
+    varies: bool = False  #: whether the memory of the next step may differ: shapes depend on data
+    #: The number of the first op of each region. A step that calls the model several times has one
+    #: for each call: what they hold is released apart from each other.
     regions: tuple[int, ...] = (0,)
+    #: The paths of the modules that are recorded and run each by itself, with hooks of others
+    #: around them, as in a sharded model. Empty: a forward is recorded as a whole.
     units: tuple[str, ...] = ()
+    #: The storages that are in ``before`` and ``during`` of the events, if that is known.
     fixed: Sequence[Storage] = ()
-    block: int = 1
+    block: int = 1  #: the allocator hands out multiples of this many bytes
 
     def region_of(self, op: int) -> int:
         """The number of the region of an op."""

@@ -38,15 +38,11 @@ def is_same_step(graph: Graph, other: Graph) -> bool:
 
 @dataclass(frozen=True)
 class Growth:
-    """How the numbers of a step grow with its size.
+    """How the numbers of a step grow with its size."""
 
-    Args:
-        sizes: Those of the recordings, in ascending order of their products; at least two.
-        graphs: What was recorded, each of the same step.
-    """
-
+    #: Those of the recordings, in ascending order of their products; at least two.
     sizes: Sequence[Size]
-    graphs: Sequence[Graph]
+    graphs: Sequence[Graph]  #: what was recorded, each of the same step
 
     @classmethod
     def of(cls, recordings: Iterable[tuple[Size, Graph]]) -> Growth | None:

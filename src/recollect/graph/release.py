@@ -46,17 +46,12 @@ class Dataflow(Protocol):
 
 
 class Needs(NamedTuple):
-    """The ops and inputs needed to recompute all saved tensors.
+    """The ops and inputs needed to recompute all saved tensors."""
 
-    Args:
-        uses: By value: how often it is read or unpacked.
-        again: The ops that run again.
-        order: The values to recompute from, each with the index of the first saved tensor that
-            needs it, sorted by that index.
-    """
-
-    uses: list[int]
-    again: set[int]
+    uses: list[int]  #: by value: how often it is read or unpacked
+    again: set[int]  #: the ops that run again
+    #: The values to recompute from, each with the index of the first saved tensor that needs it,
+    #: sorted by that index.
     order: list[tuple[int, int]]
 
 

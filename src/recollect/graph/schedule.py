@@ -11,22 +11,15 @@ class Schedule:
 
     With ``modules``, these are checkpointed as a whole and everything else runs plain; ``kept`` is
     then what that keeps.
-
-    Args:
-        kept: The ops whose results stay on the device.
-        offloaded: The ops whose results are offloaded to the host.
-        limit: Bytes that may be in flight to the host.
-        ahead: Bytes that may be prefetched; None: ``limit``.
-        begin: Prefetching starts when this many saved tensors off the device are left; None: when
-            backward starts.
-        modules: Paths of modules, each with the engine that runs it.
-        link_share: The part of the link's rates that it relies on.
     """
 
-    kept: frozenset[int]
-    offloaded: frozenset[int] = frozenset()
-    limit: int = 0
-    ahead: int | None = None
+    kept: frozenset[int]  #: the ops whose results stay on the device
+    offloaded: frozenset[int] = frozenset()  #: the ops whose results are offloaded to the host
+    limit: int = 0  #: bytes that may be in flight to the host
+    ahead: int | None = None  #: bytes that may be prefetched; None: ``limit``
+    #: Prefetching starts when this many saved tensors off the device are left; None: when backward
+    #: starts.
     begin: int | None = None
+    #: Paths of modules, each with the engine that runs it.
     modules: tuple[tuple[str, str], ...] = ()
-    link_share: float = 1.0
+    link_share: float = 1.0  #: the part of the link's rates that it relies on

@@ -24,30 +24,22 @@ _ROUNDED_DOWN = 1 - 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The memory and time of a schedule.
+    """The memory and time of a schedule."""
 
-    Args:
-        peak: The peak of allocated bytes.
-        seconds: The time of the step.
-        rerun: The part of it in which ops run again.
-        waits: The part of it in which the device waits for copies.
-        busiest: The number of the event with the peak.
-        parts: The parts of the peak: the base, other fixed bytes (gradients, the loss, workspace),
-            kept bytes, and recomputed or fetched bytes.
-        arrivals: The ops after which offloaded tensors are freed on the device, each with how many,
-            the oldest first.
-        curve: The seconds and bytes whenever memory changes, if asked for.
-        starts: The second at which each event begins, if the curve was asked for.
-    """
-
-    peak: int
-    seconds: float
-    rerun: float
-    waits: float
-    busiest: int
+    peak: int  #: the peak of allocated bytes
+    seconds: float  #: the time of the step
+    rerun: float  #: the part of it in which ops run again
+    waits: float  #: the part of it in which the device waits for copies
+    busiest: int  #: the number of the event with the peak
+    #: The parts of the peak: the base, other fixed bytes (gradients, the loss, workspace), kept
+    #: bytes, and recomputed or fetched bytes.
     parts: tuple[int, int, int, int]
+    #: The ops after which offloaded tensors are freed on the device, each with how many, the oldest
+    #: first.
     arrivals: tuple[tuple[int, int], ...] = ()
+    #: The seconds and bytes whenever memory changes, if asked for.
     curve: tuple[tuple[float, int], ...] = ()
+    #: The second at which each event begins, if the curve was asked for.
     starts: tuple[float, ...] = ()
 
 
@@ -85,17 +77,11 @@ def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
 
 
 class Transfer(NamedTuple):
-    """An offloaded value on its way.
+    """An offloaded value on its way."""
 
-    Args:
-        value: Its number.
-        freed: The op after which it is freed on the device.
-        fetched: The event before which the copy back begins.
-    """
-
-    value: int
-    freed: int
-    fetched: int
+    value: int  #: its number
+    freed: int  #: the op after which it is freed on the device
+    fetched: int  #: the event before which the copy back begins
 
 
 def transfers_under(graph: Graph, schedule: Schedule) -> list[Transfer]:

@@ -150,17 +150,11 @@ def _resized(schedule: Schedule, times: float) -> Schedule:
 
 @dataclass
 class TrendForecast(Forecast):
-    """By lines through what was measured.
+    """By lines through what was measured."""
 
-    Args:
-        base: What is allocated throughout: the peak at size 0.
-        plain_peaks: By size: the peak without a plan.
-        leasts: By size: the least peak of a plan.
-    """
-
-    base: int
-    plain_peaks: Mapping[int, int]
-    leasts: Mapping[int, int]
+    base: int  #: what is allocated throughout: the peak at size 0
+    plain_peaks: Mapping[int, int]  #: by size: the peak without a plan
+    leasts: Mapping[int, int]  #: by size: the least peak of a plan
 
     def plain_peak(self, size: int) -> int:
         return self._on_line(self.plain_peaks, size)

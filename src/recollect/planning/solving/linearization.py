@@ -25,20 +25,14 @@ _UNEVEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What crosses a place.
+    """What crosses a place."""
 
-    Args:
-        values: The values that are made before it, and read or saved by ops behind it.
-        saved: Those of them that are saved behind it.
-        kept: The ops to keep for all of them to be available.
-        saved_kept: The same for those that are saved.
-        unkeepable: The ops before it that are recomputed behind it as well, as they cannot be kept.
-    """
-
+    #: The values that are made before it, and read or saved by ops behind it.
     values: tuple[int, ...]
-    saved: frozenset[int]
-    kept: frozenset[int]
-    saved_kept: frozenset[int]
+    saved: frozenset[int]  #: those of them that are saved behind it
+    kept: frozenset[int]  #: the ops to keep for all of them to be available
+    saved_kept: frozenset[int]  #: the same for those that are saved
+    #: The ops before it that are recomputed behind it as well, as they cannot be kept.
     unkeepable: tuple[int, ...]
 
 

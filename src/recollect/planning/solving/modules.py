@@ -32,21 +32,13 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ModuleCandidate:
-    """A module that can be checkpointed.
+    """A module that can be checkpointed."""
 
-    Args:
-        path: Its name in the model.
-        first: The number of its first op.
-        count: How many ops it has.
-        freed: The bytes of saved tensors that are freed if it is checkpointed.
-        seconds: What its ops take.
-    """
-
-    path: str
-    first: int
-    count: int
-    freed: int
-    seconds: float
+    path: str  #: its name in the model
+    first: int  #: the number of its first op
+    count: int  #: how many ops it has
+    freed: int  #: the bytes of saved tensors that are freed if it is checkpointed
+    seconds: float  #: what its ops take
 
 
 def paths_around(path: str) -> list[str]:

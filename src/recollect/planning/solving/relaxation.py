@@ -19,19 +19,12 @@ from recollect.planning.solving.liveness import Liveness, Span
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The cheapest choice at some prices.
+    """The cheapest choice at some prices."""
 
-    Args:
-        cost: In seconds, including the price of the link and of memory above the least.
-        seconds: Of recomputation.
-        offloaded: Bytes that are offloaded.
-        memory: By event, a lower bound on the allocated bytes.
-    """
-
-    cost: float
-    seconds: float
-    offloaded: int
-    memory: list[int]
+    cost: float  #: in seconds, including the price of the link and of memory above the least
+    seconds: float  #: of recomputation
+    offloaded: int  #: bytes that are offloaded
+    memory: list[int]  #: by event, a lower bound on the allocated bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +37,13 @@ class _BytePrices:
 
 @dataclass(slots=True)
 class _Item:
-    """A live range of a value, which has a price.
+    """A live range of a value, which has a price."""
 
-    Args:
-        nbytes: The size of the value.
-        spans: When keeping it takes memory.
-        can_offload: Whether it can be offloaded instead.
-        less: A shorter live range of the value, which is paid for already.
-        edge: The edge of the network that is cut if the price is paid.
-    """
-
-    nbytes: int
-    spans: list[Span]
-    can_offload: bool
-    less: _Item | None = None
-    edge: int = -1
+    nbytes: int  #: the size of the value
+    spans: list[Span]  #: when keeping it takes memory
+    can_offload: bool  #: whether it can be offloaded instead
+    less: _Item | None = None  #: a shorter live range of the value, which is paid for already
+    edge: int = -1  #: the edge of the network that is cut if the price is paid
 
     def price(self, prices: _BytePrices) -> float:
         """The price in addition to that of ``less``."""

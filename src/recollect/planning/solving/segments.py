@@ -22,38 +22,26 @@ from recollect.planning.solving.select import Subproblem, corners, reruns
 
 @dataclass(frozen=True, slots=True)
 class SegmentChoice:
-    """A candidate for a segment.
+    """A candidate for a segment."""
 
-    Args:
-        held: The bytes that it holds until backward of the segment.
-        need: The bytes that it allocates in backward of the segment, counted from an offset that
-            `Segments.options` returns.
-        seconds: Of the ops that are recomputed.
-        reads_across: Whether it reads values that cross the begin of the segment, other than those
-            that are saved behind it.
-        kept: The ops to keep, by their number in the segment.
-    """
-
-    held: int
+    held: int  #: the bytes that it holds until backward of the segment
+    #: The bytes that it allocates in backward of the segment, counted from an offset that
+    #: `Segments.options` returns.
     need: int
-    seconds: float
+    seconds: float  #: of the ops that are recomputed
+    #: Whether it reads values that cross the begin of the segment, other than those that are saved
+    #: behind it.
     reads_across: bool
-    kept: tuple[int, ...]
+    kept: tuple[int, ...]  #: the ops to keep, by their number in the segment
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """How many candidates to try, by effort: for segments of many pieces, of two, and of one.
+    """How many candidates to try, by effort: for segments of many pieces, of two, and of one."""
 
-    Args:
-        corners: With no further cut.
-        inner: For each place at which a segment is cut again.
-        longest: The most pieces of a segment.
-    """
-
-    corners: tuple[int, int, int]
-    inner: tuple[int, int, int]
-    longest: int
+    corners: tuple[int, int, int]  #: with no further cut
+    inner: tuple[int, int, int]  #: for each place at which a segment is cut again
+    longest: int  #: the most pieces of a segment
 
 
 #: From few kinds of pieces to many.

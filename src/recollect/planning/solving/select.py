@@ -21,25 +21,15 @@ _NO_LIMIT = 1 << 100
 
 @dataclass(frozen=True, slots=True)
 class Subproblem:
-    """Ops to choose from, by their number here.
+    """Ops to choose from, by their number here."""
 
-    Args:
-        seconds: By op: the time to recompute it.
-        nbytes: By op: the bytes to keep it; None if it cannot be kept.
-        is_free: By op: whether it is kept in any case.
-        reads: By op: the ops whose results it reads.
-        outside: By op: the inputs from outside that it reads.
-        outside_bytes: The bytes of each of these inputs.
-        saved: The ops whose results backward unpacks.
-    """
-
-    seconds: Sequence[float]
-    nbytes: Sequence[int | None]
-    is_free: Sequence[bool]
-    reads: Sequence[Sequence[int]]
-    outside: Sequence[Sequence[int]]
-    outside_bytes: Sequence[int]
-    saved: frozenset[int]
+    seconds: Sequence[float]  #: by op: the time to recompute it
+    nbytes: Sequence[int | None]  #: by op: the bytes to keep it; None if it cannot be kept
+    is_free: Sequence[bool]  #: by op: whether it is kept in any case
+    reads: Sequence[Sequence[int]]  #: by op: the ops whose results it reads
+    outside: Sequence[Sequence[int]]  #: by op: the inputs from outside that it reads
+    outside_bytes: Sequence[int]  #: the bytes of each of these inputs
+    saved: frozenset[int]  #: the ops whose results backward unpacks
 
 
 def reruns(problem: Subproblem, kept: frozenset[int]) -> set[int]:
