@@ -226,7 +226,9 @@ class Tables:
 
     def __init__(self, graph: Graph) -> None:
         events, values = graph.events, graph.values
+        #: By value, and by storage: its bytes.
         self.nbytes = [value.nbytes for value in values]
+        self.sizes = [storage.nbytes for storage in graph.storages]
         self.saved = [saved.value for saved in graph.saved]
         #: By op: its results, as a `WorkingSet` takes them, and their bytes; the values that it
         #: writes over.

@@ -26,7 +26,7 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import BACKWARD, DROP, FREE, OP, UNPACK, Action, Graph
+from recollect.graph.graph import BACKWARD, DROP, FREE, OP, UNPACK, Action, Graph, Tables
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
 from recollect.graph.schedule import Schedule
 
@@ -45,16 +45,22 @@ def results_of(graph: Graph, ops: Iterable[int]) -> set[int]:
 class Playback:
     """One step under a schedule; None: without a plan. Its attributes hold the result.
 
-    ``unheld``: values that are recomputed although other results of their op are kept.
+    ``unheld``: values that are recomputed although other results of their op are kept. ``tables``:
+    those of ``graph``, perhaps with other numbers in place of bytes. Whatever is added up is taken
+    from them, but how long copies take and when they begin depends on bytes.
     """
 
     def __init__(
-        self, graph: Graph, schedule: Schedule | None, unheld: frozenset[int] = frozenset()
+        self,
+        graph: Graph,
+        schedule: Schedule | None,
+        unheld: frozenset[int] = frozenset(),
+        tables: Tables | None = None,
     ) -> None:
         is_plain = schedule is None
         schedule = schedule or Schedule(frozenset(range(len(graph.ops))))
         self.graph, self.unheld = graph, unheld
-        self.tables = graph.tables
+        self.tables = tables or graph.tables
         kept = schedule.kept | graph.forced
         here = results_of(graph, kept) - unheld
         self.offloaded = results_of(graph, schedule.offloaded - kept)
@@ -141,6 +147,9 @@ class Playback:
         self.ahead_bytes = 0
         self.wanted: deque[int] = deque()
         self.has_begun = False
+        #: The copies so far, each way: when they begin and end, and of which value.
+        self.out: list[tuple[float, float, int]] = []
+        self.back: list[tuple[float, float, int]] = []
         #: By offloaded value: the event before which it was first fetched.
         self.fetches: dict[int, int] = {}
         self.arrivals: list[tuple[int, int]] = []
@@ -173,11 +182,11 @@ class Playback:
         #: recomputed or fetched.
         self.changes = [0] * (len(self.graph.events) + 2)
         self.changes_made = self.changes[:]
+        sizes = self.tables.sizes
         for number, end in ends.items():
-            storage = storages[number]
-            self.changes[storage.dies + 1] += storage.nbytes
+            self.changes[storages[number].dies + 1] += sizes[number]
             if number not in self.holders:
-                self.changes[end + 1] -= storage.nbytes
+                self.changes[end + 1] -= sizes[number]
 
     def forward(self) -> None:
         """Play forward."""
@@ -240,7 +249,7 @@ class Playback:
         self.holders[storage] -= 1
         if self.holders[storage]:
             return
-        nbytes = self.graph.storages[storage].nbytes
+        nbytes = self.tables.sizes[storage]
         after = self.ends[storage] + 1  # the first event at which nothing else holds it
         if after <= (self.phase + 1) // 2:
             self.change -= nbytes
@@ -358,6 +367,7 @@ class Playback:
             self.clock += self.graph.offload_cost
             start = max(self.clock, self.out_clock)
             self.out_clock = start + value.nbytes / link.out_rate
+            self.out.append((start, self.out_clock, number))
             self.leaving.append((value.storage, value.nbytes, self.out_clock))
             self.leaving_bytes += value.nbytes
 
@@ -421,12 +431,13 @@ class Playback:
     def _fetch(self, value: int) -> None:
         link = self.link
         assert link is not None
-        nbytes = self.graph.values[value].nbytes
-        self.in_clock = max(self.clock, self.in_clock) + nbytes / link.in_rate
+        start = max(self.clock, self.in_clock)
+        self.in_clock = start + self.graph.values[value].nbytes / link.in_rate
+        self.back.append((start, self.in_clock, value))
         self.fetched[value] = self.in_clock
         self.fetches.setdefault(value, self.phase // 2)
-        self.change += nbytes
-        self.made += nbytes
+        self.change += self.tables.nbytes[value]
+        self.made += self.tables.nbytes[value]
 
     def _fetch_now(self, value: int) -> None:
         """Fetch an offloaded value, and wait for it."""

@@ -7,13 +7,13 @@ once per graph (`Tables`); the changes that a schedule makes are added to them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from recollect.graph.graph import Graph
+from recollect.graph.graph import Graph, Tables
 from recollect.graph.playback import Playback, results_of
 from recollect.graph.release import find_needs
 from recollect.graph.schedule import Schedule
@@ -150,7 +150,7 @@ def _at_least(run: Playback) -> tuple[int, float]:
             number = run.graph.values[value].storage
             until[number] = max(until[number], dead[-1 - index])
     for number, end in until.items():
-        changes[end + 1] -= run.graph.storages[number].nbytes
+        changes[end + 1] -= tables.sizes[number]
     peak = max(map(add, tables.least, accumulate(changes))) + run.states
     rerun = max(0.0, sum([run.seconds[op] for op in run.again]) - run.rerun)
     seconds = run.clock + sum(tables.event_seconds[run.over :]) + rerun
@@ -205,3 +205,80 @@ def _curve(
         starts.append(clock)
         clock += seconds[now]
     return tuple(curve), tuple(starts[:-1])
+
+
+# --- whose memory it is ---------------------------------------------------------------------------
+
+#: A number for each band, in so many bits of one large number.
+_BITS = 64
+
+
+#: Seconds, fixed bytes apart from `Graph.base`, and the bytes of each band.
+_Point = tuple[float, int, list[int]]
+
+
+class Copy(NamedTuple):
+    """A copy between device and host: when the link begins and ends it, and its bytes."""
+
+    start: float
+    end: float
+    nbytes: int
+
+
+class StackedStep(NamedTuple):
+    """The memory of a step over time, divided into bands such as modules, and its copies."""
+
+    points: list[_Point]
+    out: list[Copy]  #: to the host
+    back: list[Copy]  #: from the host
+
+
+def stacked(
+    graph: Graph, schedule: Schedule | None, bands: Sequence[int], columns: int
+) -> StackedStep:
+    """The step under ``schedule``, as for `simulate`. ``bands``: by op, the band of its results.
+
+    In each of ``columns`` equal spans of time, the highest point of the curve is taken.
+    """
+    run = Playback(graph, schedule, tables=Tables(_packed(graph, bands)))
+    points = [*_points(run, bands)]
+    width = run.clock / columns or 1.0
+    highest: dict[int, tuple[int, _Point]] = {}
+    for seconds, fixed, levels in points:
+        column, total = min(int(seconds / width), columns - 1), fixed + sum(levels)
+        if column not in highest or total > highest[column][0]:
+            highest[column] = total, (seconds, fixed, levels)
+    copies = [
+        [Copy(start, end, graph.values[value].nbytes) for start, end, value in way]
+        for way in (run.out, run.back)
+    ]
+    return StackedStep([point for _, point in highest.values()], *copies)
+
+
+def _points(run: Playback, bands: Sequence[int]) -> Iterator[_Point]:
+    """Play the step, with the tables of a `_packed` graph. Returns the points of its curve."""
+    run.forward()
+    run.backward()
+    shifts = [_BITS * n for n in range(max(bands, default=0) + 2)]
+    for seconds, packed in _curve(run, _levels(run))[0]:
+        fixed, *levels = [packed >> shift & (1 << _BITS) - 1 for shift in shifts]
+        yield seconds, fixed - run.graph.base, levels
+
+
+def _packed(graph: Graph, bands: Sequence[int]) -> Graph:
+    """The graph with the bytes of each band in bits of their own. The lowest are the fixed bytes.
+
+    Memory is only added up. So what is added to a band stays in its bits.
+    """
+    shifts = [_BITS * (band + 1) for band in bands]
+    owners: dict[int, int] = {}
+    for value in graph.values:  # values that are made in place belong to the first
+        owners.setdefault(value.storage, shifts[value.op])
+    return replace(
+        graph,
+        values=[replace(value, nbytes=value.nbytes << shifts[value.op]) for value in graph.values],
+        storages=[
+            replace(storage, nbytes=storage.nbytes << owners.get(number, _BITS))
+            for number, storage in enumerate(graph.storages)
+        ],
+    )

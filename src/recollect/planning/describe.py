@@ -9,8 +9,7 @@ import torch
 
 from recollect.graph.graph import Graph
 from recollect.graph.schedule import Schedule
-from recollect.graph.simulate import Outcome, simulate, uses_under
-from recollect.graph.stack import Copy, stacked
+from recollect.graph.simulate import Copy, Outcome, simulate, stacked, uses_under
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
