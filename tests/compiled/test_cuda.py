@@ -18,7 +18,7 @@ from recollect.compiled.applied import make_code
 from recollect.compiled.registered import backend as ours
 from recollect.compiled.sites import installed
 from recollect.compiled.trials import CompiledTrials
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.replay.named_schedule import trimmed
 from recollect.store.links import CudaLink
 from tests._support import assert_identical

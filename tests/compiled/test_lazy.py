@@ -15,7 +15,7 @@ from recollect.compiled import loop_planner
 from recollect.compiled.applied import Applied
 from recollect.compiled.lazy import LazyFit
 from recollect.compiled.timeline import Timeline
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.modules import OPTIONS
 from tests._support import assert_identical, measure
 from tests.compiled._steps import Compiled, as_it_is, in_blocks

@@ -8,7 +8,7 @@ from recollect.compiled.merge import Merged, merge, merge_alone, saved_schedule
 from recollect.compiled.observe import saves_of
 from recollect.compiled.part import Part, make_part
 from recollect.compiled.timeline import Stretch
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate
 from tests.compiled._steps import calls_of
 

@@ -22,8 +22,7 @@ from recollect.compiled.observe import with_forward_of
 from recollect.compiled.sites import installed
 from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
 from recollect.compiled.trials import CompiledTrials
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning import prepare
 from recollect.planning.warn_once import WarnOnce

@@ -7,7 +7,7 @@ import pytest
 
 from recollect.compiled.planner import CompiledPlanner
 from recollect.compiled.trials import CompiledTrials
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.solve import Solver
 from tests.planning._graphs import decoder

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from recollect.graph.graph import Graph
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
-from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome
 
 __all__ = ["Run", "reference"]

@@ -16,9 +16,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from recollect.graph.graph import Graph, Link, Tables
+from recollect.graph.graph import Graph, Link, Schedule, Tables
 from recollect.graph.playback import Playback
-from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import (
     _packed,
     _points,

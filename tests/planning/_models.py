@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.planning.plan import Plan
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recollect.graph.graph import Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Link, Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning import prepare

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import recollect
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning import ways
 from recollect.planning.planner import Planner

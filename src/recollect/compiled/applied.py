@@ -25,7 +25,7 @@ from recollect.compiled.sites import Called, Site, called_now, find_sites, insta
 from recollect.compiled.split import PlannedSplit
 from recollect.compiled.watch import Watch
 from recollect.errors import PlanWarning
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver

@@ -43,7 +43,7 @@ from recollect.compiled.split import Decide, ObservingSplit
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.watch import FULLGRAPH, Bypass, Graphs
 from recollect.errors import PlanWarning
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.loop import notices

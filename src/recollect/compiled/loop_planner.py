@@ -20,7 +20,7 @@ from recollect.compiled.planner import WORTH, CompiledPlanner
 from recollect.compiled.sites import Site
 from recollect.compiled.timeline import Timeline
 from recollect.compiled.trials import CompiledTrials
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.plan import Plan
 from recollect.planning.progress import Progress

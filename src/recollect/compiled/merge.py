@@ -16,8 +16,7 @@ from recollect.compiled.backend import Call
 from recollect.compiled.decisions import Away
 from recollect.compiled.part import FOREVER, Part
 from recollect.compiled.timeline import Stretch
-from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Event, Graph, Op, SavedTensor, Schedule, Storage, Value
 from recollect.graph.simulate import levels_under, transfers_under
 
 #: Of a step with one graph: the gaps before forward, before backward and after that, all empty.

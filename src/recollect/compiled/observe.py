@@ -18,8 +18,7 @@ from recollect.compiled.part import Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
 from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.planning.distributed import compiled_collectives_refused
 from recollect.planning.recording.record import Profile
 from recollect.planning.recording.step import TrainingStep

@@ -21,8 +21,7 @@ from recollect.compiled.sites import Site, find_sites
 from recollect.compiled.tied import TiedSolver
 from recollect.compiled.trials import CompiledTrials
 from recollect.errors import PlanWarning
-from recollect.graph.graph import Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Link, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.planner import Planner, Solve
 from recollect.planning.prepare import Offload, Request, link_for, prepare_step

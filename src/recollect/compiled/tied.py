@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 from recollect.compiled.merge import Merged
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.solve import Solver
 

@@ -13,8 +13,7 @@ from recollect.compiled.decisions import CompiledStep, GraphDecision
 from recollect.compiled.observe import ObservedStep, sizes_of
 from recollect.compiled.sites import Called, installed, model_name
 from recollect.compiled.tied import Unit, unit_of
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import TrainingStep

@@ -26,9 +26,8 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from recollect.graph.graph import BACKWARD, DROP, FREE, OP, UNPACK, Action, Graph, Tables
+from recollect.graph.graph import BACKWARD, DROP, FREE, OP, UNPACK, Action, Graph, Schedule, Tables
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
-from recollect.graph.schedule import Schedule
 
 #: The memory while an op runs again, or once a tensor is fetched: the event; the bytes by which
 #: memory has changed since it began; fixed bytes; the bytes that were recomputed or fetched; and

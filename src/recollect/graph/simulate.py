@@ -13,10 +13,9 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from recollect.graph.graph import Graph, Tables
+from recollect.graph.graph import Graph, Schedule, Tables
 from recollect.graph.playback import Playback, results_of
 from recollect.graph.release import find_needs
-from recollect.graph.schedule import Schedule
 
 #: Covers rounding: a lower bound is summed in another order.
 _ROUNDED_DOWN = 1 - 1e-12

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import Copy, Outcome, simulate, stacked, uses_under
 from recollect.planning.origin import Origin
 from recollect.planning.regions.module_regions import callable_paths

@@ -22,8 +22,7 @@ from torch import nn
 from recollect._torch.groups import has_peers
 from recollect.compiled.decisions import CompiledStep
 from recollect.errors import InfeasibleBudget
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
 from recollect.planning.describe import (

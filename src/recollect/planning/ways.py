@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.loop.play import run_planned

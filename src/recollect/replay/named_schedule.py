@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from recollect._torch.modules import MODULE_CALL
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate, uses_under
 from recollect.policy.op_info import OpInfo
 from recollect.policy.rules import CheckpointPolicy

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
-from recollect.planning.solving.liveness import Liveness
+from recollect.planning.solving.relaxation import Liveness
 from tests.graph._reference import Run
 
 __all__ = ["solve_exact"]

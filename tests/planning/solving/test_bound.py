@@ -10,11 +10,9 @@ from itertools import pairwise, product
 
 import pytest
 
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
-from recollect.planning.solving.bound import lower_bound
-from recollect.planning.solving.lp import best_mixture
+from recollect.planning.solving.bound import best_mixture, lower_bound
 from recollect.planning.solving.solve import Solver
 from tests._support import sampled
 from tests.planning._graphs import GRAPHS, Maker, decoder, graph_of, random_dag, solver_of
@@ -174,7 +172,7 @@ def test_a_slow_link_is_no_help() -> None:
 
 def test_a_mixture_is_the_cheapest_within_the_limits() -> None:
     # Half of the second and half of the first keep to the limit; the third costs more than those.
-    cost, weights, worth = best_mixture([4.0, 0.0, 3.0], [[0.0, 2.0, 1.0]], [1.0])
+    cost, weights, worth = best_mixture([4.0, 0.0, 3.0], [[0.0, 2.0, 1.0]])
     assert cost == pytest.approx(2.0)
     assert weights == pytest.approx([0.5, 0.5, 0.0])
     assert worth == pytest.approx([2.0])

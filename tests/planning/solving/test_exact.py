@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from tests._support import sampled

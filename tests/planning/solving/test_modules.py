@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.modules import (
     ModuleSolver,

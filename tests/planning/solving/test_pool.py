@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.solving.pool import Pool, Solution, best_of
 from tests.planning._graphs import GRAPHS, graph_of

@@ -8,8 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.chain import Chain

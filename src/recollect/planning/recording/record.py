@@ -19,8 +19,7 @@ from torch import nn
 from recollect._torch.fsdp import shards_of
 from recollect._torch.tensors import fake_tensors
 from recollect.errors import CheckpointError
-from recollect.graph.graph import Graph, Link
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.modules import unwrap_module, wrap_module
 from recollect.planning.budget import capacity

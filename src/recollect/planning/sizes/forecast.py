@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from recollect.graph.graph import Graph
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.growth import Growth
-from recollect.graph.schedule import Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.recording.record import Profile, simulated_profile
 from recollect.planning.solving.solve import Solver

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from recollect.graph.graph import Graph, Value
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule, Value
 from recollect.planning.solving.pool import Pool, Solution
 
 #: A module with more than this part of all saved bytes is no use: backward needs it all at once.

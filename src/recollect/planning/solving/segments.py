@@ -9,15 +9,15 @@ model have equal segments, which are solved once.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from recollect.graph.graph import Event, Graph, Op, SavedTensor, Storage, Value
-from recollect.graph.schedule import Schedule
+from recollect.graph.flow import Network
+from recollect.graph.graph import Event, Graph, Op, SavedTensor, Schedule, Storage, Value
 from recollect.graph.simulate import simulate
 from recollect.planning.solving.linearization import Linearization
-from recollect.planning.solving.select import Subproblem, corners, reruns
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,9 @@ _MOST_KEPT = (3, 8, 40)
 #: is cut at two places at once as well.
 _MANY = 24
 _FEW = 6
+#: Capacities are integers, so that rounding cannot leave residual capacity.
+_UNIT = 1e13
+_NO_LIMIT = 1 << 100
 
 
 class _Segment:
@@ -181,11 +184,11 @@ class _Segment:
                 )
             )
 
-    def subproblem(self, required: Iterable[int], *, pays: bool) -> Subproblem:
+    def subproblem(self, required: Iterable[int], *, pays: bool) -> _Subproblem:
         """Its ops, with ``required`` kept. ``pays``: whether inputs from outside cost bytes."""
         free = {self.number[op] for op in required if op in self.number}
         ops = self.graph.ops
-        return Subproblem(
+        return _Subproblem(
             self.graph.rerun_seconds,
             [self.nbytes[n] if op.can_keep else None for n, op in enumerate(ops)],
             [op.forced or n in free for n, op in enumerate(ops)],
@@ -195,10 +198,10 @@ class _Segment:
             frozenset(self.graph.values[saved.value].op for saved in self.graph.saved),
         )
 
-    def judge(self, problem: Subproblem, kept: frozenset[int], *, passes: bool) -> SegmentChoice:
+    def judge(self, problem: _Subproblem, kept: frozenset[int], *, passes: bool) -> SegmentChoice:
         """Simulate a choice. ``passes``: values that cross the whole segment are read behind it."""
         outcome = simulate(self.graph, Schedule(kept))
-        again = reruns(problem, kept)
+        again = _reruns(problem, kept)
         reads_across = any(self.outside[op] for op in again)
         reads_across = reads_across or (passes and self._has_passing())
         return SegmentChoice(
@@ -283,7 +286,7 @@ class Segments:
             for pays in (True, False) if effort and not cut else (False,):
                 problem = segment.subproblem(required, pays=pays)
                 free = frozenset(n for n, is_free in enumerate(problem.is_free) if is_free)
-                for chosen in corners(problem, most):
+                for chosen in _corners(problem, most):
                     kept = chosen | free
                     if kept not in found:
                         found[kept] = segment.judge(problem, kept, passes=passes)
@@ -387,3 +390,99 @@ def _describe_backward(line: Linearization, first: int, last: int) -> object:
         unpacks = tuple(line.place[n] - first for n in event.unpacks)
         rows.append((before[now] - at, during[now] - at, unpacks, len(event.frees)))
     return tuple(rows), before[min(stop, len(before) - 1)] - at
+
+
+# --- at one price per byte ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Subproblem:
+    """Ops to choose from, by their number here.
+
+    An op whose result is needed is kept, at its bytes times the price, or recomputed, which takes
+    its seconds and needs its inputs. At a given price the cheapest choice is a minimum cut. The
+    choices that are best at some price are the corners of the convex hull of all choices:
+    `_corners` finds them by solving at the price at which two known ones cost the same.
+    """
+
+    seconds: Sequence[float]  #: by op: the time to recompute it
+    nbytes: Sequence[int | None]  #: by op: the bytes to keep it; None if it cannot be kept
+    is_free: Sequence[bool]  #: by op: whether it is kept in any case
+    reads: Sequence[Sequence[int]]  #: by op: the ops whose results it reads
+    outside: Sequence[Sequence[int]]  #: by op: the inputs from outside that it reads
+    outside_bytes: Sequence[int]  #: the bytes of each of these inputs
+    saved: frozenset[int]  #: the ops whose results backward unpacks
+
+
+def _reruns(problem: _Subproblem, kept: frozenset[int]) -> set[int]:
+    """The ops that are recomputed if ``kept`` are kept."""
+    found: set[int] = set()
+    wanted = list(problem.saved)
+    while wanted:
+        op = wanted.pop()
+        if op not in found and op not in kept and not problem.is_free[op]:
+            found.add(op)
+            wanted += problem.reads[op]
+    return found
+
+
+def _corners(problem: _Subproblem, most: int) -> list[frozenset[int]]:
+    """The choices that are best at some price, about ``most`` of them at most."""
+    total = sum(problem.seconds) + 1e-12
+    sizes = [nbytes for nbytes in problem.nbytes if nbytes]
+    if not sizes:
+        return [_at_price(problem, 0.0)]
+    low, high = 1e-3 * min(problem.seconds) / sum(sizes), 1e3 * total / min(sizes)
+    small, quick = _at_price(problem, high), _at_price(problem, low)
+    found = {small: _costs(problem, small), quick: _costs(problem, quick)}
+    gaps = deque([(small, quick)])
+    while gaps and len(found) < most:
+        left, right = gaps.popleft()
+        nbytes = found[right][0] - found[left][0]
+        seconds = found[left][1] - found[right][1]
+        if nbytes <= 0 or seconds <= 0:
+            continue
+        between = _at_price(problem, seconds / nbytes)
+        if between not in found:
+            found[between] = _costs(problem, between)
+            gaps += [(left, between), (between, right)]
+    return list(found)
+
+
+def _costs(problem: _Subproblem, kept: frozenset[int]) -> tuple[int, float]:
+    again = _reruns(problem, kept)
+    inputs = {number for op in again for number in problem.outside[op]}
+    nbytes = sum(problem.nbytes[op] or 0 for op in kept) + sum(
+        problem.outside_bytes[n] for n in inputs
+    )
+    return nbytes, sum(problem.seconds[op] for op in again)
+
+
+def _at_price(problem: _Subproblem, price: float) -> frozenset[int]:
+    """The ops to keep if a byte costs ``price`` seconds."""
+    ops = [op for op, is_free in enumerate(problem.is_free) if not is_free]
+    network = Network()
+    # An op is needed if the first node is on the side of the source, recomputed if the second is.
+    needed = {op: network.node() for op in ops}
+    again = {op: network.node() for op in ops}
+    inputs = [network.node() for _ in problem.outside_bytes]
+    for op in ops:
+        nbytes = problem.nbytes[op]
+        network.edge(needed[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
+        network.edge(again[op], 1, _whole(problem.seconds[op]))
+        for read in problem.reads[op]:
+            if read in needed:
+                network.edge(again[op], needed[read], _NO_LIMIT)
+        for number in problem.outside[op]:
+            network.edge(again[op], inputs[number], _NO_LIMIT)
+        if op in problem.saved:
+            network.edge(0, needed[op], _NO_LIMIT)
+    for node, nbytes in zip(inputs, problem.outside_bytes, strict=True):
+        network.edge(node, 1, _whole(price * nbytes))
+    network.fill()
+    near = network.levels()
+    return frozenset(op for op in ops if near[needed[op]] >= 0 > near[again[op]])
+
+
+def _whole(seconds: float) -> int:
+    return int(seconds * _UNIT) + 1

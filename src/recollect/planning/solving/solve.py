@@ -1,8 +1,8 @@
 """The solver: what to keep so that a step fits into a budget and takes the least time (P4).
 
 1. The ops that may be recomputed are put in a row, which is cut where few bytes cross
-   (`linearization`). Each segment gets candidates, which are best at some price per byte (`select`,
-   `segments`). A dynamic program picks cuts and candidates for all budgets (`chain`).
+   (`linearization`). Each segment gets candidates, which are best at some price per byte
+   (`segments`). A dynamic program picks cuts and candidates for all budgets (`chain`).
 2. These are simulated, and local search improves them (`search`).
 3. If offload is allowed, some of the kept values are offloaded (`offload`), once more for each
    budget that is asked for.
@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
-from recollect.graph.graph import Graph
-from recollect.graph.schedule import Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Linearization, far_readers
 from recollect.planning.solving.offload import add_offload, offload_for
