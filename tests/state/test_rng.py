@@ -421,7 +421,7 @@ def test_streams_are_left_alone_on_request() -> None:
     assert drawn[0] != drawn[1]
 
 
-# --- the streams of random and numpy, read and written as memory ----------------------------------
+# --- the streams of random and numpy --------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -475,18 +475,24 @@ def test_the_public_functions_see_what_is_written() -> None:
     )
 
 
-def test_streams_are_read_as_memory_here() -> None:
+def test_streams_that_have_not_changed_are_not_read_here() -> None:
     """On the interpreters we test, the quick way is the one in use."""
     numpy = rng._numpy_stream()
     assert numpy is not None
-    assert [type(stream.read()[0]) for stream in (rng._python, numpy)] == [bytes, bytes]
+    for stream, public in (rng._python, random.getstate), (numpy, np.random.get_state):
+        assert stream.read != public
+        assert "_watched" in stream.read.__qualname__
 
 
-@pytest.mark.parametrize("kind", [rng._python_in_memory, rng.stream_of])
-def test_both_ways_of_reading_random(kind: Any) -> None:
+def test_a_mark_that_is_elsewhere_is_not_used() -> None:
+    stream = rng.stream_of(random.Random(3))
+    assert rng._watched(stream, id(stream), lambda _: b"", int) is stream
+
+
+def test_random_by_its_public_functions() -> None:
     generator = random.Random(3)
     generator.gauss(0, 1)
-    stream = kind(generator)
+    stream = rng.stream_of(generator)
     state = stream.read()
     expected = [generator.gauss(0, 1), generator.random(), generator.gauss(0, 1)]
     stream.write(state)

@@ -6,9 +6,9 @@ any device through a closure or a parameter. They are cheap to read, and kept fo
 that leaves a stream where it was may still have drawn from it (``torch.random.fork_rng``).
 
 ``random.getstate()`` takes 13 microseconds and numpy's ``get_state()`` 60: too much for every
-region, of which few draw from either. Both streams are a Mersenne twister, 624 words and a
-position, at an address that does not change, so they are read and written as bytes. If the bytes
-are not where this module expects them, it calls the public functions.
+region, of which few draw from either. So both are called only where a few words of the stream, at
+an address that does not change, are not as they were. If they are not where this module expects
+them, it calls the public functions each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -118,14 +117,6 @@ def reseed_recurrent_layers(device: torch.device) -> None:
 
 # --- random and numpy.random ----------------------------------------------------------------------
 
-#: 624 words and a position.
-_TWISTER_SIZE = 625 * 4
-#: Bytes that tell whether a twister has changed: its position and some words. A draw moves the
-#: position or replaces all words; so does a new seed.
-_MARK_SIZE = 64
-#: Whether there is a second normal number (an int, padded), and the number.
-_GAUSS = struct.Struct("=iid")
-
 #: Of ``random``, and of numpy if that is imported.
 LibraryState = tuple[Any, Any]
 
@@ -151,80 +142,73 @@ def stream_of(generator: Any) -> Stream:
     return Stream(partial(generator.get_state, legacy=False), generator.set_state)
 
 
-def _memory(address: int, size: int) -> Any:
-    """``size`` bytes at ``address``; their ``raw`` reads and writes them."""
-    return (ctypes.c_char * size).from_address(address)
+#: Words of a Mersenne twister that tell whether it has changed: its position and 15 others. A draw
+#: moves the position or replaces all words; so does a new seed.
+_MARK = struct.Struct("=16I")
 
 
-def _twister_at(address: int, mark_offset: int, owner: Any, spare: str) -> Stream:
-    """A twister in memory; the second of a pair of normal numbers is an attribute of ``owner``."""
-    twister = _memory(address, _TWISTER_SIZE)
-    mark = _memory(address + mark_offset, _MARK_SIZE)
-    mark_end = mark_offset + _MARK_SIZE
-    read_spare = partial(attrgetter(spare), owner)
-    known: tuple[bytes, Any] = b"", None
+def _memory(address: int, size: int) -> Callable[[], bytes]:
+    return partial(getattr, (ctypes.c_char * size).from_address(address), "raw")
+
+
+def _watched(
+    stream: Stream, address: int, mark_of: Callable[[Any], bytes], read_spare: Callable[[], Any]
+) -> Stream:
+    """``stream``, which is read only if its mark, in memory at ``address``, has changed.
+
+    ``mark_of``: the mark of a state. ``read_spare``: tells the second of a pair of normal numbers.
+    """
+    read_mark = _memory(address, _MARK.size)
+    if read_mark() != mark_of(stream.read()):
+        return stream
+    known: tuple[bytes, Any, Any] = b"", None, None
 
     def read() -> Any:
-        # Regions that do not draw share one copy: to make one takes longer than all else here.
         nonlocal known
-        marked, state = known
-        if marked != mark.raw or state[1] != read_spare():
-            state = twister.raw, read_spare()
-            known = state[0][mark_offset:mark_end], state
-        return state
+        mark, spare = read_mark(), read_spare()
+        if mark != known[0] or spare != known[1]:
+            known = mark, spare, stream.read()  # regions that do not draw share it
+        return known[2]
 
-    def write(state: Any) -> None:
-        twister.raw = state[0]
-        setattr(owner, spare, state[1])
-
-    return Stream(read, write)
-
-
-def _python_in_memory(generator: random.Random) -> Stream:
-    # The position is the first word.
-    return _twister_at(id(generator) + object.__basicsize__, 0, generator, "gauss_next")
+    return Stream(read, stream.write)
 
 
 def _python_stream() -> Stream:
     hidden: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    if type(hidden) is random.Random and sys.implementation.name == "cpython":
-        stream = _python_in_memory(hidden)
-        position, *words = struct.unpack("=i624I", stream.read()[0])
-        if (*words, position) == hidden.getstate()[1]:
-            return stream
-    return stream_of(hidden)
+    stream = stream_of(hidden)
+    if type(hidden) is not random.Random or sys.implementation.name != "cpython":
+        return stream
+    # In memory the position is the first word; in a state it is the last.
+    address, spare = id(hidden) + object.__basicsize__, partial(getattr, hidden, "gauss_next")
+    return _watched(stream, address, lambda state: _MARK.pack(state[1][-1], *state[1][:15]), spare)
 
 
-def _gauss_offset(numpy_random: Any) -> int | None:
-    """Where a ``RandomState`` holds the second of a pair of normal numbers; None if unknown."""
-    trial = numpy_random.RandomState(5)
-    name, words, position, *_ = trial.get_state()
-    for offset in range(object.__basicsize__, type(trial).__basicsize__ - _GAUSS.size + 1, 8):
-        found = []
-        for has_gauss, gauss in ((0, 0.25), (1, -1.75)):
-            trial.set_state((name, words, position, has_gauss, gauss))
-            flag, _, number = _GAUSS.unpack(_memory(id(trial) + offset, _GAUSS.size).raw)
-            found.append((flag, number) == (has_gauss, gauss))
-        if all(found):
-            return offset
-    return None
+def _read_twister(generator: Any) -> Any:
+    name, words, *others = generator.get_state()
+    return name, words.tolist(), *others  # which can be compared
+
+
+def _own_memory(generator: Any) -> Callable[[], bytes]:
+    """The fields of a ``RandomState``: the second normal number, and what never changes."""
+    size = type(generator).__basicsize__ - object.__basicsize__
+    return _memory(id(generator) + object.__basicsize__, size)
 
 
 @lru_cache(maxsize=1)  # the user may replace the bit generator
 def _make_numpy_stream(numpy_random: Any, bits: Any) -> Stream:
     generator = numpy_random.get_state.__self__
-    state = generator.get_state(legacy=False)
-    if state["bit_generator"] == "MT19937" and type(generator) is numpy_random.RandomState:
-        offset = _gauss_offset(numpy_random)
-        if offset is not None:
-            # The position is the last word.
-            mark_offset = _TWISTER_SIZE - _MARK_SIZE
-            gauss = _memory(id(generator) + offset, _GAUSS.size)
-            stream = _twister_at(bits.ctypes.state_address, mark_offset, gauss, "raw")
-            expected = (*state["state"]["key"].tolist(), state["state"]["pos"])
-            if struct.unpack("=624Ii", stream.read()[0]) == expected:
-                return stream
-    return stream_of(generator)
+    if (type(generator), type(bits)) != (numpy_random.RandomState, numpy_random.MT19937):
+        return stream_of(generator)
+    stream = Stream(partial(_read_twister, generator), generator.set_state)
+    trial = numpy_random.RandomState(5)
+    memory = _own_memory(trial)
+    before, state = memory(), trial.get_state()
+    trial.set_state((*state[:3], 1, 0.25))
+    if memory() == before:
+        return stream
+    # In memory the position is the last word.
+    address, spare = bits.ctypes.state_address + 625 * 4 - _MARK.size, _own_memory(generator)
+    return _watched(stream, address, lambda state: _MARK.pack(*state[1][-15:], state[2]), spare)
 
 
 _modules = sys.modules
