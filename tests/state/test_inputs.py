@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import InputChanged
-from recollect.state import inputs as inputs_module
+from recollect.state import contents as contents_module
 from recollect.state.buffers import BufferState
 from recollect.state.inputs import Inputs
 from recollect.state.iterators import StandIn
@@ -643,7 +643,7 @@ def as_at_the_call(inputs: Inputs) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def lock_is_free() -> Iterator[None]:
     yield
-    assert not inputs_module._swapping._is_owned()
+    assert not contents_module._swapping._is_owned()
 
 
 # --- in place -------------------------------------------------------------------------------------
@@ -740,7 +740,7 @@ def test_cycles() -> None:
 def test_deep() -> None:
     innermost = [1]
     nested: Any = innermost
-    for n in range(inputs_module.LIMIT - 1):
+    for n in range(contents_module.LIMIT - 1):
         nested = [nested] if n % 3 else (State(a=nested) if n % 2 else {"a": nested})
     inputs = Inputs((nested,), {})
     innermost.append(2)
@@ -761,7 +761,7 @@ def test_deep_tuples_hit_no_limit_of_recursion() -> None:
 
 
 def test_limit_counts_from_the_outside_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs_module, "LIMIT", 5)
+    monkeypatch.setattr(contents_module, "LIMIT", 5)
     deep: list[Any] = [1]
     chain: Any = deep
     for _ in range(6):
@@ -776,12 +776,12 @@ def test_limit_counts_from_the_outside_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_long_lists_of_numbers_are_one_thing() -> None:
-    numbers = [*range(10 * inputs_module.LIMIT)]
+    numbers = [*range(10 * contents_module.LIMIT)]
     inputs = Inputs((numbers, last := [1]), {})
     numbers.clear()
     last.append(2)
     with as_at_the_call(inputs):
-        assert (len(numbers), last) == (10 * inputs_module.LIMIT, [1])
+        assert (len(numbers), last) == (10 * contents_module.LIMIT, [1])
 
 
 def test_things_that_change_together_with_their_attributes() -> None:
@@ -1230,7 +1230,7 @@ def test_waiting_for_ever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     items.append(1)
     worker = Worker(inputs, lambda: [*items])
     assert worker.inside.wait(60)
-    monkeypatch.setattr(inputs_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(contents_module, "PATIENCE", 0.05)
     with pytest.raises(recollect.CheckpointError, match="the same list"), as_at_the_call(inputs):
         pass
     assert worker.end() == [0]

@@ -17,7 +17,7 @@ from recollect._torch.tensors import inner_tensors, storage_key
 from recollect.rerun.engine import Frame
 from recollect.rerun.selective import RecordMode
 from recollect.rerun.selective.ledger import Kept
-from recollect.state.inputs import ArgumentSnapshot
+from recollect.state.contents import Contents
 from recollect.state.rng import RngState, read_rng
 from recollect.store.offload_batch import OffloadBatch
 
@@ -40,9 +40,9 @@ def storages_of(tensor: _Tensor) -> list[torch.UntypedStorage]:
 def tensors_in(value: Any) -> list[_Tensor]:
     """The tensors in nested containers, and in objects."""
     leaves = tree_leaves(value)
-    snapshot = ArgumentSnapshot([leaf for leaf in leaves if not isinstance(leaf, _Tensor)])
+    contents = Contents([leaf for leaf in leaves if not isinstance(leaf, _Tensor)])
     found = [leaf for leaf in leaves if isinstance(leaf, _Tensor)]
-    return found + snapshot.tensors + snapshot.copied
+    return found + contents.tensors + contents.copied
 
 
 class TrackedStorage:

@@ -1,45 +1,23 @@
-"""The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
+"""What lists, dicts and objects hold: one search for arguments and attributes, put back in place.
 
-A rerun finds what forward found, also where the region has put another list or object into the
-attribute (of tensors and constants: `module_settings`); its own changes do not show. Only what the
-region itself has changed is restored: other code may use the rest meanwhile. Most regions change
-nothing there, so a module whose first calls have left it alone is not looked at again
-(`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
-left alone, with all it holds.
-
-A list to which the rerun has added words, flags or integers is a log, and has them afterwards, as
-in torch; but for a plan, as with counters of calls.
-
-After the call none of it is held, but found again from the modules: a list that came to hold a
-result would, with its graph, hold itself, and that for ever if no backward comes.
+Contents are exchanged in place, on the user's own objects, which other arguments or a closure may
+share. The search leaves out modules, and ends after a number of objects, counted from the outside
+in. In attributes it also leaves out what is long, or belongs to the training around the module, or
+to several threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from operator import is_
-from typing import Any, NamedTuple
-from weakref import ref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 
-from recollect.state.forgotten import (
-    ForgottenObject,
-    Where,
-    has_tensors,
-    in_attribute,
-    is_held,
-    numbers_of,
-    stand_in,
-)
-from recollect.state.inputs import swapped_contents
-from recollect.state.iterators import with_exchanged
-from recollect.state.module_index import ModuleIndex
-from recollect.state.module_settings import STANDARD_ATTRIBUTES
-from recollect.state.reachable import leading_values
+from recollect.errors import CheckpointError, InputChanged
+from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, with_exchanged
 from recollect.state.restorers import (
     ARRAY,
     ARRAY_COPY,
@@ -49,280 +27,212 @@ from recollect.state.restorers import (
     TENSOR,
     Entry,
     Restorer,
+    attribute_restorers,
+    is_made_in_python,
     restorers_of,
 )
-from recollect.state.tensors import LARGE
-from recollect.state.variables import Counters, Slot
+from recollect.state.tensors import LARGE, are_statistics, is_small
 
-#: How many objects are visited, and of how many items at most.
-_OBJECTS = 300
+_Tensor = torch.Tensor
+
+#: How many objects are searched for one call; in attributes, and of how many items at most.
+LIMIT = 1000
+_IN_ATTRIBUTES = 300
 _ITEMS = 1000
-
-#: How deep dicts and lists are made again without the graphs that they hold.
-_DEPTH = 3
-
-#: What says that an object has no contents that are restored here.
-_NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
+#: Seconds that a rerun waits for another thread's.
+PATIENCE = 120.0
 
 #: What has items. Whether there are too many is known without a copy of them.
 _WITH_ITEMS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, deque)
-
-#: What logs consist of, and lists of these. Floats are computed with.
-_WORDS = frozenset({bool, int, str, type(None)})
-
 #: Packages whose objects run the training around a module.
 _FRAMEWORKS = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "ray"})
-
 #: Packages of what an object has that several threads use.
 _OF_THREADS = frozenset({"_thread", "asyncio", "concurrent", "multiprocessing", "queue"})
 _OF_THREADS |= {"_queue", "threading"}
 
 
-class _Changed(NamedTuple):
-    """Something that the call has changed, and its contents at the call."""
-
-    number: int
-    kind: type
-    restorer: Restorer
-    held: Any
-
-
-class _Unheld(NamedTuple):
-    """An item with a graph: what finds it while others hold it, and else stands in for it."""
-
-    number: int
-    kind: type
-    tensor: ref[torch.Tensor] | None
-    stand_in: Any
-
-    def find(self, present: dict[int, Any]) -> Any:
-        """The item, if it is among ``present``, by ``id``."""
-        if self.tensor is not None:
-            found = self.tensor()
-            return self.stand_in if found is None else found
-        found = present.get(self.number)
-        return found if type(found) is self.kind else self.stand_in
-
-
 class Contents:
-    """What the attributes of some modules hold at the call."""
+    """The contents of everything mutable among some values and inside of them."""
 
     __slots__ = (
-        "_assigned",
-        "_attributes",
-        "_changed",
-        "_entries",
-        "_indexes",
-        "_is_plan",
-        "_made",
+        *("_in_attributes", "captured_elsewhere", "copied", "entries", "iterator", "mutable"),
+        "tensors",
     )
 
-    def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
-        """``found``: the values of attributes, by the index of the modules."""
-        self._indexes = [index for index, _ in found]
-        self._entries = [
-            (value, restorer, held)
-            for value, taken in _visit(value for _, values in found for value in values)
-            for restorer, held in taken
-            if restorer.mutable
-        ]
-        #: Attributes that hold such things, and these; those that the call has assigned.
-        self._attributes = [pair for index in self._indexes for pair in _attributes_of(index)]
-        self._assigned: list[tuple[Slot, Any]] = []
-        self._changed: list[_Changed] = []
-        self._made: list[nn.Parameter] = []
-        #: Whether a rerun leaves no trace at all.
-        self._is_plan = False
+    def __init__(self, values: Collection[Any], *, in_attributes: bool = False) -> None:
+        """``in_attributes``: the values are those of attributes of modules, not arguments."""
+        self._in_attributes = in_attributes
+        #: By the address of the object.
+        self.entries: dict[int, list[Entry]] = {}
+        #: Those of them that can change.
+        self.mutable: list[Entry] = []
+        #: Tensors; those that the region may write to (small ones without grad that something
+        #: mutable holds), modules and random generators, which `RegionState` captures.
+        self.tensors: list[_Tensor] = []
+        self.copied: list[_Tensor] = []
+        self.captured_elsewhere: list[Any] = []
+        #: The first iterator among the arguments. Those in attributes get stand-ins.
+        self.iterator: Any = None
+        #: Items; whether they are arguments, or attributes; whether something mutable holds them.
+        pending: list[tuple[Collection[Any], bool, bool]] = [(values, not in_attributes, False)]
+        for items, are_arguments, are_state in pending:  # which grows meanwhile
+            if len(items) > 8 and ATOMS.issuperset(map(type, items)):
+                continue
+            for value in items:
+                if type(value) not in ATOMS and id(value) not in self.entries:
+                    for _, restorer, held in self._add(value, are_arguments, are_state):
+                        as_arguments = are_arguments and restorer.holds_arguments
+                        as_state = are_state or restorer.mutable
+                        pending.append((restorer.items(held), as_arguments, as_state))
 
-    def settle(self, *, counters: Counters) -> list[int]:
-        """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
-        changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
-        assigned = [pair for pair in self._attributes if not _is_same(pair[1], pair[0].read())]
-        self._entries, self._attributes = [], []
-        self._is_plan = counters == "restored"
-        unheld: list[int] = []
-        for index in self._indexes:
-            index.contents_change |= bool(changed or assigned)
-        for slot, then in assigned:
-            self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
-        for thing, restorer, held in changed:
-            present = {*map(id, restorer.items(restorer.take(thing)))}
-            where = Where(f"a {type(thing).__name__} of a module")
-            others: dict[int, Any] = {}
-            for each in restorer.items(held):
-                if id(each) in present:
-                    if _has_graph(each):
-                        others[id(each)] = _unheld(each, where)
-                elif (left := _without_graph(each, where)) is not each:
-                    others[id(each)] = left
-                    unheld += numbers_of(each)
-            found = with_exchanged(held, others) if others else held
-            self._changed.append(_Changed(id(thing), type(thing), restorer, found))
-        return unheld
+    def _add(self, value: Any, is_argument: bool, is_state: bool) -> list[Entry]:
+        cls = type(value)
+        restorers = TENSOR if cls is _Tensor else restorers_of(cls)
+        if restorers is ITERATOR:
+            if cls is StandIn:  # of this rerun, or of one around it
+                return []
+            if is_argument or not is_made_in_python(cls):
+                self.iterator = value if self.iterator is None else self.iterator
+                return []
+            restorers = attribute_restorers(cls)
+        if restorers is TENSOR:
+            if not value.is_inference():  # those have no version, and cannot be changed in place
+                is_copied = (is_state and is_small(value)) or are_statistics(value)
+                (self.copied if is_copied else self.tensors).append(value)
+        elif restorers is CAPTURED_ELSEWHERE:
+            self.captured_elsewhere.append(value)
+        elif restorers and len(self.entries) < (_IN_ATTRIBUTES if self._in_attributes else LIMIT):
+            entries = self.entries[id(value)] = self._take(value, restorers, is_argument)
+            self.mutable += [entry for entry in entries if entry[1].mutable]
+            return entries
+        return []
 
-    def __bool__(self) -> bool:
-        return bool(self._changed or self._assigned)
+    def _take(self, value: Any, restorers: Iterable[Restorer], is_argument: bool) -> list[Entry]:
+        if self._in_attributes:
+            if is_left_alone(value):
+                return []
+            restorers = _with_copies(value, restorers)
+        entries = []
+        for restorer in restorers:
+            held = restorer.take(value)
+            if restorer.mutable and not (is_argument and restorer.holds_arguments):
+                held = _with_stand_ins(value, restorer, held)
+            entries.append((value, restorer, held))
+        if self._in_attributes and any(_are_left_alone(r.items(held)) for _, r, held in entries):
+            return []
+        return entries
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """A context in which changed contents, and attributes with others, are as at the call."""
-        with ExitStack() as stack:
-            for slot, then in self._assigned:
-                stack.callback(slot.write, slot.read())
-                slot.write(then)
-            yield from self._swapped()
+    def everything(self) -> list[Any]:
+        """All that was found, but for what is left alone."""
+        things = [entries[0][0] for entries in self.entries.values() if entries]
+        return [*things, *self.tensors, *self.copied, *self.captured_elsewhere]
 
-    def _swapped(self) -> Iterator[None]:
-        present = {id(value): value for value, _ in _visit(self._values_now())}
-        entries = [
-            (present[each.number], each.restorer, _found_again(each, present))
-            for each in self._changed
-            if type(present.get(each.number)) is each.kind
-        ]
-        lists = [] if self._is_plan else [each for each, _, _ in entries if type(each) is list]
-        swapped = swapped_contents(entries, lambda thing: f"a {type(thing).__name__}")
-        with _logged(swapped, lists) if lists else swapped:
-            yield
-            self._note_made(entries, present)
+    def parts(self, value: Any) -> list[tuple[str, Any]]:
+        """The items of ``value``, each with the suffix that names it."""
+        entries = self.entries.get(id(value), ())
+        return [part for _, restorer, held in entries for part in restorer.parts(held)]
 
-    def take_made(self) -> list[nn.Parameter]:
-        """The parameters that the last rerun has made, as modules in a dict that it fills."""
-        made, self._made = self._made, []
-        return made
 
-    def _note_made(self, entries: Iterable[Entry], present: dict[int, Any]) -> None:
-        now = [item for thing, kind, _ in entries for item in kind.items(kind.take(thing))]
-        new = [value for value, _ in _visit(now) if id(value) not in present]
-        of_modules = [p for each in new if isinstance(each, nn.Module) for p in each.parameters()]
-        made = [*of_modules, *(each for each in new if isinstance(each, nn.Parameter))]
-        roots = [root for index in self._indexes if (root := index.root()) is not None]
-        known = {id(p) for root in roots for p in root.parameters()} if made else set()
-        self._made = [each for each in made if id(each) not in known]
+def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
+    """The contents ``held``, with stand-ins for iterators."""
+    if not any(map(is_used_up, restorer.items(held))):
+        return held
+    stand_ins = {
+        id(value): StandIn(
+            value, refusal_to_draw(f"{type(thing).__name__}{suffix} of an argument", value)
+        )
+        for suffix, value in restorer.parts(held)
+        if is_used_up(value)
+    }
+    return with_exchanged(held, stand_ins)
 
-    def _values_now(self) -> list[Any]:
-        roots = [(index, index.root()) for index in self._indexes]
-        values = [leading_values(root.__dict__, index) for index, root in roots if root is not None]
-        return [value for each in values for value in each]
+
+# --- what attributes of modules hold --------------------------------------------------------------
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def is_left_alone(value: Any) -> bool:
+    """Whether the contents of a value in an attribute of a module are none of the region's."""
+    cls = type(value)
+    base = next((base for base in _WITH_ITEMS if issubclass(cls, base)), None)
+    return _package(cls) in _FRAMEWORKS or (base is not None and base.__len__(value) > _ITEMS)
+
+
+def _are_left_alone(items: Collection[Any]) -> bool:
+    """Whether there are too many, or one that several threads use."""
+    return len(items) > _ITEMS or any(_package(cls) in _OF_THREADS for cls in {*map(type, items)})
+
+
+def _with_copies(value: Any, restorers: Iterable[Restorer]) -> Iterable[Restorer]:
+    """The same, but an array is copied, or left alone if it is large."""
+    if ARRAY not in restorers:
+        return restorers
+    copies = () if getattr(value, "nbytes", 0) > LARGE else (ARRAY_COPY,)
+    return *copies, *(each for each in restorers if each is not ARRAY)
+
+
+# --- put back for a while -------------------------------------------------------------------------
+
+#: Held by the thread whose rerun has swapped contents. Backward has a thread for each device.
+_swapping = threading.RLock()
 
 
 @contextmanager
-def _logged(swapped: AbstractContextManager[None], lists: list[list[Any]]) -> Iterator[None]:
-    """``swapped``, after which those of ``lists`` that are logs have what was added inside."""
-    added: list[list[Any]] = []
+def swapped_contents(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
+    """A context in which objects have the contents of ``entries``.
+
+    What cannot be restored raises ``InputChanged`` with its ``name``, or is left as it is without.
+    """
+    if not _swapping.acquire(timeout=PATIENCE):
+        raise CheckpointError(_STUCK)
+    #: The contents of each object outside of the context, and whether it was given others.
+    before: list[tuple[Entry, bool]] = []
     try:
-        with swapped:
-            before = [[*each] for each in lists]
-            try:
-                yield
-            finally:
-                added = [*map(_added_words, before, lists)]
+        differ = [not restorer.same(thing, held) for thing, restorer, held in entries]
+        for (thing, restorer, held), differs in zip(entries, differ, strict=True):
+            present = restorer.take(thing) if differs else held
+            if not differs or _put((thing, restorer, held), name):
+                before.append(((thing, restorer, present), differs))
+        yield
     finally:
-        for each, words in zip(lists, added, strict=False):  # none if there was an error before
-            each.extend(words)
+        try:
+            _swap_back(before, name)
+        finally:
+            _swapping.release()
 
 
-def _added_words(before: list[Any], now: list[Any]) -> list[Any]:
-    """What was added to a list, if that is all that has changed, and it is no value to compute."""
-    rest = now[len(before) :]
-    is_log = all(map(is_, before, now)) and len(now) >= len(before) and all(map(_is_word, rest))
-    return rest if is_log else []
+def _swap_back(before: list[tuple[Entry, bool]], name: Callable[[Any], str] | None) -> None:
+    """Give every object its contents from before the context."""
+    refusal: InputChanged | None = None
+    for entry, was_changed in reversed(before):
+        if was_changed or not entry[1].same(entry[0], entry[2]):
+            try:
+                _put(entry, name)
+            except InputChanged as error:
+                refusal = error
+    if refusal is not None:
+        raise refusal
 
 
-def _is_word(value: Any) -> bool:
-    return all(map(_is_word, value)) if type(value) in (list, tuple) else type(value) in _WORDS
+def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:
+    thing, restorer, held = entry
+    try:
+        restorer.put(thing, held)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if name is None:
+            return False
+        raise InputChanged(
+            f"{name(thing)} of a checkpointed region changed: {error}. It cannot be put back for "
+            "the recomputation. Pass a copy to the region, or change it after backward."
+        ) from error
+    return True
 
 
-def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
-    """The attributes with contents, but for those that `ModuleSettings` restores."""
-    root = index.root()
-    spaces = [space for space, _ in index.user_modules]
-    if root is not None and index.is_user_module:
-        spaces.append(root.__dict__)
-    for space in spaces:
-        for name, value in [*space.items()]:
-            if type(value) in ATOMS or name in STANDARD_ATTRIBUTES or has_tensors(value):
-                continue
-            if restorers_of(type(value)) not in _NO_CONTENTS and not _is_left_alone(value):
-                yield Slot(space, name), value
-
-
-def _is_same(then: Any, now: Any) -> bool:
-    """Whether it is the same, or a tuple of the same constants, as a size that is noted anew."""
-    if type(then) is tuple and type(now) is tuple and len(then) == len(now):
-        return all(
-            a is b or (type(a) is type(b) in ATOMS and a == b)
-            for a, b in zip(then, now, strict=True)
-        )
-    return then is now
-
-
-def _unheld(value: Any, where: Where) -> _Unheld:
-    tensor = ref(value) if isinstance(value, torch.Tensor) else None
-    return _Unheld(id(value), type(value), tensor, _without_graph(value, where))
-
-
-def _without_graph(value: Any, where: Where, depth: int = _DEPTH) -> Any:
-    """``value``; or, if it leads to a graph or to large tensors, what stands in for it."""
-    if has_tensors(value):
-        return value if is_held(value) else stand_in(value, where)
-    if not _has_graph(value):
-        return value
-    if depth and type(value) is dict:
-        return {key: _without_graph(each, where, depth - 1) for key, each in value.items()}
-    if depth and type(value) in (list, tuple):
-        return type(value)(_without_graph(each, where, depth - 1) for each in value)
-    return ForgottenObject(type(value).__name__, where)
-
-
-def _found_again(changed: _Changed, present: dict[int, Any]) -> Any:
-    items = changed.restorer.items(changed.held)
-    others = {id(each): each.find(present) for each in items if type(each) is _Unheld}
-    return with_exchanged(changed.held, others) if others else changed.held
-
-
-def _has_graph(value: Any) -> bool:
-    """Whether ``value`` is, or leads to, a tensor with a graph."""
-    tensors = [each for each, _ in _visit([value]) if isinstance(each, torch.Tensor)]
-    return any(each.grad_fn is not None for each in tensors)
-
-
-def _visit(values: Iterable[Any]) -> Iterator[tuple[Any, list[tuple[Restorer, Any]]]]:
-    """Everything among ``values`` and inside of them that can change, and its contents."""
-    found: dict[int, Any] = {}
-    pending = [*values]
-    for value in pending:  # which grows meanwhile
-        cls = type(value)
-        if cls in ATOMS or id(value) in found or len(found) >= _OBJECTS:
-            continue
-        found[id(value)] = value
-        taken = [] if _is_left_alone(value) else [(r, r.take(value)) for r in _restorers(value)]
-        parts = [items for r, held in taken if len(items := r.items(held)) <= _ITEMS]
-        if len(parts) == len(taken) and not any(map(_is_of_threads, parts)):
-            pending += [item for items in parts for item in items]
-            yield value, taken
-        else:
-            yield value, []
-
-
-def _is_left_alone(value: Any) -> bool:
-    cls = type(value)
-    base = next((base for base in _WITH_ITEMS if issubclass(cls, base)), None)
-    if base is not None and base.__len__(value) > _ITEMS:
-        return True
-    return str(cls.__module__).partition(".")[0] in _FRAMEWORKS
-
-
-def _restorers(value: Any) -> list[Restorer]:
-    usual = restorers_of(type(value))
-    if ARRAY not in usual:
-        return [*usual]
-    is_large = getattr(value, "nbytes", 0) > LARGE
-    return [
-        ARRAY_COPY if each is ARRAY else each for each in usual if not (each is ARRAY and is_large)
-    ]
-
-
-def _is_of_threads(items: Iterable[Any]) -> bool:
-    return any(
-        str(kind.__module__).partition(".")[0] in _OF_THREADS for kind in {*map(type, items)}
-    )
+_STUCK = (
+    "two threads recompute regions with arguments that have to be restored, such as the same "
+    f"list, and one has waited {PATIENCE:.0f} seconds for the other. Does a region call backward "
+    "inside of itself, over several devices? Pass it tensors and tuples only."
+)

@@ -5,10 +5,9 @@ any other saved-tensor hooks, it is saved through those hooks, as an op would sa
 region frees and recomputes it, and a hook that offloads saved tensors offloads this one too. With
 ``offload_inputs`` it goes to a store.
 
-Lists, dicts and objects are restored: a rerun must find a growing list or a counter as it was, and
-its own changes must not show, since forward has made them already. Contents are exchanged in place,
-on the user's own objects, which other arguments or a closure may share. Almost always there are
-none, and arguments cost no more than a check of the type of each.
+Lists, dicts and objects are restored (`contents`): a rerun must find a growing list or a counter as
+it was, and its own changes must not show, since forward has made them already. Almost always there
+are none, and arguments cost no more than a check of the type of each.
 
     at the call         ``Inputs(args, kwargs)``, which refuses iterators
     after forward       ``settle()``
@@ -20,9 +19,8 @@ result of the region holds itself until backward frees the graph.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,116 +30,18 @@ import torch
 
 from recollect._torch.autograd import active_saved_tensor_hooks, save_tensor
 from recollect.checks.changed_input import argument_changed
-from recollect.errors import CheckpointError, InputChanged
-from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, with_exchanged
-from recollect.state.restorers import (
-    ATOMS,
-    CAPTURED_ELSEWHERE,
-    ITERATOR,
-    TENSOR,
-    Entry,
-    Restorer,
-    attribute_restorers,
-    is_made_in_python,
-    restorers_of,
-)
-from recollect.state.tensors import are_statistics, is_small
+from recollect.errors import InputChanged
+from recollect.state.contents import Contents, swapped_contents
+from recollect.state.restorers import ATOMS
+from recollect.state.tensors import are_statistics
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
 
 _Tensor = torch.Tensor
 
-#: How many objects are searched for one call.
-LIMIT = 1000
-#: Seconds that a rerun waits for another thread's.
-PATIENCE = 120.0
-
-
-# --- containers and objects -----------------------------------------------------------------------
-
-
-class ArgumentSnapshot:
-    """The contents of everything mutable among some values and inside of them.
-
-    The search leaves out modules, and ends after ``LIMIT`` objects, counted from the outside in.
-    """
-
-    __slots__ = ("captured_elsewhere", "copied", "entries", "iterator", "mutable", "tensors")
-
-    def __init__(self, values: Collection[Any]) -> None:
-        #: By the address of the object.
-        self.entries: dict[int, list[Entry]] = {}
-        #: Those of them that can change.
-        self.mutable: list[Entry] = []
-        #: Tensors; those that the region may write to (small ones without grad that something
-        #: mutable holds), modules and random generators, which `RegionState` captures.
-        self.tensors: list[_Tensor] = []
-        self.copied: list[_Tensor] = []
-        self.captured_elsewhere: list[Any] = []
-        #: The first iterator among the arguments. Those in attributes get stand-ins.
-        self.iterator: Any = None
-        #: Items; whether they are arguments, or attributes; whether something mutable holds them.
-        pending: list[tuple[Collection[Any], bool, bool]] = [(values, True, False)]
-        for items, are_arguments, are_state in pending:  # which grows meanwhile
-            if len(items) > 8 and ATOMS.issuperset(map(type, items)):
-                continue
-            for value in items:
-                if type(value) not in ATOMS and id(value) not in self.entries:
-                    for _, restorer, held in self._add(value, are_arguments, are_state):
-                        as_arguments = are_arguments and restorer.holds_arguments
-                        as_state = are_state or restorer.mutable
-                        pending.append((restorer.items(held), as_arguments, as_state))
-
-    def _add(self, value: Any, is_argument: bool, is_state: bool) -> list[Entry]:
-        cls = type(value)
-        restorers = TENSOR if cls is _Tensor else restorers_of(cls)
-        if restorers is ITERATOR:
-            if cls is StandIn:  # of this rerun, or of one around it
-                return []
-            if is_argument or not is_made_in_python(cls):
-                self.iterator = value if self.iterator is None else self.iterator
-                return []
-            restorers = attribute_restorers(cls)
-        if restorers is TENSOR:
-            if not value.is_inference():  # those have no version, and cannot be changed in place
-                is_copied = (is_state and is_small(value)) or are_statistics(value)
-                (self.copied if is_copied else self.tensors).append(value)
-        elif restorers is CAPTURED_ELSEWHERE:
-            self.captured_elsewhere.append(value)
-        elif restorers and len(self.entries) < LIMIT:
-            entries = []
-            for restorer in restorers:
-                held = restorer.take(value)
-                if restorer.mutable and not (is_argument and restorer.holds_arguments):
-                    held = _with_stand_ins(value, restorer, held)
-                entries.append((value, restorer, held))
-            self.entries[id(value)] = entries
-            self.mutable += [entry for entry in entries if entry[1].mutable]
-            return entries
-        return []
-
-    def parts(self, value: Any) -> list[tuple[str, Any]]:
-        """The items of ``value``, each with the suffix that names it."""
-        entries = self.entries.get(id(value), ())
-        return [part for _, restorer, held in entries for part in restorer.parts(held)]
-
-
-def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
-    """The contents ``held``, with stand-ins for iterators."""
-    if not any(map(is_used_up, restorer.items(held))):
-        return held
-    stand_ins = {
-        id(value): StandIn(
-            value, refusal_to_draw(f"{type(thing).__name__}{suffix} of an argument", value)
-        )
-        for suffix, value in restorer.parts(held)
-        if is_used_up(value)
-    }
-    return with_exchanged(held, stand_ins)
-
 
 def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse iterators among the arguments of a step that runs more than once."""
-    iterator = ArgumentSnapshot([*args, *kwargs.values()]).iterator
+    iterator = Contents([*args, *kwargs.values()]).iterator
     if iterator is not None:
         raise TypeError(
             f"an argument is an iterator ({type(iterator).__name__}), which the first run would "
@@ -158,71 +58,6 @@ def inference_fault(error: RuntimeError, tensors: Iterable[torch.Tensor]) -> str
         "a tensor of it was made under torch.inference_mode, and autograd cannot save it. Make it "
         f"outside, or pass a copy that is made there: .clone() ({error})"
     )
-
-
-#: Held by the thread whose rerun has swapped contents. Backward has a thread for each device.
-_swapping = threading.RLock()
-
-
-@contextmanager
-def swapped_contents(entries: list[Entry], name: Callable[[Any], str] | None) -> Iterator[None]:
-    """A context in which objects have the contents of ``entries``.
-
-    What cannot be restored raises ``InputChanged`` with its ``name``, or is left as it is without.
-    """
-    if not _swapping.acquire(timeout=PATIENCE):
-        raise CheckpointError(_STUCK)
-    #: The contents of each object outside of the context, and whether it was given others.
-    before: list[tuple[Entry, bool]] = []
-    try:
-        differ = [not restorer.same(thing, held) for thing, restorer, held in entries]
-        for (thing, restorer, held), differs in zip(entries, differ, strict=True):
-            present = restorer.take(thing) if differs else held
-            if not differs or _put((thing, restorer, held), name):
-                before.append(((thing, restorer, present), differs))
-        yield
-    finally:
-        try:
-            _swap_back(before, name)
-        finally:
-            _swapping.release()
-
-
-def _swap_back(before: list[tuple[Entry, bool]], name: Callable[[Any], str] | None) -> None:
-    """Give every object its contents from before the context."""
-    refusal: InputChanged | None = None
-    for entry, was_changed in reversed(before):
-        if was_changed or not entry[1].same(entry[0], entry[2]):
-            try:
-                _put(entry, name)
-            except InputChanged as error:
-                refusal = error
-    if refusal is not None:
-        raise refusal
-
-
-def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:
-    thing, restorer, held = entry
-    try:
-        restorer.put(thing, held)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        if name is None:
-            return False
-        raise InputChanged(
-            f"{name(thing)} of a checkpointed region changed: {error}. It cannot be put back for "
-            "the recomputation. Pass a copy to the region, or change it after backward."
-        ) from error
-    return True
-
-
-_STUCK = (
-    "two threads recompute regions with arguments that have to be restored, such as the same "
-    f"list, and one has waited {PATIENCE:.0f} seconds for the other. Does a region call backward "
-    "inside of itself, over several devices? Pass it tensors and tuples only."
-)
-
-
-# --- arguments ------------------------------------------------------------------------------------
 
 
 class _Saved:
@@ -307,13 +142,13 @@ class Inputs:
         #: Tensors that the region may write to: `RegionState` copies them. And their versions.
         self.copied: Sequence[_Tensor] = ()
         self._versions: Sequence[int] = ()
-        self._contents: ArgumentSnapshot | None = None
+        self._contents: Contents | None = None
         others = _add_guards([*args, *kwargs.values()] if kwargs else [*args], self._guards)
         if others:
             self._take_contents(others)
 
     def _take_contents(self, values: list[Any]) -> None:
-        contents = self._contents = ArgumentSnapshot(values)
+        contents = self._contents = Contents(values)
         if contents.iterator is not None:
             raise TypeError(
                 f"{self._name(contents.iterator)} of a checkpointed region is an iterator "

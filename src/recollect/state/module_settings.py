@@ -8,9 +8,9 @@ An integer that the region counts up by one counts the rerun, too, except under 
 
 Constants, functions and tensors without a gradient are restored, and tuples and lists with
 tensors, such as a hidden state. Of large tensors that the region replaces, and of any with a graph,
-only the form is kept: a rerun that reads more is refused (`forgotten`). An attribute that the
+only the form is kept: a rerun that reads more is refused (`variables`). An attribute that the
 region adds is not there in its rerun. Other lists, dicts and objects, and what is in them:
-`contents`.
+`module_contents`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.state.forgotten import (
+from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
+from recollect.state.restorers import ATOMS, UNSET, VARIABLES, Entry
+from recollect.state.variables import (
+    Counters,
+    Slot,
     Unheld,
+    Variables,
     Where,
     can_be_held,
     has_tensors,
     in_attribute,
     is_constant,
 )
-from recollect.state.iterators import StandIn, is_used_up, refusal_to_draw, successor
-from recollect.state.restorers import ATOMS, UNSET, VARIABLES, Entry
-from recollect.state.variables import Counters, Slot, Variables
 
 _Tensor = torch.Tensor
 

@@ -24,8 +24,8 @@ from recollect.settings import recomputing, version_guard_enabled
 from recollect.state.ambient import Ambient
 from recollect.state.buffers import BufferState, Guards, UseOfChanged
 from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
-from recollect.state.contents import Contents
 from recollect.state.inputs import Inputs
+from recollect.state.module_contents import ModuleContents
 from recollect.state.module_index import ModuleIndex
 from recollect.state.module_state import ModuleState
 from recollect.state.reachable import Reachable
@@ -79,7 +79,7 @@ class RegionState:
         self._modules = ModuleState(found.modules, found.indexes, found.module_values)
         self._guards = Guards(self._modules.guarded()) if version_guard_enabled() else None
         self._variables = Variables(found.variables) if found.variables else None
-        self._contents = Contents(found.contents) if found.contents else None
+        self._contents = ModuleContents(found.contents) if found.contents else None
         self._buffers: BufferState | None = None
         if found.buffers or found.tensors or inputs.copied:
             self._buffers = BufferState(found.buffers, (*found.tensors, *inputs.copied))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recollect import CheckpointError, is_recomputing
 from recollect.errors import InputChanged
-from recollect.state.contents import Contents
+from recollect.state.module_contents import ModuleContents
 from recollect.state.module_index import index_of
 from tests._support import (
     ALL,
@@ -244,9 +244,9 @@ def test_a_module_that_changes_nothing_is_not_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[Any] = []
-    make = Contents.__init__
+    make = ModuleContents.__init__
     monkeypatch.setattr(
-        Contents, "__init__", lambda self, each: (looked.append(1), make(self, each))[1]
+        ModuleContents, "__init__", lambda self, each: (looked.append(1), make(self, each))[1]
     )
     for module, times in (Logs(), 3), (Idle(), 1):
         looked.clear()
@@ -373,7 +373,7 @@ def test_a_layer_that_the_region_puts_into_a_dict_gets_its_gradients() -> None:
 
 
 def test_long_lists_and_dicts_are_not_copied() -> None:
-    found = Contents([(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])])
+    found = ModuleContents([(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])])
     assert [len(thing) for thing, _, _ in found._entries] == [1]
 
 

@@ -1,0 +1,267 @@
+"""The contents of lists, dicts and objects in attributes of modules: caches, counters, histories.
+
+A rerun finds what forward found, also where the region has put another list or object into the
+attribute (of tensors and constants: `module_settings`); its own changes do not show. Only what the
+region itself has changed is restored: other code may use the rest meanwhile. Most regions change
+nothing there, so a module whose first calls have left it alone is not looked at again
+(`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
+left alone, with all it holds.
+
+A list to which the rerun has added words, flags or integers is a log, and has them afterwards, as
+in torch; but for a plan, as with counters of calls.
+
+After the call none of it is held, but found again from the modules: a list that came to hold a
+result would, with its graph, hold itself, and that for ever if no backward comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+
+from recollect.state.contents import Contents, is_left_alone, swapped_contents
+from recollect.state.iterators import with_exchanged
+from recollect.state.module_index import ModuleIndex
+from recollect.state.module_settings import STANDARD_ATTRIBUTES
+from recollect.state.reachable import leading_values
+from recollect.state.restorers import (
+    ATOMS,
+    CAPTURED_ELSEWHERE,
+    ITERATOR,
+    TENSOR,
+    Entry,
+    Restorer,
+    restorers_of,
+)
+from recollect.state.variables import (
+    Counters,
+    ForgottenObject,
+    Slot,
+    Where,
+    has_tensors,
+    in_attribute,
+    is_held,
+    numbers_of,
+    stand_in,
+)
+
+#: How deep dicts and lists are made again without the graphs that they hold.
+_DEPTH = 3
+
+#: What says that an object has no contents that are restored here.
+_NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
+
+#: What logs consist of, and lists of these. Floats are computed with.
+_WORDS = frozenset({bool, int, str, type(None)})
+
+
+class _Changed(NamedTuple):
+    """Something that the call has changed, and its contents at the call."""
+
+    number: int
+    kind: type
+    restorer: Restorer
+    held: Any
+
+
+class _Unheld(NamedTuple):
+    """An item with a graph: what finds it while others hold it, and else stands in for it."""
+
+    number: int
+    kind: type
+    tensor: ref[torch.Tensor] | None
+    stand_in: Any
+
+    def find(self, present: dict[int, Any]) -> Any:
+        """The item, if it is among ``present``, by ``id``."""
+        if self.tensor is not None:
+            found = self.tensor()
+            return self.stand_in if found is None else found
+        found = present.get(self.number)
+        return found if type(found) is self.kind else self.stand_in
+
+
+class ModuleContents:
+    """What the attributes of some modules hold at the call."""
+
+    __slots__ = (
+        "_assigned",
+        "_attributes",
+        "_changed",
+        "_entries",
+        "_indexes",
+        "_is_plan",
+        "_made",
+    )
+
+    def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
+        """``found``: the values of attributes, by the index of the modules."""
+        self._indexes = [index for index, _ in found]
+        values = [value for _, values in found for value in values]
+        self._entries = Contents(values, in_attributes=True).mutable
+        #: Attributes that hold such things, and these; those that the call has assigned.
+        self._attributes = [pair for index in self._indexes for pair in _attributes_of(index)]
+        self._assigned: list[tuple[Slot, Any]] = []
+        self._changed: list[_Changed] = []
+        self._made: list[nn.Parameter] = []
+        #: Whether a rerun leaves no trace at all.
+        self._is_plan = False
+
+    def settle(self, *, counters: Counters) -> list[int]:
+        """After the call: note what it has changed. Returns what is not to be held, by ``id``."""
+        changed = [entry for entry in self._entries if not entry[1].same(entry[0], entry[2])]
+        assigned = [pair for pair in self._attributes if not _is_same(pair[1], pair[0].read())]
+        self._entries, self._attributes = [], []
+        self._is_plan = counters == "restored"
+        unheld: list[int] = []
+        for index in self._indexes:
+            index.contents_change |= bool(changed or assigned)
+        for slot, then in assigned:
+            self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
+        for thing, restorer, held in changed:
+            present = {*map(id, restorer.items(restorer.take(thing)))}
+            where = Where(f"a {type(thing).__name__} of a module")
+            others: dict[int, Any] = {}
+            for each in restorer.items(held):
+                if id(each) in present:
+                    if _has_graph(each):
+                        others[id(each)] = _unheld(each, where)
+                elif (left := _without_graph(each, where)) is not each:
+                    others[id(each)] = left
+                    unheld += numbers_of(each)
+            found = with_exchanged(held, others) if others else held
+            self._changed.append(_Changed(id(thing), type(thing), restorer, found))
+        return unheld
+
+    def __bool__(self) -> bool:
+        return bool(self._changed or self._assigned)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """A context in which changed contents, and attributes with others, are as at the call."""
+        with ExitStack() as stack:
+            for slot, then in self._assigned:
+                stack.callback(slot.write, slot.read())
+                slot.write(then)
+            yield from self._swapped()
+
+    def _swapped(self) -> Iterator[None]:
+        visited = Contents(self._values_now(), in_attributes=True).everything()
+        present = {id(value): value for value in visited}
+        entries = [
+            (present[each.number], each.restorer, _found_again(each, present))
+            for each in self._changed
+            if type(present.get(each.number)) is each.kind
+        ]
+        lists = [] if self._is_plan else [each for each, _, _ in entries if type(each) is list]
+        swapped = swapped_contents(entries, lambda thing: f"a {type(thing).__name__}")
+        with _logged(swapped, lists) if lists else swapped:
+            yield
+            self._note_made(entries, present)
+
+    def take_made(self) -> list[nn.Parameter]:
+        """The parameters that the last rerun has made, as modules in a dict that it fills."""
+        made, self._made = self._made, []
+        return made
+
+    def _note_made(self, entries: Iterable[Entry], present: dict[int, Any]) -> None:
+        now = [item for thing, kind, _ in entries for item in kind.items(kind.take(thing))]
+        visited = Contents(now, in_attributes=True).everything()
+        new = [value for value in visited if id(value) not in present]
+        of_modules = [p for each in new if isinstance(each, nn.Module) for p in each.parameters()]
+        made = [*of_modules, *(each for each in new if isinstance(each, nn.Parameter))]
+        roots = [root for index in self._indexes if (root := index.root()) is not None]
+        known = {id(p) for root in roots for p in root.parameters()} if made else set()
+        self._made = [each for each in made if id(each) not in known]
+
+    def _values_now(self) -> list[Any]:
+        roots = [(index, index.root()) for index in self._indexes]
+        values = [leading_values(root.__dict__, index) for index, root in roots if root is not None]
+        return [value for each in values for value in each]
+
+
+@contextmanager
+def _logged(swapped: AbstractContextManager[None], lists: list[list[Any]]) -> Iterator[None]:
+    """``swapped``, after which those of ``lists`` that are logs have what was added inside."""
+    added: list[list[Any]] = []
+    try:
+        with swapped:
+            before = [[*each] for each in lists]
+            try:
+                yield
+            finally:
+                added = [*map(_added_words, before, lists)]
+    finally:
+        for each, words in zip(lists, added, strict=False):  # none if there was an error before
+            each.extend(words)
+
+
+def _added_words(before: list[Any], now: list[Any]) -> list[Any]:
+    """What was added to a list, if that is all that has changed, and it is no value to compute."""
+    rest = now[len(before) :]
+    is_log = all(map(is_, before, now)) and len(now) >= len(before) and all(map(_is_word, rest))
+    return rest if is_log else []
+
+
+def _is_word(value: Any) -> bool:
+    return all(map(_is_word, value)) if type(value) in (list, tuple) else type(value) in _WORDS
+
+
+def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
+    """The attributes with contents, but for those that `ModuleSettings` restores."""
+    root = index.root()
+    spaces = [space for space, _ in index.user_modules]
+    if root is not None and index.is_user_module:
+        spaces.append(root.__dict__)
+    for space in spaces:
+        for name, value in [*space.items()]:
+            if type(value) in ATOMS or name in STANDARD_ATTRIBUTES or has_tensors(value):
+                continue
+            if restorers_of(type(value)) not in _NO_CONTENTS and not is_left_alone(value):
+                yield Slot(space, name), value
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    """Whether it is the same, or a tuple of the same constants, as a size that is noted anew."""
+    if type(then) is tuple and type(now) is tuple and len(then) == len(now):
+        return all(
+            a is b or (type(a) is type(b) in ATOMS and a == b)
+            for a, b in zip(then, now, strict=True)
+        )
+    return then is now
+
+
+def _unheld(value: Any, where: Where) -> _Unheld:
+    tensor = ref(value) if isinstance(value, torch.Tensor) else None
+    return _Unheld(id(value), type(value), tensor, _without_graph(value, where))
+
+
+def _without_graph(value: Any, where: Where, depth: int = _DEPTH) -> Any:
+    """``value``; or, if it leads to a graph or to large tensors, what stands in for it."""
+    if has_tensors(value):
+        return value if is_held(value) else stand_in(value, where)
+    if not _has_graph(value):
+        return value
+    if depth and type(value) is dict:
+        return {key: _without_graph(each, where, depth - 1) for key, each in value.items()}
+    if depth and type(value) in (list, tuple):
+        return type(value)(_without_graph(each, where, depth - 1) for each in value)
+    return ForgottenObject(type(value).__name__, where)
+
+
+def _found_again(changed: _Changed, present: dict[int, Any]) -> Any:
+    items = changed.restorer.items(changed.held)
+    others = {id(each): each.find(present) for each in items if type(each) is _Unheld}
+    return with_exchanged(changed.held, others) if others else changed.held
+
+
+def _has_graph(value: Any) -> bool:
+    """Whether ``value`` is, or leads to, a tensor with a graph."""
+    tensors = Contents([value], in_attributes=True).tensors
+    return any(each.grad_fn is not None for each in tensors)
