@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.modules import OPTIONS
-from recollect.planning import host_costs
+from recollect.planning import host_costs, progress
 from recollect.planning.host_costs import small_op_seconds
 from recollect.planning.loop.contest import Contest
 from tests.planning.test_lazy import Loop, Net
@@ -96,6 +96,18 @@ def test_the_prediction_counts_what_the_host_needs() -> None:
         host + sum(costs[each] for each in plan.schedule.modules)
     )
     assert plan.graph.engine_cost == pytest.approx(HELD * SLOW * len(plan.graph.saved))
+
+
+@pytest.mark.parametrize("slow", [SLOW, 1e-12])
+def test_where_python_decides_compiled_code_is_named(
+    monkeypatch: pytest.MonkeyPatch, slow: float
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress._log, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: slow)
+    Loop(Torch(), "70%").run()
+    assert "to plan" in lines[0]
+    assert any('backend="recollect"' in each for each in lines) == (slow == SLOW)
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0.0, 1.0), (0.1, 0.75), (0.4, 0.0), (1.0, 0.0)])

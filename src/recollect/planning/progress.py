@@ -12,6 +12,13 @@ from recollect.planning.plan import Plan
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")
+#: From which part of the plain step on what the engine costs is worth a word.
+_MUCH = 0.15
+_WITHOUT_PYTHON = (
+    "the step is many small ops, and Python decides how long it takes. "
+    'torch.compile(model, backend="recollect"), given to fit, runs the same ops without it: see '
+    '"Steps of many small operations" in docs/guide/compile.md'
+)
 #: Called with the work that is being done, and the fraction of it that is.
 Progress = Callable[[str, float], None]
 
@@ -49,8 +56,18 @@ def tell_plan(plan: Plan, took: float, progress: Progress) -> None:
     if plan.rivals:
         text += f"; {1 + len(plan.rivals)} ways to do so take turns at first, and the fastest stays"
     _log.info("recollect: %s", text)
+    if _is_for_python(plan, slower):
+        _log.info("recollect: %s", _WITHOUT_PYTHON)
     if progress is not silent:
         progress(text, 1.0)
+
+
+def _is_for_python(plan: Plan, slower: float) -> bool:
+    """Whether much of what a plan adds is the engine, which compiled code does without."""
+    graph = plan.graph
+    if graph is None or graph.units:
+        return False
+    return min(slower, graph.engine_cost / (plan.plain_time or 1.0)) > _MUCH
 
 
 class _Lines:
