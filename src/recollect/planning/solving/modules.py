@@ -130,6 +130,12 @@ def module_schedule(graph: Graph, modules: Iterable[tuple[str, str]]) -> Schedul
     return Schedule(frozenset(n for n in kept if graph.ops[n].can_keep), modules=chosen)
 
 
+def kept_between_blocks(graph: Graph) -> frozenset[int]:
+    """The ops that are kept if every block is checkpointed."""
+    paths = {path for op in graph.ops for path in paths_around(op.path)}
+    return module_schedule(graph, [(path, "rerun") for path in block_paths(graph, paths)]).kept
+
+
 class ModuleSolver:
     """Finds modules to checkpoint in a graph whose `Graph.module_costs` are known."""
 

@@ -19,6 +19,7 @@ from itertools import combinations
 from recollect.graph.graph import Graph, Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Linearization, far_readers
+from recollect.planning.solving.modules import kept_between_blocks
 from recollect.planning.solving.offload import add_offload, offload_for
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search
@@ -165,6 +166,8 @@ class Solver:
         if pins := far_readers(graph) & choices:
             # Unless they are kept, no two segments are equal: that takes long, and seldom pays.
             families = [*families, pins] if len(choices) <= _MANY_CHOICES else [pins]
+        # What checkpointing by hand does: a plan is never worse.
+        pool.try_out(Schedule(kept_between_blocks(graph) & choices))
         for number, pins in enumerate(families):
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
