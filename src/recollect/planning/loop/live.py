@@ -33,8 +33,8 @@ from recollect.planning.loop.updates import Updates
 from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.model_state import ModelState, gradients_of, parameters_of
-from recollect.planning.recording.observe import observe_forward
 from recollect.planning.recording.prices import Prices
+from recollect.planning.recording.record import ForwardObserver
 from recollect.planning.recording.step import device_of, late_bytes, storage_sizes
 from recollect.planning.recording.trace import TraceMode
 from recollect.planning.regions.sharded import units_of
@@ -176,9 +176,8 @@ class LiveStep:
         self.kinds += (kind,)
         since = current_operation()
         try:
-            output, recording, remat = observe_forward(
-                self._trace, function, args, kwargs, by=by, blocks=blocks, units=self.units
-            )
+            observer = ForwardObserver(self._trace, by or NamedSchedule(), [*blocks], self.units)
+            output, recording, remat = observer.call(function, args, kwargs)
         except BaseException:
             self.close()
             raise

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,18 +26,20 @@ from recollect.planning.budget import capacity
 from recollect.planning.distributed import communicating_op
 from recollect.planning.recording.build import build_graph
 from recollect.planning.recording.fakes import FakeStep, no_fakes_left
-from recollect.planning.recording.observe import UnpackOf, observe_forward
 from recollect.planning.recording.prices import Prices
 from recollect.planning.recording.sampling import Timing, timing_of
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
 from recollect.planning.recording.trace import StepTrace, TraceMode
-from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
+from recollect.planning.regions.merge import UnitRecord, merged
+from recollect.planning.regions.module_regions import run_regions, unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import play_units, units_of
 from recollect.planning.warn_once import WarnOnce
-from recollect.replay.engine import CallReport, LeftToRerun, replay_region
+from recollect.replay.engine import CallReport, Hooks, LeftToRerun, observe_region, replay_region
 from recollect.replay.named_schedule import NamedSchedule
+from recollect.replay.record import Recorder
 from recollect.replay.recorded_graph import RecordedGraph
 from recollect.replay.recording import Recording
+from recollect.replay.rematerialize import Rematerializer
 from recollect.store.offload_batch import OffloadBatch
 
 _Tensor = torch.Tensor
@@ -75,6 +77,17 @@ class Profile:
     def timed(self, seconds: float) -> Graph:
         """The graph of a step that takes ``seconds``."""
         return self.graph if self.untimed is None else _timed(self.untimed, seconds)
+
+    def measured(self, timing: Timing, peak: int, plain_peak: int) -> Profile:
+        """The profile with what was measured of the plain step."""
+        return replace(
+            self,
+            graph=self.timed(timing.seconds),
+            plain_peak=plain_peak,
+            seconds=timing.seconds,
+            timing=timing,
+            measured_peak=peak,
+        )
 
 
 def record_step(step: TrainingStep, link: Link | None, agree: Agree = bool) -> Profile:
@@ -123,22 +136,13 @@ def profile_step(step: TrainingStep, link: Link | None = None) -> Profile:
     plain_peak = measured_peak + step.spare_blocks()
     timing = step.measured_seconds()
     prices = Prices(step.device)
-    graph, made, stopped = trace_step(step, prices, link)
-    if graph.plain_seconds > _ABSURD * timing.seconds:
+    profile = trace_step(step, prices, link)
+    if profile.seconds > _ABSURD * timing.seconds:
         # Either the ops were timed while something else ran, or the step is faster than usual.
         prices.forget()
         timing = step.measured_seconds()
-        graph, made, stopped = trace_step(step, Prices(step.device), link)
-    return Profile(
-        graph=_timed(graph, timing.seconds),
-        made=made,
-        stopped=stopped,
-        plain_peak=plain_peak,
-        seconds=timing.seconds,
-        timing=timing,
-        measured_peak=measured_peak,
-        untimed=graph,
-    )
+        profile = trace_step(step, Prices(step.device), link)
+    return profile.measured(timing, measured_peak, plain_peak)
 
 
 def profile_with_least(
@@ -147,7 +151,7 @@ def profile_with_least(
     """Trace a step that does not fit plain: a schedule, or the outputs of its blocks, are kept."""
     prices, blocks = Prices(step.device), find_blocks(step.model) if by is None else ()
     trace_step(step, prices, link, blocks, by)  # allocates what is allocated once
-    return simulated_profile(*trace_step(step, prices, link, blocks, by))
+    return trace_step(step, prices, link, blocks, by)
 
 
 def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
@@ -166,22 +170,13 @@ def profile_sharded(step: TrainingStep, agree: Agree = bool) -> Profile:
     finally:
         unwrap_modules(model)
         unwrap_module(model)
-    graph, made, stopped = trace_step(step, prices, None, blocks)
-    profile = simulated_profile(graph, made, stopped)
+    profile = trace_step(step, prices, None, blocks)
     if not agree(profile.plain_peak <= _ROOMY * capacity(device)):
         return profile
     peaks = [step.measured_peak() for _ in range(_ROUNDS)]
-    measured_peak = max(peaks)
+    plain_peak = max(max(peaks) + step.spare_blocks(), min(peaks) + step.late_bytes())
     timing = timing_of([step.seconds() for _ in range(_ROUNDS)], long=True)
-    return replace(
-        profile,
-        graph=_timed(graph, timing.seconds),
-        plain_peak=max(measured_peak + step.spare_blocks(), min(peaks) + step.late_bytes()),
-        seconds=timing.seconds,
-        timing=timing,
-        measured_peak=measured_peak,
-        untimed=graph,
-    )
+    return profile.measured(timing, max(peaks), plain_peak)
 
 
 def _run_least(
@@ -215,15 +210,13 @@ def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
             f"model: the step of this {type(step.model).__name__} cannot be recorded without "
             f"running it ({type(error).__name__}: {text})"
         ) from error
-    return simulated_profile(
-        *_build(step, prices, link, *traced), can_run=step.device.type != "meta"
-    )
+    return _profile_of(step, prices, link, traced)
 
 
 def simulated_profile(
     graph: Graph, made: Mapping[str, int], stopped: str | None, *, can_run: bool = True
 ) -> Profile:
-    """The profile of a step that was never run plain. Arguments as `trace_step` returns them."""
+    """The profile of a step that was never run plain."""
     plain = simulate_plain(graph)
     return Profile(graph, made, stopped, plain.peak, plain.seconds, can_run, untimed=graph)
 
@@ -234,14 +227,18 @@ def trace_step(
     link: Link | None = None,
     blocks: Iterable[nn.Module] = (),
     by: NamedSchedule | None = None,
-) -> tuple[Graph, dict[str, int], str | None]:
-    """Run the step once with only a schedule and the outputs of ``blocks`` kept, and trace it.
-
-    Returns its graph; the bytes that forward made, by module; and why it was not recorded to its
-    end, if it was not.
-    """
+) -> Profile:
+    """Run the step once with only a schedule and the outputs of ``blocks`` kept, and trace it."""
     traced = _run_traced(step, prices, lambda remat: remat.unpack, blocks, by)
-    return _build(step, prices, link, *traced)
+    return _profile_of(step, prices, link, traced)
+
+
+class _Traced(NamedTuple):
+    """A step that was traced."""
+
+    trace: StepTrace
+    recordings: list[Recording]  #: of each call of its forward
+    base: int  #: the bytes before it
 
 
 def _run_traced(
@@ -250,19 +247,15 @@ def _run_traced(
     unpack_of: UnpackOf,
     blocks: Iterable[nn.Module] = (),
     by: NamedSchedule | None = None,
-) -> tuple[StepTrace, list[Recording], int]:
-    """Run the step once. ``unpack_of`` gives the function that backward unpacks tensors by.
-
-    Returns the trace, the recordings of the model's forward, and the bytes before the step.
-    """
+) -> _Traced:
+    """Run the step once. ``unpack_of`` gives the function that backward unpacks tensors by."""
     trace = TraceMode(prices, shards_of(step.model))
     recordings: list[Recording] = []
     base, units = step.base_bytes(), units_of(step.model)
+    observer = ForwardObserver(trace, by or NamedSchedule(), [*blocks], units, unpack_of)
 
     def observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output, recording, _ = observe_forward(
-            trace, function, args, kwargs, by=by, blocks=blocks, units=units, unpack_of=unpack_of
-        )
+        output, recording, _ = observer.call(function, args, kwargs)
         recordings.append(recording)
         return output
 
@@ -277,7 +270,103 @@ def _run_traced(
     found = trace.finish()
     step.has_other_hooks |= trace.has_other_hooks
     base += step.note_collective(found.largest_collective)
-    return found, recordings, base
+    return _Traced(found, recordings, base)
+
+
+def _profile_of(step: TrainingStep, prices: Prices, link: Link | None, traced: _Traced) -> Profile:
+    """The profile of a step that was traced."""
+    if len(traced.recordings) != 1:
+        times = "not once" if not traced.recordings else f"{len(traced.recordings)} times"
+        raise ValueError(
+            f"model: a step calls this {type(step.model).__name__} {times}. A plan is for a "
+            "model whose forward runs once in a step: pass the part that does, such as its decoder"
+        )
+    (recording,) = traced.recordings
+    talks = None if step.shards is None else communicating_op(step.model, recording)
+    if talks is not None:
+        raise ValueError(
+            f"model: a region of its plan communicates with other processes by itself ({talks}), "
+            "beside what fully_shard does, and before torch 2.13 a plan may miss that. Checkpoint "
+            "blocks in place of a plan: recollect.checkpointed(block)"
+        )
+    graph = build_graph(
+        traced.trace,
+        traced.recordings,
+        base=traced.base,
+        on_device=prices.device.type == "cuda",
+        link=link,
+    )
+    graph = replace(graph, spread=prices.spread, units=units_of(step.model))
+    can_run = step.device.type != "meta"
+    return simulated_profile(graph, bytes_by_module(recording), recording.reason, can_run=can_run)
+
+
+# --- one forward ----------------------------------------------------------------------------------
+
+#: Gives the function that backward unpacks tensors by.
+UnpackOf = Callable[[Rematerializer], Callable[[Any], _Tensor]]
+
+
+@dataclass
+class ForwardObserver:
+    """Records forwards of a model while a `TraceMode` traces the step."""
+
+    trace: TraceMode
+    by: NamedSchedule  #: what is kept
+    blocks: list[nn.Module]  #: modules whose outputs are kept too
+    units: tuple[str, ...]  #: the modules that are recorded, each by itself; empty: the whole is
+    unpack_of: UnpackOf = lambda remat: remat.unpack
+    _calls: Counter[str] = field(default_factory=Counter)
+    _records: list[UnitRecord] = field(default_factory=list)
+    _remat: Rematerializer | None = None
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Recording, Rematerializer | None]:
+        """Call a forward, a method of the model.
+
+        Returns what it returns, the recording, and what it holds if it was recorded as a whole.
+        """
+        self._calls.clear()
+        if self.units:
+            model: Any = getattr(function, "__self__", None)
+            wrap_modules(model, self.units)  # if they are not
+            output = run_regions(function, args, kwargs, self.units, self._observe)
+        else:
+            output = self._observe("", function, args, kwargs)
+        self.trace.note_end()
+        records, self._records = self._records, []
+        remat, self._remat = self._remat, None
+        if self.units:
+            return output, merged(records), None
+        return output, records[0].recording, remat
+
+    def _observe(
+        self, path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Call the forward of the unit at ``path``; if that is empty, of the model."""
+        if path and not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        trace, before = self.trace, self.trace.saved_so_far
+        by = self.by.within(path, self._calls[path]) if path else self.by
+        self._calls[path] += 1
+        try:
+            output, recording = observe_region(function, args, kwargs, self._hooks, by, self.blocks)
+        finally:
+            trace.end_region()
+        trace.note_output(output)
+        self._records.append(UnitRecord(recording, trace.saved_so_far - before))
+        return output
+
+    def _hooks(self, recorder: Recorder, remat: Rematerializer) -> Hooks:
+        """The saved-tensor hooks of a recorded call, which the trace sees too."""
+        self._remat = remat
+        unpack = partial(self.trace.unpack, self.unpack_of(remat))
+        self.trace.begin_region(recorder.count_ops, unpack)
+        return partial(self.trace.pack, recorder.pack), unpack
+
+
+# --- what recordings say --------------------------------------------------------------------------
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -340,35 +429,6 @@ def _made_in(graphs: Iterable[RecordedGraph]) -> dict[str, int]:
             path = "" if op.key is None else op.key.partition("|")[0]
             made[path] += sum(recorded.values[number].nbytes for number in op.makes)
     return dict(made)
-
-
-def _build(
-    step: TrainingStep,
-    prices: Prices,
-    link: Link | None,
-    trace: StepTrace,
-    recordings: list[Recording],
-    base: int,
-) -> tuple[Graph, dict[str, int], str | None]:
-    """Build the graph of a traced step; see `trace_step`."""
-    if len(recordings) != 1:
-        times = "not once" if not recordings else f"{len(recordings)} times"
-        raise ValueError(
-            f"model: a step calls this {type(step.model).__name__} {times}. A plan is for a "
-            "model whose forward runs once in a step: pass the part that does, such as its decoder"
-        )
-    (recording,) = recordings
-    talks = None if step.shards is None else communicating_op(step.model, recording)
-    if talks is not None:
-        raise ValueError(
-            f"model: a region of its plan communicates with other processes by itself ({talks}), "
-            "beside what fully_shard does, and before torch 2.13 a plan may miss that. Checkpoint "
-            "blocks in place of a plan: recollect.checkpointed(block)"
-        )
-    on_device = prices.device.type == "cuda"
-    graph = build_graph(trace, recordings, base=base, on_device=on_device, link=link)
-    graph = replace(graph, spread=prices.spread, units=units_of(step.model))
-    return graph, bytes_by_module(recording), recording.reason
 
 
 def _unpack_fake(ticket: list[Any]) -> _Tensor:

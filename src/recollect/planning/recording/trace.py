@@ -40,7 +40,7 @@ from recollect.replay.recorded_graph import copying, tensors_of
 
 _Tensor = torch.Tensor
 #: The file that calls the model while it is traced.
-_CALLER = str(Path(__file__).with_name("observe.py"))
+_CALLER = str(Path(__file__).with_name("record.py"))
 #: How many events a step may have at most, and for each event of its forward: a loop may keep the
 #: output of a model, and never go backward.
 _MOST_EVENTS, _TIMES = 10_000, 50
