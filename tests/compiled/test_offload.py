@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import recollect
+from recollect.checks.place import WarnOnce
 from recollect.compiled import split, transfer_ops
 from recollect.compiled.applied import make_code
 from recollect.compiled.decisions import Away, CompiledStep
@@ -25,7 +26,6 @@ from recollect.compiled.trials import CompiledTrials
 from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning import prepare
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is, in_blocks

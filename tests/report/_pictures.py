@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from recollect.report.bands import Band, Stack
-from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
+from recollect.report.plan_report import Band, Mark, PlanReport, Point, Stack, Traffic
 from recollect.report.rows import Row
 
 MIB = 2**20

@@ -21,7 +21,7 @@ from torch import nn
 
 from recollect._torch.modules import MODULE_CALL
 from recollect.checks.names import name_in
-from recollect.errors import RecollectWarning
+from recollect.errors import PlanWarning, RecollectWarning
 
 #: File, line and function, the innermost first.
 Stack = tuple[tuple[str, int, str], ...]
@@ -154,3 +154,16 @@ def _titled(part: list[str]) -> str:
     kind, *names = part
     path = ".".join(name for name in names if name)
     return f"{kind}: {path}" if path else kind
+
+
+class WarnOnce:
+    """Warns once for each cause."""
+
+    def __init__(self) -> None:
+        self._causes: set[str] = set()
+
+    def warn(self, cause: str, message: str) -> None:
+        """Warn at the user's line, unless there was a warning for the same cause."""
+        if cause not in self._causes:
+            self._causes.add(cause)
+            warn_user(message, PlanWarning)

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import recollect
 from recollect.cli.demo import demo
 from recollect.cli.doctor import doctor
-from recollect.cli.from_config import is_config, load_config_target, make_optimizer
 from recollect.cli.screen import Status, UsageError, say
-from recollect.cli.target import Target, load_target
+from recollect.cli.target import Target, is_config, load_config_target, load_target, make_optimizer
 from recollect.errors import InfeasibleBudget
 from recollect.planning.plan import Plan
 from recollect.planning.recording.batch import split_batch

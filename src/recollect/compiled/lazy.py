@@ -29,7 +29,7 @@ from recollect._torch.inductor import (
     method_settings,
     settings_in,
 )
-from recollect.checks.place import warn_user
+from recollect.checks.place import WarnOnce, warn_user
 from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.costs import NodeCosts
@@ -52,7 +52,6 @@ from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
-from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
 _log = logging.getLogger("recollect")

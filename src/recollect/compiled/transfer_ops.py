@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recollect.planning.warn_once import WarnOnce
+from recollect.checks.place import WarnOnce
 from recollect.store.links import CudaLink, cuda_links
 from recollect.store.spans import Span, bytes_of, layout_of, tensor_on
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from recollect.checks.place import WarnOnce
 from recollect.compiled.applied import Code, make_code
 from recollect.compiled.decisions import CompiledStep, GraphDecision
 from recollect.compiled.observe import ObservedStep, sizes_of
@@ -18,7 +19,6 @@ from recollect.planning.progress import Progress
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import TrainingStep
 from recollect.planning.trial import Trials
-from recollect.planning.warn_once import WarnOnce
 from recollect.planning.ways import Bench, Peaks, Way, peaks_under
 
 

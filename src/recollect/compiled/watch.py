@@ -17,13 +17,13 @@ from torch import nn
 
 from recollect._torch.autograd import backward_keeps_graph
 from recollect._torch.dynamo import hide_with_calls, outside_of_compiler
+from recollect.checks.place import WarnOnce
 from recollect.compiled.backend import Notes
 from recollect.compiled.sites import Called, Site, wrapped
 from recollect.planning.loop import notices
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.loop.watch import PeakWatch, Waiting
 from recollect.planning.recording.model_state import compare_state, extra_gradient_bytes
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.function_call import casts
 from recollect.report.units import bytes_text
 

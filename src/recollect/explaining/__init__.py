@@ -4,7 +4,7 @@ It runs one forward, tracks each storage that an op allocates, and then finds ou
 that are still alive.
 
     `run`        one forward, watched, after which everything is as it was before; then the rows
-    `regions`    the storages that ops allocate, and what regions hold; `replay`: that engine's
+    `regions`    the storages that ops allocate, and what the regions of each engine hold
 """
 
 from recollect.explaining.run import explain

@@ -22,13 +22,13 @@ from recollect.checks.place import Names, Place, hide_own_frames
 from recollect.explaining.regions import (
     ReentrantRegion,
     Region,
+    ReplayRegion,
     RerunRegion,
     StorageTable,
     TrackedStorage,
     storages_of,
     tensors_in,
 )
-from recollect.explaining.replay import ReplayRegion
 from recollect.observer import observing
 from recollect.policy.op_info import op_info
 from recollect.policy.op_info import tensors_in as op_tensors

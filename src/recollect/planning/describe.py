@@ -9,15 +9,14 @@ import torch
 
 from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import Copy, Outcome, simulate, stacked, uses_under
-from recollect.planning.origin import Origin
+from recollect.planning.plan import Origin
 from recollect.planning.regions.module_regions import callable_paths
 from recollect.planning.solving.modules import block_paths, module_schedule
 from recollect.planning.solving.pool import Solution
 from recollect.planning.trial import Candidate, Trials
 from recollect.planning.ways import expensive_ops
-from recollect.report.bands import Band, Stack, bands_of
 from recollect.report.page_data import thinned
-from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
+from recollect.report.plan_report import Band, Mark, PlanReport, Point, Stack, Traffic, bands_of
 from recollect.report.rows import Row
 from recollect.report.units import bytes_text
 

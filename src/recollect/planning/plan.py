@@ -7,27 +7,28 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch.modules import is_compiled
+from recollect._version import __version__
 from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.sites import has_sites
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.loop.planned_step import PlannedForward, PlannedStep
 from recollect.planning.loop.runner import Runner
-from recollect.planning.origin import Origin
 from recollect.planning.recording.model_state import ModelState, check_model, first_difference
 from recollect.planning.regions.module_regions import wrap_modules
 from recollect.replay.named_schedule import Alike, NamedSchedule
-from recollect.report.bands import Band, Stack
 from recollect.report.compare import Comparison
 from recollect.report.page import HasPage, page
-from recollect.report.plan_report import Mark, PlanReport, Point, Traffic
+from recollect.report.plan_report import Band, Mark, PlanReport, Point, Stack, Traffic
 from recollect.report.rows import Row
 from recollect.report.table import table
 from recollect.report.units import argument_text, bytes_text, percent_text
@@ -38,6 +39,24 @@ _FORMAT = 10
 
 #: What marks a model that a plan is applied to.
 _RUNNERS = (Runner, Installed)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The versions that a plan was made with, and when."""
+
+    recollect: str
+    torch: str
+    date: str  #: in UTC, such as ``2026-11-18T07:10:00+00:00``
+
+    @classmethod
+    def now(cls) -> Origin:
+        """Here and now."""
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(__version__, str(torch.__version__), date)
+
+    def __str__(self) -> str:
+        return f"recollect {self.recollect}, torch {self.torch}, {self.date[:10]}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

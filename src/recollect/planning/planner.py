@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.groups import has_peers
+from recollect.checks.place import WarnOnce
 from recollect.compiled.decisions import CompiledStep
 from recollect.errors import InfeasibleBudget
 from recollect.graph.graph import Graph, Link, Schedule
@@ -46,7 +47,6 @@ from recollect.planning.solving.bound import lower_bound
 from recollect.planning.solving.pool import Solution, best_of
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Trials
-from recollect.planning.warn_once import WarnOnce
 from recollect.planning.ways import Bench, Peaks
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.plan_report import PlanReport, Point

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from recollect.checks.place import WarnOnce
 from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
 from recollect.modules import unwrap_module, wrap_module
@@ -32,7 +33,6 @@ from recollect.planning.regions.module_regions import (
     wrap_modules,
 )
 from recollect.planning.solving.modules import ModuleCandidate, find_units, module_kind
-from recollect.planning.warn_once import WarnOnce
 from recollect.policy.op_info import ATTENTION, MATMULS
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule, trimmed

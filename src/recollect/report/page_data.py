@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from recollect.report.bands import Stack
-from recollect.report.plan_report import Mark, PlanReport, Point
+from recollect.report.plan_report import Mark, PlanReport, Point, Stack
 from recollect.report.rows import Row
 from recollect.report.sizes import SizesReport
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.checks.place import WarnOnce
 from recollect.modules import OPTIONS
 from recollect.planning.loop import kinds as kinds_module
 from recollect.planning.loop.kinds import ForwardKind, Kinds
-from recollect.planning.warn_once import WarnOnce
 from tests._support import assert_identical, measure
 from tests.planning._models import squares, static_bytes
 from tests.planning.test_lazy import batch, net

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import recollect
+from recollect.checks.place import WarnOnce
 from recollect.planning.loop.variant import Variant
-from recollect.planning.warn_once import WarnOnce
 
 MIB = 1 << 20
 

@@ -15,11 +15,11 @@ from torch import nn
 from recollect._torch.autograd import after_each_backward
 from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import collectives_begun, has_peers
+from recollect.checks.place import WarnOnce
 from recollect.planning.loop.forwards import Forwards
 from recollect.planning.loop.kinds import Kinds, StepKind
 from recollect.planning.loop.watch import weakly
 from recollect.planning.recording.step import is_out_of_memory
-from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 from recollect.state.module_index import index_of
 from recollect.state.rng import read_streams, settle_streams, write_streams

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from recollect._torch.modes import is_transforming
+from recollect.checks.place import WarnOnce
 from recollect.graph.graph import Graph
 from recollect.planning.budget import IF_SHAPES_VARY
 from recollect.planning.loop import notices
@@ -40,7 +41,6 @@ from recollect.planning.recording.model_state import (
     with_state,
 )
 from recollect.planning.recording.record import peak_of_run
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from recollect.checks.place import warn_user
+from recollect.checks.place import WarnOnce, warn_user
 from recollect.errors import PlanWarning
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.recording.model_state import newly_compiled, scripted_parts
-from recollect.planning.warn_once import WarnOnce
 from recollect.report.units import bytes_text
 
 #: How many parts of a model are named.

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.modes import forward_ad_active, is_transforming
+from recollect.checks.place import WarnOnce
 from recollect.planning.regions.module_regions import run_modules
 from recollect.planning.regions.sharded import play_units, warn_not_in_effect
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, LeftToRerun, observe_region, replay_region
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording

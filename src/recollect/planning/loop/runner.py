@@ -25,7 +25,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.fsdp import is_shared
-from recollect.checks.place import hide_own_frames
+from recollect.checks.place import WarnOnce, hide_own_frames
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
 from recollect.planning.loop import notices
@@ -49,7 +49,6 @@ from recollect.planning.recording.model_state import ModelState, extra_gradient_
 from recollect.planning.recording.record import find_blocks
 from recollect.planning.regions.module_regions import unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import units_of, warn_not_in_effect
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, obstacle_around
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from recollect.checks.place import WarnOnce
 from recollect.planning.loop import notices
 from recollect.planning.loop.companions import RunsBy
 from recollect.planning.loop.contest import Contest
 from recollect.planning.loop.planned_step import PlannedStep
 from recollect.planning.recording.model_state import Differences
 from recollect.planning.recording.record import bytes_by_module, bytes_made
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording

@@ -18,6 +18,7 @@ from torch import nn
 
 from recollect._torch.fsdp import shards_of
 from recollect._torch.tensors import fake_tensors
+from recollect.checks.place import WarnOnce
 from recollect.errors import CheckpointError
 from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate, simulate_plain
@@ -33,7 +34,6 @@ from recollect.planning.recording.trace import StepTrace, TraceMode
 from recollect.planning.regions.merge import UnitRecord, merged
 from recollect.planning.regions.module_regions import run_regions, unwrap_modules, wrap_modules
 from recollect.planning.regions.sharded import play_units, units_of
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, Hooks, LeftToRerun, observe_region, replay_region
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.record import Recorder

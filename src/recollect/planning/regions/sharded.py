@@ -17,8 +17,8 @@ from torch import nn
 
 from recollect._torch.fsdp import is_unit, shards_of
 from recollect._torch.modules import is_torch_nn
+from recollect.checks.place import WarnOnce
 from recollect.planning.regions.module_regions import run_regions
-from recollect.planning.warn_once import WarnOnce
 from recollect.replay.engine import CallReport, LeftToRerun, replay_region
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recorded_graph import RecordedGraph

@@ -1,4 +1,4 @@
-from recollect.report.bands import bands_of
+from recollect.report.plan_report import bands_of
 
 
 def _names(paths, nbytes=None):
